@@ -1,0 +1,31 @@
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/digits_norms.py
+
+# Two workers, one thread each.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+# The environment stays: remove it by hand to set up from scratch.
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first and by its exact version: a range could pull another build of it, gigabytes of CUDA included.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || python3 -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo,lint]'
+	touch $@

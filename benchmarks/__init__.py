@@ -1,0 +1,1 @@
+"""Timings of persample against a plain step: `python -m benchmarks`."""

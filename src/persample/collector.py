@@ -1,0 +1,89 @@
+"""Gathers the terms of one backward pass and, when it has ended, gives each parameter its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from persample.errors import PerSampleError
+from persample.terms import Dense, Term
+
+Deliver = Callable[[Tensor, Sequence[Term]], None]
+
+
+class Collector:
+    """`deliver(parameter, terms)` is called for each parameter at the end of each backward pass.
+
+    A pass that fails half-way delivers nothing. What arrives for a tensor that was computed from parameters (a
+    transposed weight, a weight norm) is pulled back to them.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], deliver: Deliver) -> None:
+        self.parameters = {id(p): p for p in parameters}
+        self.deliver = deliver
+        self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
+
+    def receive(self, weight: Tensor, term: Term) -> None:
+        """Takes a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass not in self._arrived:
+            self._arrived[backward_pass] = {}
+            if backward_pass >= 0:
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward_pass))
+        self._arrived[backward_pass].setdefault(id(weight), (weight, []))[1].append(term)
+        if backward_pass < 0:
+            self._end(backward_pass)
+
+    def _end(self, backward_pass: int) -> None:
+        arrived = self._arrived.pop(backward_pass)
+        for weight, terms in list(arrived.values()):
+            if id(weight) not in self.parameters:
+                for parameter, rows in self._pulled_back(weight, terms):
+                    arrived.setdefault(id(parameter), (parameter, []))[1].append(Dense(rows))
+        for weight, terms in arrived.values():
+            if id(weight) in self.parameters:
+                self.deliver(weight, terms)
+
+    def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Tensor]]:
+        """The per-sample gradients of the parameters that `derived` was computed from."""
+        leaves = leaves_of(derived)
+        foreign = [leaf for leaf in leaves if id(leaf) not in self.parameters]
+        if foreign:
+            raise PerSampleError(
+                f"A weight of shape {tuple(derived.shape)} was computed from parameters of the model and from a tensor of shape "
+                f"{tuple(foreign[0].shape)} that requires grad but is no parameter of it. Register that tensor as a "
+                f"parameter, or detach it."
+            )
+        rows = sum(term.dense() for term in terms)
+        assert isinstance(rows, Tensor)
+        rows = rows.to(derived.dtype)
+        try:
+            grads = torch.autograd.grad(
+                derived, leaves, rows, retain_graph=True, is_grads_batched=True, allow_unused=True
+            )
+        except RuntimeError:  # a function on the way that vmap does not know
+            each = [torch.autograd.grad(derived, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
+            grads = tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
+        return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The leaves that require grad and that autograd would reach from `tensor`.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> leaves_of(w * 2 + 1)[0] is w
+    True
+    """
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    seen, todo, leaves = {tensor.grad_fn}, [tensor.grad_fn], []
+    while todo:
+        node = todo.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        fresh = [child for child, _ in node.next_functions if child is not None and child not in seen]
+        seen.update(fresh)
+        todo.extend(fresh)
+    return leaves

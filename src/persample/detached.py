@@ -1,0 +1,43 @@
+"""Runs an op without its weights' gradients, yet to the same bits: torch chooses some kernels by who requires grad."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.motion import Op
+from persample.tree import map_tensors
+
+
+def run_detached(op: Op, weights: dict[int, Tensor]) -> Any:
+    """The result of `op`, from which autograd reaches the activations but none of the weights."""
+    if op.inplace or any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights):
+        args, kwargs = op.filled([t.detach() if i in weights else t for i, t in enumerate(op.tensors)])
+        return _FOLDING.get(op.func, op.func)(*args, **kwargs)
+    return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if input.dim() < 3 or input.is_contiguous():
+        return F.linear(input, weight, bias)
+    result = _matmul(input, weight.t())
+    return result if bias is None else result.add_(bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    """As `matmul` does for a matrix that requires grad: all rows as one matrix, also where that takes a copy."""
+    if input.dim() < 3 or other.dim() != 2:
+        return torch.matmul(input, other)
+    return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
+
+
+_FOLDING: dict[Callable[..., Any], Callable[..., Any]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+}

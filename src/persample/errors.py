@@ -1,0 +1,38 @@
+"""The errors of this library, and the words in which they name a place in the user's model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+
+from torch import nn
+
+
+class PerSampleError(RuntimeError):
+    """Per-sample gradients cannot be given; the message says where, why, and what can be done."""
+
+
+class SamplesMixed(PerSampleError):
+    """Samples of the batch were combined, so that no sample has a gradient of its own."""
+
+
+def place_in(names: Mapping[nn.Module, str]) -> str:
+    """The innermost module of `names` whose code is running now, as words for an error message."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and module in names:
+            return f"module '{names[module]}' ({type(module).__name__})" if names[module] else type(module).__name__
+        frame = frame.f_back
+    return "the forward pass"
+
+
+def op_name(func: object) -> str:
+    """The name of a torch function as a user would write it.
+
+    >>> import torch
+    >>> op_name(torch.add)
+    'add'
+    """
+    return getattr(func, "__name__", repr(func))

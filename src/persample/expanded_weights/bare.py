@@ -1,0 +1,103 @@
+"""A function called on ExpandedWeights outside a wrapped call: one op, tracked by itself, with nothing known but dim 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.collector import Collector
+from persample.expanded_weights.delivery import legacy_use, to_grad_sample
+from persample.expanded_weights.helpers import (
+    batch_size_error,
+    check_call,
+    expanded_weights_in,
+    is_batch_first,
+    original,
+    unpack_expanded_weight_or_tensor,
+)
+from persample.expanded_weights.tensor import ExpandedWeight
+from persample.layout import Layout
+from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
+from persample.rules.recurrent import arguments, packed_layout
+from persample.tracker import Tracker
+from persample.tree import map_tensors, tensors_in
+
+
+def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function that has a rule, so that backward leaves `grad_sample` in the original weights."""
+    handler = HANDLED_FUNCTIONS[func]
+    if isinstance(handler, type):
+        return handler.apply(tuple(kwargs), func, *args, *kwargs.values())  # type: ignore[attr-defined]
+    expanded = expanded_weights_in((args, kwargs))
+    if isinstance(handler, Rewrite):
+        layouts = _recurrent_layouts(func, arguments(args, kwargs), expanded[0])
+    else:
+        layouts = [_input_layout(func, handler, handler.bind(args, kwargs))]
+    first = expanded[0]
+    collector = Collector([w.orig_weight for w in expanded], to_grad_sample(first.batch_size, first.loss_reduction))
+    tracker = Tracker(first.batch_size, collector, None, legacy_use(first.loss_reduction))
+    for tensor, layout in layouts:
+        tracker.add_input(tensor, layout)
+    args, kwargs = map_tensors(original, (args, kwargs))
+    with tracker:
+        return func(*args, **kwargs)
+
+
+def _input_layout(func: Callable[..., Any], rule: Rule, call: dict[str, Any]) -> tuple[Tensor, Layout]:
+    """The function's input and where the samples lie in it, once all checks are passed."""
+    input = next(call[name] for name in rule.batched if name in call)
+    if isinstance(input, Tensor) and not isinstance(input, ExpandedWeight):
+        _check_shape(func, call, input)
+    check_call(func, [input], call)
+    for name in call.keys() - rule.batched:
+        unpack_expanded_weight_or_tensor(call[name])
+    return input, Layout(0 if is_batch_first(list(call.values())) else 1)
+
+
+def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) -> None:
+    """Refuses inputs in which there is no batch, or which the function would normalise over the batch."""
+    if func is F.linear and input.dim() < 2:
+        raise RuntimeError(
+            "Input does not have a batch dimension. Expanded Weights expected input of at least rank 2, "
+            f"got of rank {input.dim()}"
+        )
+    if func in (torch.conv1d, torch.conv2d, torch.conv3d):
+        if input.dim() != call["weight"].dim():
+            raise RuntimeError(
+                "Expanded Weights only support convolution with batched input, got "
+                f"input with {input.dim()} dims for a weight with {call['weight'].dim()}"
+            )
+        padding = call.get("padding", 0)
+        if isinstance(padding, str) and padding not in ("same", "valid"):
+            raise RuntimeError(f"got padding type of {padding}, only accept 'same' or 'valid'")
+    if func in (F.embedding, torch.embedding) and input.dim() < 2:
+        raise RuntimeError(f"Expanded Weights needs an input with a batch size, got a 1D tensor, {tuple(input.shape)}")
+    if func in (F.layer_norm, torch.layer_norm):
+        shape = tuple(call["normalized_shape"])
+        batch_dim = 0 if is_batch_first(list(call.values())) else 1
+        if batch_dim >= input.dim() - len(shape):
+            raise RuntimeError(
+                "Expanded Weights: Layer norm should not normalize over batch dimension for per sample gradient "
+                f"computations but got that normalized shape, {shape}, covers dim {batch_dim} of the input {tuple(input.shape)}"
+            )
+
+
+def _recurrent_layouts(
+    func: Callable[..., Any], call: dict[str, Any], weight: ExpandedWeight
+) -> list[tuple[Tensor, Layout]]:
+    """The input and states of a recurrent function, and where the samples lie in them."""
+    packed = "data" in call
+    input = call["data"] if packed else call["input"]
+    check_call(func, [input.new_zeros(weight.batch_size)] if isinstance(input, Tensor) else [input], call)
+    if packed:
+        found, layout = int(call["batch_sizes"][0]), packed_layout(call["batch_sizes"], None, weight.batch_size)
+    else:
+        layout = Layout(0 if call["batch_first"] else 1)
+        found = input.shape[layout.dim]
+    if found != weight.batch_size and not (weight.allow_smaller_batches and found < weight.batch_size):
+        raise RuntimeError(batch_size_error(found, weight.batch_size))
+    return [(input, layout), *((state, Layout(1)) for state in tensors_in(call["hx"]))]

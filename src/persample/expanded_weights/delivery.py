@@ -1,0 +1,56 @@
+"""How terms become `grad_sample`, and how a rule in the old convention takes its place among ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.collector import Deliver
+from persample.errors import PerSampleError, op_name
+from persample.expanded_weights.helpers import add_grad_sample
+from persample.expanded_weights.tensor import ExpandedWeight
+from persample.layout import Layout
+from persample.motion import Op
+from persample.terms import Dense, Term
+from persample.tracker import Tracker
+
+
+def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
+    """Delivers terms as `parameter.grad_sample`, times the batch size where the loss was a mean."""
+
+    def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
+        rows = terms[0].dense()
+        for term in terms[1:]:
+            rows = rows + term.dense()
+        if loss_reduction == "mean":
+            rows = rows * batch_size
+        add_grad_sample(parameter, rows.to(parameter.dtype))
+
+    return deliver
+
+
+def legacy_use(loss_reduction: str) -> Callable[[Tracker, Any, Op, Mapping[int, Tensor]], Any]:
+    """Calls an `autograd.Function` registered with `implements_per_sample_grads` for a use found by a tracker."""
+
+    def use(tracker: Tracker, rule: Any, op: Op, weights: Mapping[int, Tensor]) -> Any:
+        dims = {where.dim for where in op.where if isinstance(where, Layout) and where.inner == 1 and where.ids is None}
+        if len(dims) != 1 or not dims <= {0, 1}:
+            raise PerSampleError(
+                f"The rule {rule.__name__} registered for {op_name(op.func)} expects the batch in dim 0 or 1 of its input, but "
+                f"in {tracker.place()} it lies otherwise."
+            )
+
+        def expanded(weight: Tensor) -> ExpandedWeight:
+            result = ExpandedWeight(weight, tracker.batch, loss_reduction)
+            result.set_batch_first(dims == {0})
+            result.receive = lambda rows: tracker.collector.receive(weight, Dense(rows))
+            return result
+
+        given: list[Tensor] = [expanded(t) if i in weights else t for i, t in enumerate(op.tensors)]
+        args, kwargs = op.filled(given)
+        return rule.apply(tuple(kwargs), op.func, *args, *kwargs.values())
+
+    return use

@@ -1,0 +1,124 @@
+"""Where the samples of a batch lie in a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The samples lie along `dim`: index j there belongs to sample `(j // inner) % batch`.
+
+    One pair of numbers covers a batch that was moved (`x.transpose(0, 1)`), merged from either side
+    (`(B*T, D)` has inner T, `(T*B, D)` has inner 1), or doubled (`torch.cat([x, y])`). Where the rows follow
+    no such pattern (packed sequences, a permutation), `ids` names the sample of every index, -1 for a row
+    that belongs to none.
+
+    `others` are the dims that could hold the batch just as well: an input whose shape alone does not tell.
+    """
+
+    dim: int
+    inner: int = 1
+    ids: tuple[int, ...] | None = None
+    others: tuple[int, ...] = field(default=(), compare=False)
+
+    def sample_of(self, size: int, batch: int) -> tuple[int, ...]:
+        """The sample of each of the `size` indices along `dim`."""
+        if self.ids is not None:
+            return self.ids
+        return tuple((j // self.inner) % batch for j in range(size))
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """A sum of the samples' own values, as a loss is: nothing of it belongs to one sample, but nothing is mixed."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """It is not known which sample an entry belongs to, because of what `cause` tells."""
+
+    cause: str
+
+
+Where = Layout | Reduced | Lost
+
+
+def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
+    """The tensor with the samples in front: `(batch, *shape)`, where `dim` has kept the sample's own rows.
+
+    Sample n of `(T, B, D)` is a `(T, 1, D)`; of `(B*T, D)` a `(T, D)`. With explicit ids, samples with fewer rows
+    than others are filled up with zeros, which contribute nothing to anything that is linear in a gradient.
+
+    >>> x = torch.arange(6).view(6, 1)                              # two samples of three rows each
+    >>> samples(x, Layout(dim=0, inner=3), batch=2)[1].flatten()
+    tensor([3, 4, 5])
+    """
+    dim = layout.dim
+    if layout.ids is None:
+        outer = tensor.shape[dim] // (batch * layout.inner)
+        rows = tensor.unflatten(dim, (outer, batch, layout.inner)).movedim(dim + 1, 0)
+        return rows.flatten(dim + 1, dim + 2)
+    where, filled = _positions(layout.ids, batch)
+    index = torch.tensor(where, device=tensor.device)
+    rows = tensor.index_select(dim, index.flatten()).unflatten(dim, (batch, -1))
+    present = torch.tensor(filled, device=tensor.device).view(batch, -1, *[1] * (tensor.dim() - dim - 1))
+    return torch.where(present, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)).movedim(dim, 0)
+
+
+def place(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor:
+    """The inverse of `samples` for gradients: `(batch, *shape)` where sample n's rows stand at its own indices.
+
+    >>> place(torch.ones(2, 1, 3), Layout(0), torch.Size([2, 3]), batch=2)[1]
+    tensor([[0., 0., 0.],
+            [1., 1., 1.]])
+    """
+    size = shape[layout.dim]
+    where, filled = _positions(layout.sample_of(size, batch), batch)
+    result = rows.new_zeros(batch, *shape)
+    for n in range(batch):
+        index = [j for j, there in zip(where[n], filled[n], strict=True) if there]
+        at = torch.tensor(index, device=rows.device, dtype=torch.long)
+        result[n].index_copy_(layout.dim, at, rows[n].narrow(layout.dim, 0, len(index)))
+    return result
+
+
+def _positions(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[list[bool]]]:
+    """For each sample the indices of its rows, filled up to the same number, and which of them are real."""
+    rows: list[list[int]] = [[] for _ in range(batch)]
+    for position, sample in enumerate(ids):
+        if sample >= 0:
+            rows[sample].append(position)
+    most = max(1, *map(len, rows))
+    where = [r + [0] * (most - len(r)) for r in rows]
+    filled = [[True] * len(r) + [False] * (most - len(r)) for r in rows]
+    return where, filled
+
+
+def from_ids(ids: Tensor, batch: int) -> Layout | None | Lost:
+    """The layout that a tensor of sample ids (-1 where an entry belongs to none) describes; None: to none at all.
+
+    >>> from_ids(torch.tensor([[0, 0], [1, 1], [2, 2]]), batch=3)
+    Layout(dim=0, inner=1, ids=None)
+    """
+    if ids.numel() == 0 or int(ids.max()) < 0:
+        return None
+    for dim in range(ids.dim()):
+        rest = [d for d in range(ids.dim()) if d != dim]
+        most = ids.amax(rest) if rest else ids
+        least = torch.where(ids < 0, batch, ids).amin(rest) if rest else ids
+        if bool(((most == least) | (most < 0)).all()):
+            return regular(dim, tuple(most.tolist()), batch)
+    return Lost("its entries of one sample do not lie along one dim")
+
+
+def regular(dim: int, ids: tuple[int, ...], batch: int) -> Layout:
+    """`ids` along `dim`, as a pattern where they follow one."""
+    inner = next((j for j, n in enumerate(ids) if n != ids[0]), len(ids))
+    pattern = Layout(dim, inner)
+    if len(ids) % (batch * inner) == 0 and pattern.sample_of(len(ids), batch) == ids:
+        return pattern
+    return Layout(dim, ids=ids)

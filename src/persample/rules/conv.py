@@ -1,0 +1,45 @@
+"""Convolutions: a linear map of each patch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from persample.rules.registry import Terms, rule
+from persample.terms import Dense, Patches
+
+
+@rule(torch.conv1d, torch.conv2d, torch.conv3d)
+def conv(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Terms:
+    kernel = weight.shape[2:]
+    gaps = _each(dilation, kernel)
+    patches = Patches(input, grad, kernel, _each(stride, kernel), _paddings(padding, kernel, gaps), gaps, groups)
+    return {"weight": patches, "bias": Dense(grad.flatten(3).sum((1, 3)))}
+
+
+def _each(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:
+    """One number for each dim of the kernel: `2`, `(2,)` and `[2, 2]` are the same to torch."""
+    values = [value] if isinstance(value, int) else list(value)
+    return values * len(kernel) if len(values) == 1 else values
+
+
+def _paddings(padding: int | str | Sequence[int], kernel: Sequence[int], gaps: Sequence[int]) -> list[tuple[int, int]]:
+    """What is put before and after each dim; 'same' puts the odd one after."""
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        totals = [gap * (size - 1) for size, gap in zip(kernel, gaps, strict=True)]
+        return [(total // 2, total - total // 2) for total in totals]
+    assert not isinstance(padding, str)  # torch has refused any other
+    return [(width, width) for width in _each(padding, kernel)]

@@ -1,0 +1,66 @@
+"""The rule of any function: the function's own derivative, taken for each sample as a batch of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.motion import results_of
+from persample.tree import filled
+
+
+def generic(
+    func: Callable[..., Any],
+    call: tuple[Any, Any],
+    tensors: Sequence[Tensor],
+    batched: Sequence[bool],
+    weights: Sequence[int],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The per-sample gradients of the tensors at the positions `weights`.
+
+    `call` is the emptied call; `tensors` fill it, with the samples in front where `batched`; `grads` are the
+    gradients of the tensors in the result, samples in front, None where there is none.
+    """
+    moving = [i for i, there in enumerate(batched) if there]
+    wanted = [i for i, grad in enumerate(grads) if grad is not None]
+    own_grads = [grad for grad in grads if grad is not None]
+
+    def run(own: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The function of one sample, of which it is given its own tensors, and of the weights."""
+        given = dict(enumerate(tensors)) | dict(zip(moving, own, strict=True)) | dict(zip(weights, chosen, strict=True))
+        args, kwargs = filled(call, given)
+        results = results_of(func(*args, **kwargs), args)
+        return tuple(results[i] for i in wanted)
+
+    def vjp(own: Sequence[Tensor], chosen: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.func.vjp(lambda *w: run(own, w), *chosen)[1](tuple(grads))  # type: ignore[no-any-return]
+
+    own = [tensors[i] for i in moving]
+    chosen = [tensors[i] for i in weights]
+    dims = [0 if batched[i] else None for i in weights]
+    try:
+        return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
+    except RuntimeError:  # no batching rule, control flow on values, a write in place: one sample after the other
+        return _loop(run, own, chosen, dims, own_grads)
+
+
+def _loop(
+    run: Callable[..., tuple[Tensor, ...]],
+    own: Sequence[Tensor],
+    chosen: Sequence[Tensor],
+    dims: Sequence[int | None],
+    grads: Sequence[Tensor],
+) -> list[Tensor]:
+    rows = []
+    for n in range(len(grads[0])):
+        with torch.enable_grad():
+            leaves = [
+                (w if dim is None else w[n]).detach().requires_grad_() for w, dim in zip(chosen, dims, strict=True)
+            ]
+            results = run([t[n].detach().clone() for t in own], leaves)
+        rows.append(torch.autograd.grad(results, leaves, [g[n] for g in grads]))
+    return [torch.stack(parts) for parts in zip(*rows, strict=True)]

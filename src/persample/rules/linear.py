@@ -1,0 +1,15 @@
+"""y = x Wᵀ + b, over any number of positions."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.rules.registry import Terms, rule
+from persample.terms import Dense, Outer
+
+
+@rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1)
+def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
+    input, grad = input.flatten(1, -2), grad.flatten(1, -2)
+    return {"weight": Outer(input, grad), "bias": Dense(grad.sum(1))}

@@ -1,0 +1,106 @@
+"""y = x̂ w + b, where x̂ is x, normalised over parts of each sample or with fixed statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.errors import SamplesMixed
+from persample.rules.registry import Terms, rule
+from persample.terms import Dense
+
+
+def _affine(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
+    """The terms of w and b, which run along the dims `keep` and are the same everywhere else in a sample."""
+    rest = [dim for dim in range(1, grad.dim()) if dim not in keep]
+    over_rest = (lambda t: t.sum(rest)) if rest else (lambda t: t)
+    return {"weight": Dense(over_rest(normalised.conj() * grad)), "bias": Dense(over_rest(grad))}
+
+
+@rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True)
+def layer_norm(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Terms:
+    last = range(grad.dim() - len(normalized_shape), grad.dim())
+    return _affine(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
+
+
+@rule(F.group_norm, torch.group_norm)
+def group_norm(
+    grad: Tensor,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Terms:
+    normalised = F.group_norm(input.flatten(0, 1).contiguous(), num_groups, eps=eps)
+    return _affine(grad, normalised.view(input.shape), keep=[2])
+
+
+def _channels(statistic: Tensor, like: Tensor) -> Tensor:
+    """A number for each channel, shaped to broadcast over `(batch, images, channel, *size)`."""
+    return statistic.view(-1, *[1] * (like.dim() - 3))
+
+
+@rule(F.instance_norm)
+def instance_norm(
+    grad: Tensor,
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Terms:
+    if use_input_stats:
+        normalised = F.instance_norm(input.flatten(0, 1).contiguous(), eps=eps).view(input.shape)
+    else:
+        assert running_mean is not None and running_var is not None
+        normalised = (input - _channels(running_mean, input)) * _channels(running_var + eps, input).rsqrt()
+    return _affine(grad, normalised, keep=[2])
+
+
+@rule(torch.instance_norm)
+def instance_norm_with_the_weight_first(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Terms:
+    return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+@rule(F.batch_norm)
+def batch_norm(
+    grad: Tensor,
+    input: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Terms:
+    if training:  # the forward pass has refused it
+        raise SamplesMixed("batch_norm in training combines samples")
+    return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats=False, eps=eps)

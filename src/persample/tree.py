@@ -1,0 +1,74 @@
+"""The tensors inside the arguments of a torch function, which nests them in lists, tuples and dicts only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in `value`, in order.
+
+    >>> import torch
+    >>> [t.numel() for t in tensors_in((torch.ones(2), [1, torch.ones(3)], {"bias": torch.ones(4)}))]
+    [2, 3, 4]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+
+
+def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
+    """`value` with each tensor t replaced by `fn(t)`, called in the order of `tensors_in`.
+
+    >>> import torch
+    >>> map_tensors(torch.numel, (torch.ones(2), [1, torch.ones(3)]))
+    (2, [1, 3])
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple):
+        parts = [map_tensors(fn, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if isinstance(value, list):
+        return [map_tensors(fn, part) for part in value]
+    if isinstance(value, dict):
+        return {key: map_tensors(fn, part) for key, part in value.items()}
+    return value
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of a tensor in the arguments of a call."""
+
+    position: int
+
+
+def emptied(value: Any) -> Any:
+    """`value` with its tensors taken out, so that keeping it keeps no tensor alive."""
+    positions = count()
+    return map_tensors(lambda _: Slot(next(positions)), value)
+
+
+def filled(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """What `emptied` gave, with these in the places of the tensors.
+
+    >>> filled(emptied((1, [None])), [])
+    (1, [None])
+    """
+    if isinstance(value, Slot):
+        return tensors[value.position]
+    if isinstance(value, (tuple, list)):
+        return type(value)(filled(part, tensors) for part in value)
+    if isinstance(value, dict):
+        return {key: filled(part, tensors) for key, part in value.items()}
+    return value
