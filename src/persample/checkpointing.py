@@ -6,40 +6,48 @@ offers a way to say otherwise, so the function that it keeps is replaced by one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-_ENTERED = "_persample_enters"
+_ENTERS = "_persample_enters_tracker"
 
 
 def prepare_recomputation(tracker: Any) -> None:
     """If a non-reentrant checkpoint is saving tensors now: its recomputation will run under the tracker."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     pack = hooks[0] if hooks else None
-    if pack is None or "frame" not in getattr(getattr(pack, "__code__", None), "co_freevars", ()):
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if pack is None or "frame" not in names:
         return
-    frame = pack.__closure__[pack.__code__.co_freevars.index("frame")].cell_contents
-    if hasattr(frame, "recompute_fn"):
-        frame.recompute_fn = _under(tracker, frame.recompute_fn)
+    frame = pack.__closure__[names.index("frame")].cell_contents
+    if hasattr(frame, "recompute_fn") and not hasattr(frame.recompute_fn, _ENTERS):
+        frame.recompute_fn = _entering(tracker, frame.recompute_fn)
 
 
 def prepare_reentrant(tracker: Any, node: Any) -> bool:
     """Whether `node` is the backward of a reentrant checkpoint; if so, its recomputation will run under the tracker."""
     if not hasattr(node, "run_function"):
         return False
-    node.run_function = _under(tracker, node.run_function)
+    if not hasattr(node.run_function, _ENTERS):
+        inputs = list(node.inputs)
+        for i, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
+            inputs[i] = tracker.where(tensor)
+        node.run_function = _entering(tracker, node.run_function, inputs)
     return True
 
 
-def _under(tracker: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    if hasattr(function, _ENTERED):
-        return function
+def _entering(tracker: Any, function: Callable[..., Any], layouts: Sequence[Any] = ()) -> Callable[..., Any]:
+    """`function` under the tracker, its arguments, which a reentrant checkpoint has detached, with these layouts."""
 
-    def entered(*args: Any, **kwargs: Any) -> Any:
+    def entering(*args: Any, **kwargs: Any) -> Any:
+        for arg, where in zip(args, layouts, strict=False):
+            if isinstance(arg, Tensor) and where is not None:
+                tracker.tell(arg, where)
         with tracker:
             return function(*args, **kwargs)
 
-    setattr(entered, _ENTERED, True)
-    return entered
+    setattr(entering, _ENTERS, True)
+    return entering

@@ -34,14 +34,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reduced:
-    """A sum of the samples' own values, as a loss is: nothing of it belongs to one sample, but nothing is mixed."""
+    """A sum of the samples' own values, as a loss is: none of it belongs to one sample, but nothing is mixed yet."""
+
+    cause: str
+    place: str = ""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """It is not known which sample an entry belongs to, because of what `cause` tells."""
+    """It is not known which sample an entry belongs to; `cause` and `place` say why and since where."""
 
     cause: str
+    place: str = ""
 
 
 Where = Layout | Reduced | Lost

@@ -170,7 +170,7 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         return _everywhere(None, results)
     if op.batch == 1:
         # There is nobody to be mixed with, and every entry is of the one sample.
-        return Motion(tuple(Layout(0, max(1, r.shape[0])) if r.dim() else Reduced() for r in results))
+        return Motion(tuple(Layout(0, max(1, r.shape[0])) if r.dim() else _reduced(op) for r in results))
     if op.func in LIKES:
         return _everywhere(next(where for where in op.where if where), results)
     with torch.no_grad():
@@ -185,12 +185,16 @@ def _everywhere(where: Where | None, results: Sequence[Tensor]) -> Motion:
     return Motion(tuple(where for _ in results))
 
 
+def _reduced(op: Op) -> Reduced:
+    return Reduced(f"{op_name(op.func)} adds the samples up")
+
+
 def _after_reduction(op: Op) -> Where:
-    reduced = sum(isinstance(where, Reduced) for where in op.where)
-    mixed = any(isinstance(where, Layout) for where in op.where)
-    if mixed or op.func not in LINEAR or (op.func in BILINEAR and reduced > 1):
-        return Lost(f"{op_name(op.func)} is not linear in a sum over the samples")
-    return Reduced()
+    reduced = [where for where in op.where if isinstance(where, Reduced)]
+    apart = any(isinstance(where, Layout) for where in op.where)
+    if apart or op.func not in LINEAR or (op.func in BILINEAR and len(reduced) > 1):
+        return Lost(f"{reduced[0].cause}, and {op_name(op.func)} is no linear function of that sum", reduced[0].place)
+    return reduced[0]
 
 
 # ---- by the numbers of the samples ----
@@ -260,14 +264,19 @@ def _sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
 
 
 def _by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
-    """The first reading of the arguments' layouts under which the op keeps the samples apart."""
+    """The first reading of the arguments under which shapes and values agree that the samples stay apart."""
     failure: Motion | None = None
     for reading, following in _readings(op):
-        found = _read(reading, results)
+        try:
+            candidates = _candidates_by_shape(reading, results)
+        except Exception:  # not with these arguments growing
+            continue
+        found = _verified(reading, candidates, results)
         if not any(isinstance(where, Lost) for where in found):
             return Motion(found, following)
         failure = failure or Motion(found)
-    assert failure is not None
+    if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
+        return Motion(_verified(op, [list(_all_layouts(result, op.batch)) for result in results], results))
     return failure
 
 
@@ -292,29 +301,29 @@ def _readings(op: Op) -> Iterator[tuple[Op, tuple[tuple[int, Layout], ...]]]:
         yield Op(op.func, op.args, op.kwargs, op.tensors, choice, op.batch), following
 
 
-def _read(op: Op, results: Sequence[Tensor]) -> tuple[Where | None, ...]:
-    """Where the samples lie in the results, if they lie in the arguments as `op` says."""
-    try:
-        candidates = _candidates_by_shape(op, results)
-    except Exception:  # sizes given as numbers, no meta kernel, a size that depends on values: the values have to tell
-        candidates = [list(_all_layouts(result, op.batch)) for result in results]
-    if any(isinstance(c, Lost) for c in candidates):
-        return tuple(next(c for c in candidates if isinstance(c, Lost)) for _ in results)
+Candidates = Sequence["list[Layout] | Reduced | Lost | None"]
+
+
+def _verified(op: Op, candidates: Candidates, results: Sequence[Tensor]) -> tuple[Where | None, ...]:
+    """The first of each result's candidates that the values do not contradict."""
+    for candidate in candidates:
+        if isinstance(candidate, Lost):
+            return tuple(candidate for _ in results)
     trials = _trials(op)
     if trials is None:
-        return _everywhere(Lost(f"{op_name(op.func)} could not be tried on other values"), results).results
+        return tuple(Lost(f"{op_name(op.func)} could not be tried on other values") for _ in results)
     found: list[Where | None] = []
     for i, options in enumerate(candidates):
-        if not isinstance(options, list):
+        if isinstance(options, list):
+            kept = (layout for layout in options if _keeps_apart(layout, [t[i] for t in trials], op.batch))
+            shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
+            found.append(next(kept, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
+        else:
             found.append(options)
-            continue
-        kept = (layout for layout in options if _keeps_apart(layout, [t[i] for t in trials], op.batch))
-        shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
-        found.append(next(kept, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
     return tuple(found)
 
 
-def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> list[list[Layout] | Reduced | Lost | None]:
+def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> Candidates:
     before = op.run([t.to("meta") for t in op.tensors])
     after = op.run([_grown(t, where, op.batch) for t, where in zip(op.tensors, op.where, strict=True)])
     candidates: list[list[Layout] | Reduced | Lost | None] = []
@@ -322,7 +331,7 @@ def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> list[list[Layout]
         changed = [d for d in range(result.dim()) if old.shape[d] != new.shape[d]]
         if not changed:
             candidates.append(
-                Reduced() if op.func in ADDITIVE else Lost(f"{op_name(op.func)} reduces over the samples")
+                _reduced(op) if op.func in ADDITIVE else Lost(f"{op_name(op.func)} reduces over the samples")
             )
         elif len(changed) > 1:
             candidates.append(Lost(f"{op_name(op.func)} crosses the samples to {tuple(result.shape)}"))

@@ -97,6 +97,7 @@ class Tap(torch.autograd.Function):
             )
         accumulate = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
         if torch._C._will_engine_execute_node(accumulate):  # not so in autograd.grad(loss, inputs)
+            saved = ctx.saved_tensors  # which may set off a recomputation, under the tracker
             with torch._C.DisableTorchFunction():
-                ctx.use.backward(ctx.saved_tensors, grads)
+                ctx.use.backward(saved, grads)
         return None, None, None, None, *grads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from persample.checkpointing import prepare_recomputation, prepare_reentrant
 from persample.collector import Collector, leaves_of
 from persample.detached import run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name, place_in
-from persample.layout import Layout, Lost, Where
+from persample.layout import Layout, Lost, Reduced, Where
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
 from persample.tap import Tap, Use
@@ -79,8 +80,8 @@ class Tracker(TorchFunctionMode):
 
     def tell(self, tensor: Tensor, where: Where | None) -> None:
         """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
-        if isinstance(where, Lost) and " in " not in where.cause:
-            where = Lost(f"{where.cause}, in {self.place()}")
+        if isinstance(where, (Lost, Reduced)) and not where.place:
+            where = replace(where, place=self.place())
         if id(tensor) in self.inputs:
             self.inputs[id(tensor)] = (tensor, where or Lost(""))
         tensor._persample = (self._mark, where, tensor.requires_grad)  # type: ignore[attr-defined]
@@ -222,18 +223,17 @@ class Tracker(TorchFunctionMode):
 
     def _refuse_lost(self, op: Op) -> None:
         for where in op.where:
-            if not isinstance(where, Layout) and where is not None:
-                cause = where.cause if isinstance(where, Lost) else "the samples were added up"
+            if isinstance(where, (Lost, Reduced)):
                 raise SamplesMixed(
-                    f"{op_name(op.func)}, in {self.place()}, uses weights on a tensor in which the samples of the batch are not "
-                    f"apart: {cause}. No sample has a gradient of its own there. {_REMEDY}"
+                    f"{op_name(op.func)}, in {self.place()}, uses weights on a tensor in which the samples of the batch are "
+                    f"not apart: {where.cause}, in {where.place}. {_REMEDY}"
                 )
 
     def _refuse_mixed(self, op: Op, motion: Motion, tapped: Sequence[int]) -> None:
         for i in tapped:
             where = motion.results[i]
             if not isinstance(where, Layout):
-                cause = where.cause if isinstance(where, Lost) else f"{op_name(op.func)} adds the samples up"
+                cause = where.cause if where else f"{op_name(op.func)} gives something that belongs to no sample"
                 raise SamplesMixed(f"The samples of the batch are mixed in {self.place()}: {cause}. {_REMEDY}")
 
     # ---- what functions that no mode sees have made ----
@@ -275,7 +275,7 @@ class Tracker(TorchFunctionMode):
         for output in tensors_in(outputs):
             where = self.where(output)
             if isinstance(where, Lost) and output.requires_grad:
-                output.register_hook(_refusal(where.cause))
+                output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
             elif where is None and self.is_weight(output) and not output.is_leaf:
                 output.register_hook(_refusal("it was computed from weights alone"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,9 @@ def generic(
     chosen = [tensors[i] for i in weights]
     dims = [0 if batched[i] else None for i in weights]
     try:
-        return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's own loop is as good as ours
+            return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
     except RuntimeError:  # no batching rule, control flow on values, a write in place: one sample after the other
         return _loop(run, own, chosen, dims, own_grads)
 

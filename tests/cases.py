@@ -1,0 +1,346 @@
+"""The awkward modules, one list for all engines. To add a case, add a line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from oracle import Case
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+B, T, D = 3, 5, 4
+
+
+class Calls(nn.Module):
+    """A module that is a function of itself and its inputs: `Calls(lambda m, x: m.a(x), a=nn.Linear(4, 4))`."""
+
+    def __init__(self, forward: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self, *args, **kwargs)
+
+
+def param(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+def x(*shape: int, grad: bool = False) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.randn(shape).requires_grad_(grad)]
+
+
+def ids(*shape: int, most: int = 7) -> Callable[[], list[Tensor]]:
+    return lambda: [torch.randint(0, most, shape)]
+
+
+def frozen(module: nn.Module, *names: str) -> nn.Module:
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in names)
+    return module
+
+
+def evaluated(module: nn.Module) -> nn.Module:
+    return module.eval()
+
+
+def tied() -> nn.Module:
+    a, b = nn.Linear(D, D), nn.Linear(D, D)
+    b.weight = a.weight
+    return nn.Sequential(a, nn.Tanh(), b)
+
+
+def registered_twice() -> nn.Module:
+    a = nn.Linear(D, D)
+    return nn.Sequential(a, nn.Tanh(), a)
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.mask
+
+
+def masked_weight() -> nn.Module:
+    layer = nn.Linear(D, D)
+    parametrize.register_parametrization(layer, "weight", Masked(torch.tril(torch.ones(D, D))))
+    return layer
+
+
+def language_model(m: Any, tokens: Tensor) -> Tensor:
+    h = m.embed(tokens) + m.position(torch.arange(tokens.shape[1]))
+    h = m.norm(h)
+    return F.linear(h.reshape(-1, D), m.embed.weight).view(*tokens.shape, -1)
+
+
+def attention(m: Any, h: Tensor) -> Tensor:
+    q, k, v = m.qkv(h).view(*h.shape[:2], 3, 2, D // 2).permute(2, 0, 3, 1, 4)
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return m.out(a.transpose(1, 2).flatten(2))
+
+
+def windows(m: Any, image: Tensor) -> Tensor:
+    n, h, w, c = image.shape
+    parts = image.view(n, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
+    parts = m.mix(parts.transpose(1, 2)).transpose(1, 2)
+    return parts.view(n, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, c)
+
+
+def unrolled_cell(m: Any, h: Tensor) -> Tensor:
+    state = torch.zeros(len(h), D, dtype=h.dtype)
+    for step in h.unbind(1):
+        state = torch.tanh(m.a(step) + m.b(state))
+    return state
+
+
+def written_in_place(m: Any, h: Tensor) -> Tensor:
+    out = torch.zeros(len(h), T, 2 * D, dtype=h.dtype)
+    out[:, :, :D] = m.a(h)
+    out[..., D:] = m.b(h)
+    return m.c(out)
+
+
+def class_token_written_in(m: Any, h: Tensor) -> Tensor:
+    out = F.pad(h, (0, 0, 1, 0))
+    out[:, 0] = m.c
+    return out.softmax(1)
+
+
+def low_rank(m: Any, h: Tensor) -> Tensor:
+    return h @ (m.base + m.up @ m.down).t()
+
+
+def sample_by_sample(m: Any, h: Tensor) -> Tensor:
+    return torch.stack([m.a(row) for row in h])
+
+
+@dataclass
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
+def linear_cases() -> list[Case]:
+    return [
+        Case("linear", lambda: nn.Linear(D, 5), x(B, D)),
+        Case("linear, input with grad", lambda: nn.Linear(D, 5), x(B, D, grad=True)),
+        Case("linear, batch of one", lambda: nn.Linear(D, 5), x(1, D)),
+        Case("linear without bias", lambda: nn.Linear(D, 5, bias=False), x(B, D)),
+        Case("linear on sequences", lambda: nn.Linear(D, 5), x(B, T, D)),
+        Case("linear on sequences, T == B", lambda: nn.Linear(D, 5), x(B, B, D)),
+        Case("linear in 4-D", lambda: nn.Linear(D, 5), x(B, 2, T, D)),
+        Case("linear, time first", lambda: nn.Linear(D, 5), x(T, B, D), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("linear, time first, T == B", lambda: nn.Linear(D, 5), x(B, B, D), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("linear on a transposed input", lambda: Calls(lambda m, h: m.a(h.transpose(1, 2)), a=nn.Linear(T, D)), x(B, T, D)),
+        Case("linear, time first inside", lambda: Calls(lambda m, h: m.a(h.transpose(0, 1)).transpose(0, 1), a=nn.Linear(D, 5)), x(B, T, D)),
+        Case("linear, time first inside, T == B", lambda: Calls(lambda m, h: m.a(h.transpose(0, 1)).transpose(0, 1), a=nn.Linear(D, 5)), x(B, B, D)),
+        Case("linear on rows (B*T, D)", lambda: Calls(lambda m, h: m.a(h.reshape(-1, D)).view(-1, T, 5), a=nn.Linear(D, 5)), x(B, T, D)),
+        Case("linear on rows (T*B, D)", lambda: Calls(lambda m, h: m.a(h.transpose(0, 1).reshape(-1, D)).view(T, -1, 5).transpose(0, 1), a=nn.Linear(D, 5)), x(B, T, D)),
+        Case("linear on the doubled batch", lambda: Calls(lambda m, h: sum(m.a(torch.cat([h, 2 * h])).chunk(2)), a=nn.Linear(D, 5)), x(B, D)),
+        Case("linear on reversed samples", lambda: Calls(lambda m, h: m.a(h.flip(0)).flip(0), a=nn.Linear(D, 5)), x(B, D)),
+        Case("linear on picked rows", lambda: Calls(lambda m, h: m.a(h.flatten(0, 1)[torch.arange(0, h.numel() // D, 2)]).tanh().unflatten(0, (-1, 2)), a=nn.Linear(D, 5)), x(B, 4, D)),
+        Case("linear, sample by sample", lambda: Calls(sample_by_sample, a=nn.Linear(D, 5)), x(B, T, D)),
+        Case("linear, all frozen but bias", lambda: frozen(nn.Linear(D, 5), "weight"), x(B, D)),
+        Case("mlp", lambda: nn.Sequential(nn.Linear(D, 6), nn.ReLU(), nn.Linear(6, 5)), x(B, D)),
+        Case("mlp, activations in place", lambda: nn.Sequential(nn.Linear(D, 6), nn.ReLU(inplace=True), nn.Linear(6, 5), nn.SiLU(inplace=True)), x(B, D)),
+        Case("tied weights", tied, x(B, D)),
+        Case("a module registered twice", registered_twice, x(B, D)),
+        Case("an unused layer", lambda: Calls(lambda m, h: m.a(h), a=nn.Linear(D, 5), b=nn.Linear(2, 2)), x(B, D)),
+        Case("two inputs", lambda: Calls(lambda m, a, b: m.a(a) * m.a(b), a=nn.Linear(D, 5)), lambda: [torch.randn(B, D), torch.randn(B, D)]),
+        Case("keyword inputs", lambda: Calls(lambda m, a, *, b: m.a(a) * b, a=nn.Linear(D, 5)), x(B, D), lambda: {"b": torch.randn(B, 5)}),
+        Case("an input that belongs to no sample", lambda: Calls(lambda m, a, b: m.a(a * b), a=nn.Linear(D, 5)), lambda: [torch.randn(B, D), torch.randn(D)], dims=[0, None], options={"batch_size": B}),
+        Case("a (T, T) mask", lambda: Calls(lambda m, a, b: m.a(b @ a), a=nn.Linear(D, 5)), lambda: [torch.randn(B, T, D), torch.randn(T, T)], dims=[0, None], options={"batch_size": B}),
+        Case("dict out", lambda: Calls(lambda m, h: {"a": m.a(h), "b": [m.b(h)]}, a=nn.Linear(D, 5), b=nn.Linear(D, 2)), x(B, D)),
+    ]  # fmt: skip
+
+
+def conv_cases() -> list[Case]:
+    settings: list[dict[str, Any]] = [
+        {}, {"stride": 2}, {"padding": 1}, {"padding": "same"}, {"padding": "valid"}, {"padding": "same", "dilation": 2},
+        {"dilation": 2, "stride": 2, "padding": 2}, {"groups": 2}, {"groups": 4, "padding": 1, "stride": 2}, {"bias": False},
+        {"padding": 1, "padding_mode": "circular"}, {"padding": 1, "padding_mode": "reflect"},
+    ]  # fmt: skip
+    cases = []
+    for dims, layer in ((1, nn.Conv1d), (2, nn.Conv2d), (3, nn.Conv3d)):
+        for setting in settings:
+            if dims == 3 and setting.get("padding_mode") == "reflect":
+                continue
+            name = f"conv{dims}d {setting}"
+            size = (9, 8, 7)[:dims]
+            cases.append(Case(name, lambda layer=layer, s=setting: layer(4, 8, 3, **s), x(B, 4, *size)))
+    kernel = {"kernel_size": (2, 3), "stride": [2, 1], "padding": [0, 2], "dilation": (1, 2)}
+    return [
+        *cases,
+        Case("conv2d, uneven settings", lambda: nn.Conv2d(4, 6, **kernel), x(B, 4, 8, 9)),
+        Case("conv2d, lists to the function", lambda: Calls(lambda m, h: F.conv2d(h, m.w, m.b, [2, 1], [1, 0], [1, 2], 2), w=param(6, 2, 2, 3), b=param(6)), x(B, 4, 8, 9)),
+        Case("conv2d, keywords", lambda: Calls(lambda m, h: F.conv2d(bias=m.b, padding=1, weight=m.w, input=h), w=param(6, 4, 3, 3), b=param(6)), x(B, 4, 5, 5)),
+        Case("conv3d, dilation, large batch", lambda: nn.Conv3d(2, 3, 2, dilation=2), x(33, 2, 4, 4, 4)),
+        Case("conv2d, large batch", lambda: nn.Conv2d(2, 3, 3, dilation=2, stride=2), x(34, 2, 9, 9)),
+        Case("conv2d, even kernel, same", lambda: nn.Conv2d(2, 3, 4, padding="same"), x(B, 2, 6, 5)),
+        Case("conv2d, 1x1", lambda: nn.Conv2d(4, 3, 1), x(B, 4, 5, 5)),
+        Case("conv2d, depthwise", lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4), x(B, 4, 5, 5)),
+        Case("conv2d, channels last", lambda: nn.Conv2d(4, 3, 3).to(memory_format=torch.channels_last), lambda: [torch.randn(B, 4, 5, 5).to(memory_format=torch.channels_last)]),
+        Case("conv2d, input with grad", lambda: nn.Conv2d(4, 3, 3), x(B, 4, 5, 5, grad=True)),
+        Case("conv2d, frozen bias", lambda: frozen(nn.Conv2d(4, 3, 3), "bias"), x(B, 4, 5, 5)),
+        Case("conv2d, patchify", lambda: Calls(lambda m, h: m.a(h).flatten(2).transpose(1, 2) ** 2, a=nn.Conv2d(3, D, 2, 2)), x(B, 3, 6, 4)),
+        Case("conv2d, frames in the batch", lambda: Calls(lambda m, h: m.a(h.flatten(0, 1)).unflatten(0, (-1, 2)), a=nn.Conv2d(3, D, 3)), x(B, 2, 3, 6, 4)),
+        Case("conv2d, frames first", lambda: Calls(lambda m, h: m.a(h.transpose(0, 1).flatten(0, 1)).unflatten(0, (2, -1)).transpose(0, 1), a=nn.Conv2d(3, D, 3)), x(B, 2, 3, 6, 4)),
+        Case("cnn", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)), x(B, 3, 7, 7)),
+    ]  # fmt: skip
+
+
+def embedding_cases() -> list[Case]:
+    return [
+        Case("embedding", lambda: nn.Embedding(7, D), ids(B, T)),
+        Case("embedding, repeated ids", lambda: nn.Embedding(2, D), ids(B, T, most=2)),
+        Case("embedding, ids (B,)", lambda: nn.Embedding(7, D), ids(B)),
+        Case("embedding, ids in 3-D", lambda: nn.Embedding(7, D), ids(B, 2, T)),
+        Case("embedding, padding_idx", lambda: nn.Embedding(7, D, padding_idx=2), ids(B, 9)),
+        Case("embedding, negative padding_idx", lambda: nn.Embedding(7, D, padding_idx=-2), ids(B, 9)),
+        Case("embedding, scale_grad_by_freq", lambda: nn.Embedding(3, D, scale_grad_by_freq=True), ids(B, T, most=3)),
+        Case("embedding, scale and padding", lambda: nn.Embedding(3, D, padding_idx=1, scale_grad_by_freq=True), ids(B, T, most=3)),
+        Case("embedding, max_norm", lambda: nn.Embedding(7, D, max_norm=0.5), ids(B, T)),
+        Case("embedding, time first", lambda: nn.Embedding(7, D), ids(T, B), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("embedding, time first, T == B", lambda: nn.Embedding(7, D), ids(B, B), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("embedding, int32 ids", lambda: nn.Embedding(7, D), lambda: [torch.randint(0, 7, (B, T), dtype=torch.int32)]),
+        Case("position embedding of arange(T)", lambda: Calls(lambda m, h: h + m.p(torch.arange(h.shape[1])), p=nn.Embedding(9, D)), x(B, T, D)),
+        Case("position embedding of arange(T), T == B", lambda: Calls(lambda m, h: h * m.p(torch.arange(h.shape[1])), p=nn.Embedding(9, D)), x(B, B, D)),
+        Case("position embedding of (1, T)", lambda: Calls(lambda m, h: h * m.p(torch.arange(h.shape[1])[None]), p=nn.Embedding(9, D)), x(B, T, D)),
+        Case("position ids in a buffer", lambda: Calls(lambda m, h: h * m.p(m.i[:, : h.shape[1]]), p=nn.Embedding(9, D), i=torch.arange(9)[None]), x(B, B, D)),
+        Case("language model, tied head", lambda: Calls(language_model, embed=nn.Embedding(7, D), position=nn.Embedding(9, D), norm=nn.LayerNorm(D)), ids(B, T)),
+        Case("language model, tied head, T == B", lambda: Calls(language_model, embed=nn.Embedding(7, D), position=nn.Embedding(9, D), norm=nn.LayerNorm(D)), ids(B, B)),
+        Case("rows by index", lambda: Calls(lambda m, i: m.w[i] ** 2, w=param(7, D)), ids(B, T)),
+    ]  # fmt: skip
+
+
+def norm_cases() -> list[Case]:
+    return [
+        Case("layer norm", lambda: nn.LayerNorm(D), x(B, T, D)),
+        Case("layer norm over two dims", lambda: nn.LayerNorm([T, D]), x(B, 2, T, D)),
+        Case("layer norm over all but the batch", lambda: nn.LayerNorm([T, D]), x(B, T, D)),
+        Case("layer norm, no bias", lambda: nn.LayerNorm(D, bias=False), x(B, T, D)),
+        Case("layer norm, frozen weight", lambda: frozen(nn.LayerNorm(D), "weight"), x(B, T, D)),
+        Case("layer norm, time first", lambda: nn.LayerNorm(D), x(B, B, D), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("layer norm on rows", lambda: Calls(lambda m, h: m.n(h.view(-1, D)).view(-1, T, D), n=nn.LayerNorm(D)), x(B, T, D)),
+        Case("rms norm", lambda: nn.RMSNorm(D), x(B, T, D)),
+        Case("group norm", lambda: nn.GroupNorm(2, 6), x(B, 6, 5)),
+        Case("group norm, one value per channel", lambda: nn.GroupNorm(2, 6), x(B, 6)),
+        Case("group norm, input with grad", lambda: nn.GroupNorm(2, 6), x(B, 6, 3, 3, grad=True)),
+        Case("group norm, frozen bias", lambda: frozen(nn.GroupNorm(2, 6), "bias"), x(B, 6, 5)),
+        Case("group norm, frozen weight", lambda: frozen(nn.GroupNorm(2, 6), "weight"), x(B, 6, 5)),
+        Case("group norm, transposed input", lambda: Calls(lambda m, h: m.n(h.transpose(1, 2)), n=nn.GroupNorm(2, 6)), x(B, 5, 6)),
+        Case("group norm, channels last", lambda: nn.GroupNorm(2, 4), lambda: [torch.randn(B, 4, 3, 3).to(memory_format=torch.channels_last).requires_grad_()]),
+        Case("instance norm", lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.SiLU()), x(B, 4, 5)),
+        Case("instance norm 2d", lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.SiLU()), x(B, 4, 5, 5)),
+        Case("instance norm 3d", lambda: nn.Sequential(nn.InstanceNorm3d(4, affine=True), nn.SiLU()), x(B, 4, 3, 3, 3)),
+        Case("instance norm, running statistics", lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True), nn.SiLU()), x(B, 4, 5)),
+        Case("instance norm, running statistics, eval", lambda: evaluated(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), x(B, 4, 5, 5)),
+        Case("batch norm, eval", lambda: evaluated(nn.BatchNorm2d(4)), x(B, 4, 5, 5)),
+        Case("batch norm 1d, eval", lambda: evaluated(nn.BatchNorm1d(4)), x(B, 4)),
+    ]  # fmt: skip
+
+
+def recurrent_cases() -> list[Case]:
+    return [
+        Case("lstm", lambda: Calls(lambda m, h: m.r(h)[0], r=nn.LSTM(D, 5, 2, batch_first=True, bidirectional=True)), x(B, T, D)),
+        Case("gru, T == B", lambda: Calls(lambda m, h: m.r(h)[0], r=nn.GRU(D, 5, batch_first=True)), x(B, B, D)),
+        Case("rnn, time first", lambda: Calls(lambda m, h: m.r(h)[0], r=nn.RNN(D, 5)), x(B, B, D), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("cells unrolled by hand", lambda: Calls(unrolled_cell, a=nn.Linear(D, D), b=nn.Linear(D, D)), x(B, T, D)),
+        Case("learned first state", lambda: Calls(lambda m, h: m.r(h, m.h0.expand(1, len(h), 5).contiguous())[0], r=nn.GRU(D, 5, batch_first=True), h0=param(1, 1, 5)), x(B, T, D)),
+        Case("lstm cell", lambda: Calls(lambda m, h, s, c: m.r(h, (s, c))[0], r=nn.LSTMCell(D, 5)), lambda: [torch.randn(B, D), torch.randn(B, 5), torch.randn(B, 5)]),
+        Case("gru cell", lambda: nn.GRUCell(D, 5), lambda: [torch.randn(B, D), torch.randn(B, 5)]),
+        Case("rnn cell, no state given", lambda: Calls(lambda m, h: m.r(h, m.r(h)), r=nn.RNNCell(D, D)), x(B, D)),
+    ]  # fmt: skip
+
+
+def derived_cases() -> list[Case]:
+    return [
+        Case("weight norm", lambda: parametrizations.weight_norm(nn.Linear(D, 5)), x(B, D)),
+        Case("weight norm of a conv", lambda: parametrizations.weight_norm(nn.Conv1d(D, 5, 3)), x(B, D, 6)),
+        Case("spectral norm", lambda: evaluated(parametrizations.spectral_norm(nn.Linear(D, 5))), x(B, D)),
+        Case("orthogonal", lambda: parametrizations.orthogonal(nn.Linear(D, D)), x(B, D)),
+        Case("a masked weight", masked_weight, x(B, T, D)),
+        Case("x @ W", lambda: Calls(lambda m, h: h @ m.w, w=param(D, 5)), x(B, T, D)),
+        Case("W @ x", lambda: Calls(lambda m, h: m.w @ h, w=param(5, T)), x(B, T, D)),
+        Case("x @ w, a vector", lambda: Calls(lambda m, h: h @ m.w, w=param(D)), x(B, T, D)),
+        Case("addmm", lambda: Calls(lambda m, h: torch.addmm(m.b, h, m.w.t()), w=param(5, D), b=param(5)), x(B, D)),
+        Case("einsum", lambda: Calls(lambda m, h: torch.einsum("btd,hde->bhte", h, m.w), w=param(2, D, 5)), x(B, T, D)),
+        Case("a weight in chunks", lambda: Calls(lambda m, h: F.linear(h, m.w.chunk(2)[0]) * F.linear(h, m.w.chunk(2)[1]), w=param(10, D)), x(B, D)),
+        Case("low-rank update", lambda: Calls(low_rank, base=param(D, D), up=param(D, 2), down=param(2, D)), x(B, T, D)),
+        Case("low-rank update, base frozen", lambda: frozen(Calls(low_rank, base=param(D, D), up=param(D, 2), down=param(2, D)), "base"), x(B, T, D)),
+        Case("scale and shift", lambda: Calls(lambda m, h: h * m.g + m.b, g=param(D), b=param(1)), x(B, T, D)),
+        Case("scale and shift, in place", lambda: Calls(lambda m, h: (h * 2).mul_(m.g).add_(m.b), g=param(D), b=param(1)), x(B, T, D)),
+        Case("scale along T == B", lambda: Calls(lambda m, h: h * m.g[:, None], g=param(B)), x(B, B, D)),
+        Case("class token", lambda: Calls(lambda m, h: torch.cat([m.c.expand(len(h), -1, -1), h], 1).softmax(1), c=param(1, 1, D)), x(B, T, D)),
+        Case("class token padded on", lambda: Calls(lambda m, h: (F.pad(h, (0, 0, 1, 0)) + F.pad(m.c.expand(len(h), 1, -1), (0, 0, 0, T))).softmax(1), c=param(1, 1, D)), x(B, T, D)),
+        Case("class token written in", lambda: Calls(class_token_written_in, c=param(1, D)), x(B, T, D)),
+        Case("learned queries", lambda: Calls(lambda m, h: m.a(m.q.expand(len(h), -1, -1), h, h)[0], a=nn.MultiheadAttention(D, 2, batch_first=True), q=param(1, 2, D)), x(B, T, D)),
+        Case("written in place", lambda: Calls(written_in_place, a=nn.Linear(D, D), b=nn.Linear(D, D), c=nn.Linear(2 * D, 5)), x(B, T, D)),
+        Case("prelu", lambda: nn.PReLU(D), x(B, D)),
+        Case("bilinear", lambda: nn.Bilinear(D, 3, 5), lambda: [torch.randn(B, D), torch.randn(B, 3)]),
+        Case("transposed conv", lambda: nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1), x(B, 3, 4, 4)),
+        Case("temperature", lambda: Calls(lambda m, h: m.a(h) / m.t.exp(), a=nn.Linear(D, 5), t=param()), x(B, D)),
+        Case("clamped scale", lambda: Calls(lambda m, h: m.a(h) * m.s.clamp(max=math.log(2)), a=nn.Linear(D, 5), s=param(1)), x(B, D)),
+        Case("ParameterList", lambda: Calls(lambda m, h: sum(h * p for p in m.p), p=nn.ParameterList([param(D), param(D)])), x(B, D)),
+    ]  # fmt: skip
+
+
+def attention_cases() -> list[Case]:
+    return [
+        Case("attention from one projection", lambda: Calls(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)), x(B, T, D)),
+        Case("attention, T == B", lambda: Calls(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)), x(B, B, D)),
+        Case("MultiheadAttention", lambda: Calls(lambda m, h: m.a(h, h, h)[0], a=nn.MultiheadAttention(D, 2, batch_first=True)), x(B, T, D)),
+        Case("MultiheadAttention, time first, T == B", lambda: Calls(lambda m, h: m.a(h, h, h, need_weights=False)[0], a=nn.MultiheadAttention(D, 2)), x(B, B, D), dims=[1], out_dim=1, options={"batch_first": False}),
+        Case("encoder layer", lambda: nn.TransformerEncoderLayer(D, 2, 6, 0.0, batch_first=True), x(B, T, D)),
+        Case("encoder layer, eval", lambda: evaluated(nn.TransformerEncoderLayer(D, 2, 6, batch_first=True)), x(B, T, D)),
+        Case("windows", lambda: Calls(windows, mix=nn.Linear(4, 4)), x(B, 4, 4, 2)),
+    ]  # fmt: skip
+
+
+def checkpoint_cases() -> list[Case]:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, D))
+
+    def through(reentrant: bool) -> Callable[..., Tensor]:
+        return lambda m, h: m.c(checkpoint(m.b, m.a(h), use_reentrant=reentrant))
+
+    def closure(m: Any, h: Tensor) -> Tensor:
+        return checkpoint(lambda h: h + F.linear(h.transpose(0, 1), m.w.t()).transpose(0, 1).relu(), h, use_reentrant=False)
+
+    def parts() -> dict[str, nn.Module]:
+        return {"a": nn.Linear(D, D), "b": block(), "c": nn.Linear(D, 5)}
+
+    return [
+        Case("checkpoint", lambda: Calls(through(False), **parts()), x(B, T, D)),
+        Case("reentrant checkpoint", lambda: Calls(through(True), **parts()), x(B, T, D)),
+        Case("checkpoint of the input", lambda: Calls(lambda m, h: checkpoint(m.b, h, use_reentrant=False), b=block()), x(B, T, D)),
+        Case("reentrant checkpoint of the input", lambda: Calls(lambda m, h: checkpoint(m.b, h, use_reentrant=True), b=block()), x(B, T, D, grad=True)),
+        Case("checkpoint of a closure", lambda: Calls(closure, w=param(D, D)), x(B, B, D)),
+        Case("checkpoint in a checkpoint", lambda: Calls(lambda m, h: checkpoint(lambda h: m.c(checkpoint(m.b, h, use_reentrant=False)), h, use_reentrant=False), b=block(), c=nn.Linear(D, 5)), x(B, T, D)),
+    ]  # fmt: skip
+
+
+CASES: list[Case] = [
+    *linear_cases(),
+    *conv_cases(),
+    *embedding_cases(),
+    *norm_cases(),
+    *recurrent_cases(),
+    *derived_cases(),
+    *attention_cases(),
+    *checkpoint_cases(),
+]

@@ -1,0 +1,190 @@
+"""What cannot have per-sample gradients is refused by name, and leaves everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import B, Calls, D, T, param
+from torch import Tensor, nn
+
+from persample import PerSampleError, SamplesMixed, call_for_per_sample_grads
+
+
+class Square(torch.autograd.Function):
+    """A user's own function of samples and a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(h, w)
+        return h * w * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        h, w = ctx.saved_tensors
+        return grad * w * w, (2 * grad * h * w).sum_to_size(w.shape)
+
+
+def linear(**more: Any) -> dict[str, Any]:
+    return {"a": nn.Linear(D, D), **more}
+
+
+MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
+    "batch norm": (lambda: nn.BatchNorm1d(D), (B, D), "BatchNorm1d"),
+    "batch norm in the middle": (lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D)), (B, D), "'1'"),
+    "batch norm 2d": (lambda: nn.BatchNorm2d(D), (B, D, 3, 3), "BatchNorm2d"),
+    "batch norm, not affine": (lambda: nn.Sequential(nn.BatchNorm1d(D, affine=False), nn.Linear(D, D)), (B, D), "'0'"),
+    "batch norm, not affine, last": (lambda: nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D, affine=False)), (B, D), "'1'"),
+    "batch norm, frozen": (lambda: nn.Sequential(nn.BatchNorm1d(D).requires_grad_(False), nn.Linear(D, D)), (B, D), "'0'"),
+    "batch norm, no statistics, eval": (lambda: nn.BatchNorm1d(D, track_running_stats=False).eval(), (B, D), "BatchNorm1d"),
+    "mean taken off": (lambda: Calls(lambda m, h: m.a(h - h.mean(0)), **linear()), (B, D), "mean"),
+    "mean kept, taken off": (lambda: Calls(lambda m, h: m.a(h - h.mean(0, keepdim=True)), **linear()), (B, T, D), "mean"),
+    "mean taken off after": (lambda: Calls(lambda m, h: (y := m.a(h)) - y.mean(0), **linear()), (B, D), "mean"),
+    "standardised": (lambda: Calls(lambda m, h: m.a(h / h.std(0)), **linear()), (B, D), "std"),
+    "divided by the largest": (lambda: Calls(lambda m, h: m.a(h / h.amax()), **linear()), (B, D), "amax"),
+    "softmax over the batch": (lambda: Calls(lambda m, h: m.a(h.softmax(0)), **linear()), (B, D), "softmax"),
+    "cumulative sum over the batch": (lambda: Calls(lambda m, h: m.a(h.cumsum(0)), **linear()), (B, D), "cumsum"),
+    "sorted over the batch": (lambda: Calls(lambda m, h: m.a(h.sort(0).values), **linear()), (B, D), "sort"),
+    "normalised over the batch": (lambda: Calls(lambda m, h: m.a(F.normalize(h, dim=0)), **linear()), (B, D), "normalize"),
+    "neighbour added": (lambda: Calls(lambda m, h: m.a(h + h.roll(1, 0)), **linear()), (B, D), "add"),
+    "mirror added": (lambda: Calls(lambda m, h: m.a(h + h.flip(0)), **linear()), (B, D), "add"),
+    "mirror added after": (lambda: Calls(lambda m, h: (y := m.a(h)) + y.flip(0), **linear()), (B, D), "add"),
+    "differences": (lambda: Calls(lambda m, h: m.a(h[1:] - h[:-1]), **linear()), (B, D), "sub"),
+    "contrastive logits": (lambda: Calls(lambda m, h: (y := m.a(h)) @ y.t(), **linear()), (B, D), "matmul"),
+    "attention across the batch": (lambda: Calls(lambda m, h: m.a(F.scaled_dot_product_attention(h, h, h)), **linear()), (B, D), "attention"),
+    "time-first attention on batch-first input": (lambda: Calls(lambda m, h: m.a(h, h, h)[0], a=nn.MultiheadAttention(D, 2)), (B, B, D), "a"),
+    "time-first lstm on batch-first input": (lambda: Calls(lambda m, h: m.a(h)[0], a=nn.LSTM(D, D)), (B, B, D), "lstm"),
+    "layer norm over the batch": (lambda: Calls(lambda m, h: m.a(h.t()), a=nn.LayerNorm(B)), (B, D), "layer_norm"),
+    "linear over the batch": (lambda: Calls(lambda m, h: m.a(h.t()), a=nn.Linear(B, D)), (B, D), "linear"),
+    "conv over the batch": (lambda: Calls(lambda m, h: m.a(h.permute(1, 2, 0)), a=nn.Conv1d(D, D, 2)), (B, T, D), "conv1d"),
+    "samples as channels": (lambda: Calls(lambda m, h: m.a(h[None]), a=nn.Conv1d(B, D, 2)), (B, T), "conv1d"),
+    "einsum over the batch": (lambda: Calls(lambda m, h: torch.einsum("bd,be,de->b", h, h.mean(0, keepdim=True).expand_as(h), m.w), w=param(D, D)), (B, D), "mean"),
+    "group norm over the batch": (lambda: Calls(lambda m, h: m.a(h[None]), a=nn.GroupNorm(1, B)), (B, T), "group_norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixed_samples_are_refused_by_place(name: str) -> None:
+    make, shape, place = MIXING[name]
+    module = make().double()
+    with pytest.raises(SamplesMixed, match=place):
+        output = call_for_per_sample_grads(module)(torch.randn(shape, dtype=torch.float64))
+        output.sin().sum().backward()
+    assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", [n for n in MIXING if n.startswith("batch norm") and "eval" not in n])
+def test_batch_norm_passes_in_eval(name: str) -> None:
+    make, shape, _ = MIXING[name]
+    module = make().eval()
+    call_for_per_sample_grads(module)(torch.randn(shape)).sum().backward()
+    assert all(hasattr(p, "grad_sample") for p in module.parameters() if p.requires_grad)
+
+
+def test_a_refused_call_leaves_statistics_and_rng_as_they_were() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Dropout(), nn.BatchNorm1d(D))
+    before = {name: b.clone() for name, b in module.named_buffers()}
+    rng = torch.get_rng_state()
+    with pytest.raises(SamplesMixed):
+        call_for_per_sample_grads(module)(torch.randn(B, D, generator=torch.Generator()))
+    assert torch.equal(torch.get_rng_state(), rng)
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+def test_statistics_that_no_weight_meets_are_fine() -> None:
+    def forward(m: Any, h: Tensor) -> Tensor:
+        if (h > -100).all():
+            h = h[:, : int((h.abs() >= 0).sum(1).max())]
+        return m.a(h)
+
+    module = Calls(forward, **linear())
+    call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
+    assert module.a.weight.grad_sample.shape == (B, D, D)
+
+
+def test_a_mixed_output_that_the_loss_does_not_use_is_fine() -> None:
+    module = Calls(lambda m, h: (m.a(h), m.a(h).std(0)), **linear())
+    call_for_per_sample_grads(module)(torch.randn(B, D))[0].sum().backward()
+    assert module.a.weight.grad_sample.shape == (B, D, D)
+
+
+def test_a_loss_inside_the_model_is_fine() -> None:
+    torch.manual_seed(0)
+    module = Calls(lambda m, h, y: 2 * F.cross_entropy(m.a(h), y), **linear())
+    h, y = torch.randn(B, D), torch.tensor([0, 2, 1])
+    call_for_per_sample_grads(module, loss_reduction="mean")(h, y).backward()
+    for n in range(B):
+        (expected,) = torch.autograd.grad(module(h[n : n + 1], y[n : n + 1]), module.a.weight)
+        torch.testing.assert_close(module.a.weight.grad_sample[n], expected)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda m, h, y: F.cross_entropy(m.a(h), y) ** 2,
+        lambda m, h, y: F.cross_entropy(m.a(h), y) * m.a(h).sum(),
+        lambda m, h, y: F.cross_entropy(m.a(h), y) * m.a(h),
+        lambda m, h, y: m.a(h).logsumexp((0, 1)),
+    ],
+)
+def test_a_loss_that_is_no_sum_over_samples_is_refused(forward: Callable[..., Tensor]) -> None:
+    module = Calls(forward, **linear())
+    with pytest.raises(SamplesMixed):
+        call_for_per_sample_grads(module)(torch.randn(B, D), torch.tensor([0, 2, 1])).sum().backward()
+
+
+@pytest.mark.parametrize("forward", [
+    lambda m, h: Square.apply(h, m.w),
+    lambda m, h: Square.apply(m.a(h), m.w),
+    lambda m, h: m.a(Square.apply(h, m.w)),
+    lambda m, h: m.a(Square.apply(m.a(h), 2 * m.w)),
+])  # fmt: skip
+def test_a_weight_inside_an_autograd_function_is_refused(forward: Callable[..., Tensor]) -> None:
+    module = Calls(forward, w=param(D), **linear())
+    with pytest.raises(PerSampleError, match=r"SquareBackward.*'w'"):
+        call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
+
+
+@pytest.mark.parametrize("forward", [
+    lambda m, h: m.a(Square.apply(m.a(h), h)),
+    lambda m, h: m.a(h) * Square.apply(m.w, m.w),
+])  # fmt: skip
+def test_an_autograd_function_of_samples_or_of_weights_alone_is_fine(forward: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+
+    module = Calls(forward, w=param(1, D), **linear())
+    h = torch.randn(B, D)
+    call_for_per_sample_grads(module)(h).sin().sum().backward()
+    for n in range(B):
+        (expected,) = torch.autograd.grad(module(h[n : n + 1]).sin().sum(), module.a.weight)
+        torch.testing.assert_close(module.a.weight.grad_sample[n], expected)
+
+
+def test_an_output_of_weights_alone_is_refused() -> None:
+    module = Calls(lambda m, h: (m.a(h), (m.a.weight**2).sum()), **linear())
+    output, penalty = call_for_per_sample_grads(module)(torch.randn(B, D))
+    with pytest.raises(PerSampleError, match="weights alone"):
+        (output.sum() + penalty).backward()
+
+
+def test_samples_written_into_weights_are_refused() -> None:
+    def forward(m: Any, h: Tensor) -> Tensor:
+        out = m.c.expand(len(h), 2, D).clone()
+        out[:, 1] = h
+        return m.a(out)
+
+    module = Calls(forward, c=param(1, 1, D), **linear())
+    with pytest.raises(PerSampleError, match="__setitem__"):
+        call_for_per_sample_grads(module)(torch.randn(B, D))
+
+
+def test_a_tensor_that_is_no_parameter_is_not_left_out_in_silence() -> None:
+    outside = torch.randn(D, requires_grad=True)
+    module = Calls(lambda m, h: h * (m.g * outside), g=param(D))
+    with pytest.raises(PerSampleError, match="no parameter"):
+        call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
