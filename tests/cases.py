@@ -120,6 +120,19 @@ def class_token_written_in(m: Any, h: Tensor) -> Tensor:
     return out.softmax(1)
 
 
+def added_to_a_view(m: Any, h: Tensor) -> Tensor:
+    out = m.a(h)
+    out[:, 0] += m.b
+    out[:, 1].mul_(m.b)
+    return out.tanh()
+
+
+def rows_of_a_mask(m: Any, h: Tensor, mask: Tensor) -> Tensor:
+    out = torch.zeros_like(h)
+    out[mask] = m.a(h[mask])
+    return out
+
+
 def low_rank(m: Any, h: Tensor) -> Tensor:
     return h @ (m.base + m.up @ m.down).t()
 
@@ -130,6 +143,8 @@ def sample_by_sample(m: Any, h: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
+    """Which pytrees do not look into."""
+
     left: Tensor
     right: Tensor
 
@@ -164,6 +179,8 @@ def linear_cases() -> list[Case]:
         Case("keyword inputs", lambda: Calls(lambda m, a, *, b: m.a(a) * b, a=nn.Linear(D, 5)), x(B, D), lambda: {"b": torch.randn(B, 5)}),
         Case("an input that belongs to no sample", lambda: Calls(lambda m, a, b: m.a(a * b), a=nn.Linear(D, 5)), lambda: [torch.randn(B, D), torch.randn(D)], dims=[0, None], options={"batch_size": B}),
         Case("a (T, T) mask", lambda: Calls(lambda m, a, b: m.a(b @ a), a=nn.Linear(D, 5)), lambda: [torch.randn(B, T, D), torch.randn(T, T)], dims=[0, None], options={"batch_size": B}),
+        Case("complex linear", lambda: nn.Linear(D, 5, dtype=torch.complex128), lambda: [torch.randn(B, T, D, dtype=torch.complex128)], double=False),
+        Case("a dataclass in", lambda: Calls(lambda m, pair: m.a(pair.left) * m.a(pair.right), a=nn.Linear(D, 5)), lambda: [Pair(torch.randn(B, D), torch.randn(B, D))], options={"batch_size": B}),
         Case("dict out", lambda: Calls(lambda m, h: {"a": m.a(h), "b": [m.b(h)]}, a=nn.Linear(D, 5), b=nn.Linear(D, 2)), x(B, D)),
     ]  # fmt: skip
 
@@ -199,6 +216,7 @@ def conv_cases() -> list[Case]:
         Case("conv2d, patchify", lambda: Calls(lambda m, h: m.a(h).flatten(2).transpose(1, 2) ** 2, a=nn.Conv2d(3, D, 2, 2)), x(B, 3, 6, 4)),
         Case("conv2d, frames in the batch", lambda: Calls(lambda m, h: m.a(h.flatten(0, 1)).unflatten(0, (-1, 2)), a=nn.Conv2d(3, D, 3)), x(B, 2, 3, 6, 4)),
         Case("conv2d, frames first", lambda: Calls(lambda m, h: m.a(h.transpose(0, 1).flatten(0, 1)).unflatten(0, (2, -1)).transpose(0, 1), a=nn.Conv2d(3, D, 3)), x(B, 2, 3, 6, 4)),
+        Case("complex conv2d", lambda: nn.Conv2d(2, 4, 3, groups=2, padding=1, dtype=torch.complex128), lambda: [torch.randn(B, 2, 4, 4, dtype=torch.complex128)], double=False),
         Case("cnn", lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(True), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)), x(B, 3, 7, 7)),
     ]  # fmt: skip
 
@@ -289,6 +307,10 @@ def derived_cases() -> list[Case]:
         Case("class token padded on", lambda: Calls(lambda m, h: (F.pad(h, (0, 0, 1, 0)) + F.pad(m.c.expand(len(h), 1, -1), (0, 0, 0, T))).softmax(1), c=param(1, 1, D)), x(B, T, D)),
         Case("class token written in", lambda: Calls(class_token_written_in, c=param(1, D)), x(B, T, D)),
         Case("learned queries", lambda: Calls(lambda m, h: m.a(m.q.expand(len(h), -1, -1), h, h)[0], a=nn.MultiheadAttention(D, 2, batch_first=True), q=param(1, 2, D)), x(B, T, D)),
+        Case("a weight added to a view", lambda: Calls(added_to_a_view, a=nn.Linear(D, D), b=param(D)), x(B, T, D)),
+        Case("index_add", lambda: Calls(lambda m, h: torch.zeros_like(h[:, 0]).index_add(1, torch.tensor([0, 0, 1, 2]), m.a(h[:, 0])), a=nn.Linear(D, D)), x(B, T, D)),
+        Case("pooled by length", lambda: Calls(lambda m, h, n: m.a(h)[torch.arange(len(h)), n], a=nn.Linear(D, D)), lambda: [torch.randn(B, T, D), torch.tensor([4, 0, 2])]),
+        Case("rows of a mask", lambda: Calls(rows_of_a_mask, a=nn.Linear(D, D)), lambda: [torch.randn(B, T, D), torch.rand(B, T) > 0.4]),
         Case("written in place", lambda: Calls(written_in_place, a=nn.Linear(D, D), b=nn.Linear(D, D), c=nn.Linear(2 * D, 5)), x(B, T, D)),
         Case("prelu", lambda: nn.PReLU(D), x(B, D)),
         Case("bilinear", lambda: nn.Bilinear(D, 3, 5), lambda: [torch.randn(B, D), torch.randn(B, 3)]),
@@ -319,7 +341,9 @@ def checkpoint_cases() -> list[Case]:
         return lambda m, h: m.c(checkpoint(m.b, m.a(h), use_reentrant=reentrant))
 
     def closure(m: Any, h: Tensor) -> Tensor:
-        return checkpoint(lambda h: h + F.linear(h.transpose(0, 1), m.w.t()).transpose(0, 1).relu(), h, use_reentrant=False)
+        return checkpoint(
+            lambda h: h + F.linear(h.transpose(0, 1), m.w.t()).transpose(0, 1).relu(), h, use_reentrant=False
+        )
 
     def parts() -> dict[str, nn.Module]:
         return {"a": nn.Linear(D, D), "b": block(), "c": nn.Linear(D, 5)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class Case:
 
     def sample(self, n: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments for sample n alone, as a batch of one."""
+        if args and is_dataclass(args[0]):
+            fields = {key: value[n : n + 1] for key, value in vars(args[0]).items()}
+            return (type(args[0])(**fields), *args[1:]), kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         dims = self.dims if self.dims is not None else [0] * len(tensors)
@@ -58,6 +61,8 @@ class Case:
 
 
 def _to_double(value: Any) -> Any:
+    if is_dataclass(value):
+        return type(value)(**{key: _to_double(part) for key, part in vars(value).items()})  # type: ignore[operator]
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
     return value

@@ -327,8 +327,11 @@ class Call:
         return self.name
 
 
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
 def conv_call(dims: int) -> Call:
-    func = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    func = CONVOLUTIONS[dims]
     return Call(
         f"conv{dims}d",
         (2, 3) + (2,) * dims,
@@ -343,7 +346,7 @@ def conv_call(dims: int) -> Call:
 CALLS = [
     Call("linear", (3, 4), (4,), lambda way, x, w, b: way(F.linear, x, w, b), True, True, True),
     Call("linear, keywords", (3, 4), (4,), lambda way, x, w, b: way(F.linear, x, weight=w, bias=b), True, True, True),
-    *map(conv_call, (1, 2, 3)),
+    *map(conv_call, CONVOLUTIONS),
     Call("embedding", (7, 3), (2,), lambda way, x, w, b: way(F.embedding, x, w), False, False, True),
     Call("layer_norm", (4,), (3, 4), lambda way, x, w, b: way(F.layer_norm, x, (4,), w, b), True, False, True),
     Call("group_norm", (4,), (4, 3), lambda way, x, w, b: way(F.group_norm, x, 2, w, b)),
@@ -491,18 +494,18 @@ def test_linear_of_too_low_a_rank(rank: int) -> None:
         F.linear(rows(*(4,) * rank), expanded(3, 4))
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", CONVOLUTIONS)
 def test_convolution_without_a_batch(dims: int) -> None:
     call = conv_call(dims)
     with raises("Expanded Weights only support convolution with batched input, got ..."):
         call.call(directly, rows(*call.sample), call.expanded(), None)
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dims", CONVOLUTIONS)
 @pytest.mark.parametrize("padding", ["full", "SAME", ""])
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_convolution_with_an_unknown_padding(dims: int, padding: str, by_keyword: bool) -> None:
-    call, func = conv_call(dims), (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    call, func = conv_call(dims), CONVOLUTIONS[dims]
     with raises(f"got padding type of {padding}, only accept 'same' or 'valid'"):
         if by_keyword:
             func(call.input(), call.expanded(), padding=padding)

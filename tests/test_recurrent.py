@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +111,7 @@ def packed(batch: Batch, form: str) -> PackedSequence:
 
 def arguments(rnn: nn.RNNBase, batch: Batch, form: str) -> tuple[Any, ...]:
     """What the module is called with."""
-    input: Any = batch.x if rnn.batch_first else batch.x.transpose(0, 1)
+    input: Any = batch.x if rnn.batch_first else batch.x.transpose(0, 1).contiguous()
     if form != "tensor":
         input = packed(batch, form)
     if not batch.states:
@@ -153,9 +152,7 @@ def losses_of(output: Any, states: Any, batch_first: bool) -> Tensor:
 def looped(module: nn.Module, batch: Batch, loss_of_sample: Callable[[Batch], Tensor]) -> Grads:
     """The gradient of each sample's own loss, sample after sample, with plain autograd."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows = [
-        torch.autograd.grad(loss_of_sample(batch.alone(n)), list(parameters.values())) for n in range(len(batch))
-    ]
+    rows = [torch.autograd.grad(loss_of_sample(batch.alone(n)), list(parameters.values())) for n in range(len(batch))]
     return {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
@@ -194,15 +191,24 @@ def assert_same_grads(actual: Batch, expected: Batch, tolerance: float) -> None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+def outputs(rnn: nn.RNNBase, batch: Batch, form: str, **options: Any) -> tuple[Any, Any]:
+    """What the module gives, and what the wrapped call gives, under the same seed."""
+    torch.manual_seed(2)
+    expected = rnn(*arguments(rnn, batch.fresh(), form))
+    after = torch.get_rng_state()
+    torch.manual_seed(2)
+    result = call_for_per_sample_grads(rnn, **options)(*arguments(rnn, batch.fresh(), form))
+    assert torch.equal(torch.get_rng_state(), after)
+    return result, expected
+
+
 def check(rnn: nn.RNNBase, batch: Batch, form: str = "tensor", tolerance: float = 1e-9, **options: Any) -> None:
-    """Output, gradients of the activations and per-sample gradients of a wrapped call, with a sum for a loss."""
+    """Gradients of the activations and per-sample gradients of the weights, the loss being a sum."""
     plain = batch.fresh()
-    expected = rnn(*arguments(rnn, plain, form))
-    loss_of(*expected, rnn.batch_first).backward()
+    loss_of(*rnn(*arguments(rnn, plain, form)), rnn.batch_first).backward()
     rnn.zero_grad(set_to_none=True)
     given = batch.fresh()
     result = call_for_per_sample_grads(rnn, **options)(*arguments(rnn, given, form))
-    assert_same_bits(result, expected)
     loss_of(*result, rnn.batch_first).backward()
     assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form), tolerance)
     assert_same_grads(given, plain, tolerance)
@@ -217,31 +223,442 @@ def batch_options(rnn: nn.RNNBase, batch: Batch, form: str, told: bool) -> dict[
 
 # ---- the matrix ----
 
-SHAPES = [
-    pytest.param(
-        {"num_layers": layers, "bidirectional": both, "bias": bias, "batch_first": batch_first},
-        id=f"{layers}-{'both' if both else 'one'}-{'bias' if bias else 'nobias'}-{'btd' if batch_first else 'tbd'}",
-    )
-    for layers, both, bias, batch_first in itertools.product((1, 2), (False, True), (True, False), (True, False))
-]
+
+def shape_of(layers: int, directions: int, bias: bool, batch_first: bool) -> Any:
+    name = f"{layers}layer-{directions}way-{'bias' if bias else 'nobias'}-{'btd' if batch_first else 'tbd'}"
+    options = {"num_layers": layers, "bidirectional": directions == 2, "bias": bias, "batch_first": batch_first}
+    return pytest.param(options, id=name)
+
+
+SHAPES = [shape_of(*choice) for choice in itertools.product((1, 2), (1, 2), (True, False), (True, False))]
+each_shape = pytest.mark.parametrize("shape", SHAPES)
+each_state = pytest.mark.parametrize("states", ["none", "given", "trained"])
+DEEP = {"num_layers": 2, "bidirectional": True, "batch_first": True}
 
 
 @each_kind
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("states", ["none", "given", "trained"])
-def test_tensor(kind: str, shape: dict[str, Any], states: str) -> None:
-    rnn = build(kind, **shape)
-    batch = make_batch(rnn, states=states)
-    told = rnn.batch_first and states != "none"
-    check(rnn, batch, **batch_options(rnn, batch, "tensor", told))
-
-
-@each_kind
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("states", ["none", "given", "trained"])
-@pytest.mark.parametrize("form", ["sorted", "unsorted"])
-@pytest.mark.parametrize("told", [True, False], ids=["told", "found"])
-def test_packed(kind: str, shape: dict[str, Any], states: str, form: str, told: bool) -> None:
+@each_shape
+@each_state
+@each_form
+def test_gradients(kind: str, shape: dict[str, Any], states: str, form: str) -> None:
     rnn = build(kind, **shape)
     batch = make_batch(rnn, form, states=states)
-    check(rnn, batch, form, **batch_options(rnn, batch, form, told))
+    check(rnn, batch, form, **batch_options(rnn, batch, form, told=form != "tensor" or states != "none"))
+
+
+@each_kind
+@each_state
+@pytest.mark.parametrize("form", ["sorted", "unsorted"])
+def test_batch_size_is_found_in_a_packed_sequence(kind: str, states: str, form: str) -> None:
+    rnn = build(kind, **DEEP)
+    batch = make_batch(rnn, form, states=states)
+    check(rnn, batch, form, **batch_options(rnn, batch, form, told=False))
+
+
+@each_kind
+@each_state
+def test_batch_size_is_found_in_time_first_tensors(kind: str, states: str) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True)
+    check(rnn, make_batch(rnn, states=states), batch_first=False)
+
+
+@each_kind
+@each_form
+@pytest.mark.parametrize("batch_first", [True, False], ids=["btd", "tbd"])
+def test_float32_without_a_gradient_of_the_input(kind: str, form: str, batch_first: bool) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True, batch_first=batch_first, dtype=torch.float32)
+    batch = make_batch(rnn, form, input_grad=False)
+    check(rnn, batch, form, tolerance=1e-4, **batch_options(rnn, batch, form, told=True))
+
+
+@each_kind
+@each_shape
+@each_state
+@each_form
+def test_output_has_the_same_bits(kind: str, shape: dict[str, Any], states: str, form: str) -> None:
+    rnn = build(kind, **shape)
+    batch = make_batch(rnn, form, states=states)
+    assert_same_bits(*outputs(rnn, batch, form, **batch_options(rnn, batch, form, told=True)))
+
+
+@each_kind
+@each_form
+@each_state
+def test_output_has_the_same_bits_without_a_gradient_of_the_input(kind: str, form: str, states: str) -> None:
+    rnn = build(kind, **DEEP, dtype=torch.float32)
+    batch = make_batch(rnn, form, states=states, input_grad=False)
+    assert_same_bits(*outputs(rnn, batch, form, batch_size=len(batch)))
+
+
+@each_kind
+def test_output_has_the_same_bits_for_a_transposed_input(kind: str) -> None:
+    rnn = build(kind, num_layers=2)
+    x = make_batch(rnn).x.transpose(0, 1)
+    assert_same_bits(call_for_per_sample_grads(rnn, batch_first=False)(x), rnn(x))
+
+
+# ---- dropout ----
+
+
+@each_kind
+@each_form
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("input_grad", [True, False], ids=["grad", "nograd"])
+def test_dropout_draws_the_same_numbers(kind: str, form: str, training: bool, input_grad: bool) -> None:
+    rnn = build(kind, num_layers=3, bidirectional=True, dropout=0.4).train(training)
+    batch = make_batch(rnn, form, input_grad=input_grad)
+    result, expected = outputs(rnn, batch, form, **batch_options(rnn, batch, form, told=True))
+    assert_same_bits(result, expected)
+
+
+@each_kind
+@each_form
+@pytest.mark.parametrize("batch_first", [True, False], ids=["btd", "tbd"])
+def test_gradients_with_dropout(kind: str, form: str, batch_first: bool) -> None:
+    """The oracle is the plain batch under the same seed: no sample's loss depends on another's masks."""
+    rnn = build(kind, num_layers=2, bidirectional=True, dropout=0.4, batch_first=batch_first)
+    batch = make_batch(rnn, form)
+    torch.manual_seed(2)
+    losses = losses_of(*rnn(*arguments(rnn, batch, form)), batch_first)
+    rows = [torch.autograd.grad(loss, list(rnn.parameters()), retain_graph=True) for loss in losses]
+    expected = {
+        name: torch.stack(p) for (name, _), p in zip(rnn.named_parameters(), zip(*rows, strict=True), strict=True)
+    }
+    torch.manual_seed(2)
+    options = batch_options(rnn, batch, form, told=True)
+    loss_of(*call_for_per_sample_grads(rnn, **options)(*arguments(rnn, batch, form)), batch_first).backward()
+    assert_rows_close(taken_grad_samples(rnn), expected)
+
+
+# ---- sizes ----
+
+SIZES = {"T is B": (4, 4, 4, 4), "B is 1": (4,), "T is 1": (1, 1, 1), "B and T are 1": (1,), "B is layers": (3, 2)}
+
+
+@each_kind
+@pytest.mark.parametrize("form", ["btd", "tbd", "sorted", "unsorted"])
+@pytest.mark.parametrize("states", ["none", "trained"])
+@pytest.mark.parametrize("lengths", SIZES.values(), ids=[name.replace(" ", "-") for name in SIZES])
+def test_sizes_that_may_be_taken_for_others(kind: str, form: str, states: str, lengths: tuple[int, ...]) -> None:
+    rnn = build(kind, num_layers=2, batch_first=form == "btd")
+    form = form if "sorted" in form else "tensor"
+    batch = make_batch(rnn, form, lengths, states=states)
+    check(rnn, batch, form, **batch_options(rnn, batch, form, told=True))
+
+
+@each_kind
+@pytest.mark.parametrize("states", ["given", "trained"])
+def test_two_layers_and_two_samples_leave_the_state_ambiguous(kind: str, states: str) -> None:
+    rnn = build(kind, num_layers=2, batch_first=True)
+    batch = make_batch(rnn, lengths=(4, 4), states=states)
+    assert batch.states[0].shape[:2] == (2, 2)
+    check(rnn, batch)
+
+
+@each_kind
+def test_lengths_all_different_and_far_apart(kind: str) -> None:
+    rnn = build(kind, bidirectional=True)
+    check(rnn, make_batch(rnn, "unsorted", (1, 6, 2, 4)), "unsorted")
+
+
+@each_kind
+def test_a_loss_of_the_last_states_alone(kind: str) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True)
+    batch = make_batch(rnn, "unsorted")
+
+    def loss(sample: Batch, call: Callable[..., Any]) -> Tensor:
+        _, states = call(*arguments(rnn, sample, "unsorted"))
+        return loss_of(torch.zeros(len(sample), 1, 1), states, batch_first=True)
+
+    loss(batch, call_for_per_sample_grads(rnn)).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped(rnn, batch, lambda sample: loss(sample, rnn)))
+
+
+@each_kind
+@each_form
+def test_a_loss_of_the_output_alone(kind: str, form: str) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True)
+    batch = make_batch(rnn, form)
+
+    def loss(sample: Batch, call: Callable[..., Any]) -> Tensor:
+        output, _ = call(*arguments(rnn, sample, form))
+        return loss_of(output, (), batch_first=True)
+
+    loss(batch, call_for_per_sample_grads(rnn)).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped(rnn, batch, lambda sample: loss(sample, rnn)))
+
+
+# ---- frozen weights, reductions, wrong sizes ----
+
+
+@each_kind
+@each_form
+@pytest.mark.parametrize("frozen", ["weight_ih", "weight_hh", "bias_ih", "bias_hh", "l0", "l1", "reverse"])
+def test_frozen_weights_get_nothing(kind: str, form: str, frozen: str) -> None:
+    rnn = build(kind, **DEEP)
+    for name, parameter in rnn.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    check(rnn, make_batch(rnn, form), form)
+
+
+@each_kind
+def test_one_trainable_weight_among_frozen_ones(kind: str) -> None:
+    rnn = build(kind, **DEEP).requires_grad_(False)
+    rnn.weight_hh_l0.requires_grad_()
+    check(rnn, make_batch(rnn, states="trained"), batch_size=3)
+
+
+@each_kind
+@each_form
+def test_mean_reduction(kind: str, form: str) -> None:
+    rnn = build(kind, **DEEP)
+    batch, plain = make_batch(rnn, form), make_batch(rnn, form)
+    (loss_of(*rnn(*arguments(rnn, plain, form)), True) / len(batch)).backward()
+    rnn.zero_grad(set_to_none=True)
+    wrapped = call_for_per_sample_grads(rnn, loss_reduction="mean")
+    (loss_of(*wrapped(*arguments(rnn, batch, form)), True) / len(batch)).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form))
+    assert_same_grads(batch, plain, 1e-9)
+
+
+@each_kind
+@pytest.mark.parametrize("form", ["sorted", "unsorted"])
+@pytest.mark.parametrize("said", [2, 4, 12])
+def test_wrong_batch_size_for_a_packed_sequence(kind: str, form: str, said: int) -> None:
+    rnn = build(kind)
+    message = (
+        "Expected ExpandedWeights to have batch size matching input but got input batch size of 3 "
+        f"with ExpandedWeight of batch size {said}"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        call_for_per_sample_grads(rnn, batch_size=said)(packed(make_batch(rnn, form), form))
+
+
+@each_kind
+def test_a_single_sequence_has_no_samples(kind: str) -> None:
+    rnn = build(kind)
+    with pytest.raises(RuntimeError, match="samples of the batch are mixed"):
+        output, _ = call_for_per_sample_grads(rnn)(make_batch(rnn).x[0])
+        output.sum().backward()
+
+
+# ---- lower precision ----
+
+
+@each_kind
+@each_form
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_low_precision(kind: str, form: str, dtype: torch.dtype) -> None:
+    """Against the float64 module of the same rounded weights; no relu may be at its kink, where rounding decides."""
+    rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True, dtype=dtype)
+    batch = make_batch(rnn, form)
+    if kind == "relu":
+        for tensor in (batch.x, *rnn.parameters()):
+            tensor.data.abs_()
+    assert_same_bits(*outputs(rnn, batch, form))
+    loss_of(*call_for_per_sample_grads(rnn)(*arguments(rnn, batch, form)), True).backward()
+    found = taken_grad_samples(rnn)
+    assert {rows.dtype for rows in found.values()} == {dtype}
+    exact = build(kind, num_layers=2, bidirectional=True, batch_first=True)
+    exact.load_state_dict({name: value.double() for name, value in rnn.state_dict().items()})
+    expected = looped_rnn(exact, replace(batch, x=batch.x.detach().double()), form)
+    tolerance = 0.05 if dtype is torch.bfloat16 else 0.01
+    assert_rows_close({name: rows.double() for name, rows in found.items()}, expected, tolerance)
+
+
+# ---- inside a model ----
+
+
+class Twice(nn.Module):
+    """The same weights over the input and over what came out; the second time from the last states of the first."""
+
+    def __init__(self, kind: str, carry: bool) -> None:
+        super().__init__()
+        self.rnn = build(kind, PROJECTED if kind == "projected" else HIDDEN, HIDDEN, batch_first=True)
+        self.carry = carry
+
+    def forward(self, x: Tensor) -> Any:
+        output, states = self.rnn(x)
+        return self.rnn(output, states) if self.carry else self.rnn(output)
+
+
+@each_kind
+@pytest.mark.parametrize("carry", [True, False], ids=["carried", "afresh"])
+def test_a_module_used_twice(kind: str, carry: bool) -> None:
+    model = Twice(kind, carry)
+    batch = make_batch(model.rnn)
+    loss_of(*call_for_per_sample_grads(model)(batch.x), True).backward()
+    expected = looped(model, batch, lambda sample: loss_of(*model(sample.x), True))
+    assert_rows_close(taken_grad_samples(model), expected)
+
+
+class Tagger(nn.Module):
+    """Words of sequences of different lengths to scores for each, and one for the sequence."""
+
+    def __init__(self, kind: str, time_first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.rnn = build(kind, num_layers=2, bidirectional=True, batch_first=not time_first)
+        width = 2 * (PROJECTED if kind == "projected" else HIDDEN)
+        self.head, self.summary = nn.Linear(width, 3), nn.Linear(width, 2)
+        self.double()
+
+    def forward(self, words: Tensor, lengths: Any) -> tuple[Tensor, Tensor]:
+        first = self.rnn.batch_first
+        x = self.embedding(words if first else words.t())
+        sequence = pack_padded_sequence(x, lengths, batch_first=first, enforce_sorted=False)
+        output, states = self.rnn(sequence)
+        padded, _ = pad_packed_sequence(output, batch_first=first)
+        last = states[0] if isinstance(states, tuple) else states
+        scores = self.head(padded)
+        return scores if first else scores.transpose(0, 1), self.summary(torch.cat([last[-2], last[-1]], -1))
+
+
+@each_kind
+@pytest.mark.parametrize("time_first", [True, False], ids=["tbd", "btd"])
+@pytest.mark.parametrize("lengths", [torch.tensor(LENGTHS), list(LENGTHS)], ids=["tensor", "list"])
+def test_packing_inside_the_model(kind: str, time_first: bool, lengths: Any) -> None:
+    model = Tagger(kind, time_first)
+    words = torch.randint(11, (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(3))
+
+    def loss(scores: Tensor, summary: Tensor, own: Sequence[int]) -> Tensor:
+        real = torch.arange(scores.shape[1]) < torch.tensor(own).unsqueeze(1)
+        scores = scores * real.unsqueeze(-1)
+        return loss_of(scores, summary.unsqueeze(0), batch_first=True)
+
+    def loss_of_sample(n: int) -> Tensor:
+        own = LENGTHS[n : n + 1]
+        return loss(*model(words[n : n + 1, : own[0]], torch.tensor(own)), own)
+
+    result = call_for_per_sample_grads(model)(words, lengths)
+    assert_same_bits(result, model(words, lengths))
+    loss(*result, LENGTHS).backward()
+    parameters = dict(model.named_parameters())
+    rows = [torch.autograd.grad(loss_of_sample(n), list(parameters.values())) for n in range(len(words))]
+    expected = {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
+    assert_rows_close(taken_grad_samples(model), expected)
+
+
+# ---- bare ----
+
+
+def bare_call(rnn: nn.RNNBase, batch: Batch, form: str, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments of the torch function, by their names and in their order."""
+    state: Any = batch.states if isinstance(rnn, nn.LSTM) else batch.states[0]
+    common = {"hx": state, "params": list(weights), "has_biases": rnn.bias, "num_layers": rnn.num_layers}
+    common |= {"dropout": rnn.dropout, "train": rnn.training, "bidirectional": rnn.bidirectional}
+    if form == "tensor":
+        input = batch.x if rnn.batch_first else batch.x.transpose(0, 1)
+        return {"input": input} | common | {"batch_first": rnn.batch_first}
+    sequence = packed(batch, form)
+    return {"data": sequence.data, "batch_sizes": sequence.batch_sizes} | common
+
+
+def bare_loss(kind: str, rnn: nn.RNNBase, batch: Batch, form: str, how: str, weights: Sequence[Tensor]) -> Tensor:
+    call = bare_call(rnn, batch, form, weights)
+    if how == "positional":
+        result = FUNCTIONS[kind](*call.values())
+    elif how == "keywords":
+        result = FUNCTIONS[kind](**call)
+    else:
+        names = list(call)[2 if form == "tensor" else 3 :]
+        first = [call[name] for name in call if name not in names]
+        result = FUNCTIONS[kind](*first, **{name: call[name] for name in reversed(names)})
+    output, *states = result
+    if form != "tensor":
+        output = PackedSequence(output, call["batch_sizes"])
+    return loss_of(output, tuple(states), rnn.batch_first)
+
+
+def expanded(rnn: nn.RNNBase, batch_size: int, loss_reduction: str = "sum") -> list[Tensor]:
+    weights = [p for part in rnn.all_weights for p in part]
+    return [ExpandedWeight(w, batch_size, loss_reduction) if w.requires_grad else w for w in weights]
+
+
+each_way_to_call = pytest.mark.parametrize("how", ["positional", "keywords", "reversed"])
+
+
+@each_kind
+@each_way_to_call
+@pytest.mark.parametrize("form", ["tensor", "sorted"])
+@pytest.mark.parametrize("states", ["given", "trained"])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[-4], SHAPES[-3], SHAPES[-1]])
+def test_bare_function(kind: str, how: str, form: str, states: str, shape: dict[str, Any]) -> None:
+    rnn = build(kind, **shape)
+    batch = make_batch(rnn, form, states=states)
+    plain = batch.fresh()
+    bare_loss(kind, rnn, plain, form, "positional", [p for part in rnn.all_weights for p in part]).backward()
+    rnn.zero_grad(set_to_none=True)
+    bare_loss(kind, rnn, batch, form, how, expanded(rnn, len(batch))).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch.fresh(), form))
+    assert_same_grads(batch, plain, 1e-9)
+
+
+@each_kind
+@pytest.mark.parametrize("form", ["tensor", "sorted"])
+def test_bare_function_with_a_mean_loss_and_a_frozen_weight(kind: str, form: str) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True)
+    rnn.weight_hh_l1.requires_grad_(False)
+    batch = make_batch(rnn, form, states="given")
+    loss = bare_loss(kind, rnn, batch, form, "positional", expanded(rnn, len(batch), "mean"))
+    (loss / len(batch)).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form))
+
+
+@each_kind
+def test_bare_function_in_float32_without_a_gradient_of_the_input(kind: str) -> None:
+    rnn = build(kind, dtype=torch.float32)
+    batch = make_batch(rnn, states="given", input_grad=False)
+    bare_loss(kind, rnn, batch, "tensor", "positional", expanded(rnn, len(batch))).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch), tolerance=1e-4)
+
+
+@each_kind
+@pytest.mark.parametrize("batch_first", [True, False], ids=["btd", "tbd"])
+def test_bare_weights_that_were_told_where_the_batch_lies(kind: str, batch_first: bool) -> None:
+    rnn = build(kind, num_layers=2, batch_first=batch_first)
+    batch = make_batch(rnn, states="given")
+    weights = expanded(rnn, len(batch))
+    for weight in weights:
+        weight.set_batch_first(batch_first)
+    bare_loss(kind, rnn, batch, "tensor", "positional", weights).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch))
+
+
+@each_kind
+@each_state
+@pytest.mark.parametrize("form", ["tensor", "sorted"])
+def test_expanded_weights_swapped_into_a_module(kind: str, states: str, form: str) -> None:
+    rnn = build(kind, **DEEP)
+    batch = make_batch(rnn, form, states=states)
+    weights = {name: ExpandedWeight(p, len(batch), "sum") for name, p in rnn.named_parameters()}
+    result = torch.func.functional_call(rnn, weights, arguments(rnn, batch, form))
+    loss_of(*result, True).backward()
+    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch.fresh(), form))
+
+
+@each_kind
+@pytest.mark.parametrize("form", ["tensor", "sorted"])
+def test_bare_function_refuses_another_batch_size(kind: str, form: str) -> None:
+    rnn = build(kind)
+    message = "got input batch size of 3 with ExpandedWeight of batch size 4"
+    with pytest.raises(RuntimeError, match=message):
+        bare_loss(kind, rnn, make_batch(rnn, form, states="given"), form, "positional", expanded(rnn, 4))
+
+
+@each_kind
+def test_bare_function_refuses_a_mixture_with_weights_that_require_grad(kind: str) -> None:
+    rnn = build(kind)
+    weights = expanded(rnn, 3)
+    weights[1] = rnn.weight_hh_l0
+    with pytest.raises(RuntimeError, match="mixture of ExpandedWeight parameters and normal Parameters"):
+        bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)
+
+
+@each_kind
+def test_bare_function_refuses_different_reductions(kind: str) -> None:
+    rnn = build(kind)
+    weights = [*expanded(rnn, 3)[:1], *expanded(rnn, 3, "mean")[1:]]
+    with pytest.raises(RuntimeError, match="to all have the same loss_reduction argument but got one with sum and one"):
+        bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)

@@ -52,6 +52,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "neighbour added": (lambda: Calls(lambda m, h: m.a(h + h.roll(1, 0)), **linear()), (B, D), "add"),
     "mirror added": (lambda: Calls(lambda m, h: m.a(h + h.flip(0)), **linear()), (B, D), "add"),
     "mirror added after": (lambda: Calls(lambda m, h: (y := m.a(h)) + y.flip(0), **linear()), (B, D), "add"),
+    "softmax over some samples": (lambda: Calls(lambda m, h: m.a(h[1:3].softmax(0)), **linear()), (4, D), "softmax"),
     "differences": (lambda: Calls(lambda m, h: m.a(h[1:] - h[:-1]), **linear()), (B, D), "sub"),
     "contrastive logits": (lambda: Calls(lambda m, h: (y := m.a(h)) @ y.t(), **linear()), (B, D), "matmul"),
     "attention across the batch": (lambda: Calls(lambda m, h: m.a(F.scaled_dot_product_attention(h, h, h)), **linear()), (B, D), "attention"),
@@ -163,6 +164,31 @@ def test_an_autograd_function_of_samples_or_of_weights_alone_is_fine(forward: Ca
     for n in range(B):
         (expected,) = torch.autograd.grad(module(h[n : n + 1]).sin().sum(), module.a.weight)
         torch.testing.assert_close(module.a.weight.grad_sample[n], expected)
+
+
+def test_random_numbers_drawn_together_with_weights_are_refused() -> None:
+    def forward(m: Any, h: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(m.q.expand(len(h), -1, -1), h, h, dropout_p=0.5)
+
+    module = Calls(forward, q=param(1, 2, D))
+    with pytest.raises(PerSampleError, match="scaled_dot_product_attention.*random"):
+        call_for_per_sample_grads(module)(torch.randn(B, T, D))
+
+
+def test_a_script_module_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Linear(D, D)))
+    with pytest.raises(PerSampleError, match="'1'"):
+        call_for_per_sample_grads(module)
+
+
+def test_an_index_is_followed_by_its_values_not_by_its_shape() -> None:
+    module = Calls(lambda m, h, i: h + m.a(h)[i], **linear())
+    h = torch.randn(B, D)
+    call_for_per_sample_grads(module, batch_size=B)(h, torch.arange(B)).sum().backward()
+    for p in module.parameters():
+        del p.grad_sample
+    with pytest.raises(SamplesMixed):
+        call_for_per_sample_grads(module, batch_size=B)(h, torch.tensor([1, 2, 0])).sum().backward()
 
 
 def test_an_output_of_weights_alone_is_refused() -> None:

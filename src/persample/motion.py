@@ -15,7 +15,8 @@ What was found holds for the shapes it was found for, so it is remembered by the
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,7 @@ LIKES: set[Any] = {
 }  # fmt: skip
 
 # Ops that read nothing of their tensor but its dtype and device.
-MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor}
+MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full}
 
 # Reductions that add up what each sample gives, so that each sample's share has its own gradient.
 ADDITIVE: set[Any] = {
@@ -86,11 +87,12 @@ class Motion:
     """Where the samples lie in each tensor of a result, and in those arguments that were thought to hold none.
 
     `following` maps the position of such an argument (a state made by `zeros(B, H)`, a learned token expanded to the
-    batch) to its layout: its rows turned out to go with the samples.
+    batch) to its layout: its rows turned out to go with the samples. `by_values`: found out from this call's values alone.
     """
 
     results: tuple[Where | None, ...]
     following: tuple[tuple[int, Layout], ...] = ()
+    by_values: bool = False
 
     def follows(self, position: int) -> Layout | None:
         return dict(self.following).get(position)
@@ -147,17 +149,18 @@ _MOST_REMEMBERED = 20_000
 
 
 def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
-    """How `op`, which gave `results`, moves the samples; found once for each set of shapes."""
+    """How `op`, which gave `results`, moves the samples."""
     if op.func in _KNOWN:
         return _KNOWN[op.func](op)
     key = _key(op)
-    if key is None:
-        return _motion_of(op, results)
-    if key not in _found:
+    if key in _found:
+        return _found[key]
+    motion = _motion_of(op, results)
+    if key is not None and not motion.by_values:
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
-        _found[key] = _motion_of(op, results)
-    return _found[key]
+        _found[key] = motion
+    return motion
 
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
@@ -203,16 +206,28 @@ def _after_reduction(op: Op) -> Where:
 def _by_ids(op: Op) -> Motion | None:
     """Exactly where a move put each entry, unless the samples themselves tell it where (an index of the batch's own)."""
     carriers = [i for i, tensor in enumerate(op.tensors) if _is_moved(op, i, tensor)]
-    if any(where for i, where in enumerate(op.where) if i not in carriers):
-        return None
     ids = {i: _sample_ids(op.tensors[i], op.where[i], op.batch) for i in carriers}
     moved = _moved(op, ids)
+    if any(where for i, where in enumerate(op.where) if i not in carriers) and not _is_own_mask(op, moved[0]):
+        return None
     found = tuple(from_ids(m, op.batch) for m in moved)
     if any(isinstance(where, Layout) and m.dim() == 0 for where, m in zip(found, moved, strict=True)):
         return Motion(tuple(Lost(f"{op_name(op.func)} took one number of one sample") if w else None for w in found))
     used = [i for i in carriers if op.where[i] is None and any(t.requires_grad for t in op.tensors)]
     following = [(i, layout) for i in used if (layout := _follows(op, i, ids, found)) is not None]
     return Motion(found, tuple(following))
+
+
+def _is_own_mask(op: Op, moved: Tensor) -> bool:
+    """Whether the batch's own mask (`x[mask]`, `x[mask] = y`) only ever decides over entries of the mask's own sample."""
+    if op.func not in (T.__getitem__, T.__setitem__) or not isinstance(op.args[1], Tensor) or op.args[1].dtype != torch.bool:
+        return False
+    mask, where = op.args[1], op.where[1]
+    owner = _sample_ids(mask, where, op.batch)
+    if op.func is T.__getitem__:
+        owner = owner[mask]
+    owner = owner.view(*owner.shape, *[1] * (moved.dim() - owner.dim()))
+    return bool(((moved == owner) | (moved < 0)).all())
 
 
 def _is_moved(op: Op, position: int, tensor: Tensor) -> bool:
@@ -247,9 +262,6 @@ def _follows(op: Op, position: int, ids: dict[int, Tensor], found: Sequence[Wher
     return None
 
 
-_INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}
-
-
 def _sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     """For each entry of `tensor` the sample it belongs to, -1 for none."""
     ids = torch.full(tensor.shape, -1, dtype=torch.int32, device=tensor.device)
@@ -276,7 +288,8 @@ def _by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
             return Motion(found, following)
         failure = failure or Motion(found)
     if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
-        return Motion(_verified(op, [list(_all_layouts(result, op.batch)) for result in results], results))
+        everywhere = [list(_all_layouts(result, op.batch)) for result in results]
+        return Motion(_verified(op, everywhere, results), by_values=True)
     return failure
 
 
@@ -315,7 +328,8 @@ def _verified(op: Op, candidates: Candidates, results: Sequence[Tensor]) -> tupl
     found: list[Where | None] = []
     for i, options in enumerate(candidates):
         if isinstance(options, list):
-            kept = (layout for layout in options if _keeps_apart(layout, [t[i] for t in trials], op.batch))
+            own = {n: (before[i], after[i]) for n, (before, after) in trials.items()}
+            kept = (layout for layout in options if _keeps_apart(layout, own, op.batch))
             shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
             found.append(next(kept, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
         else:
@@ -369,25 +383,28 @@ def _all_layouts(result: Tensor, batch: int) -> Iterator[Layout]:
             yield from _regular_layouts(dim, size, batch)
 
 
-def _trials(op: Op) -> tuple[tuple[Tensor, ...], ...] | None:
-    """Results on invented numbers: as they are, with all samples but the first changed, and all but the last."""
+def _trials(op: Op) -> dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None:
+    """For the first and the last sample: the results on invented numbers, and those with all other samples changed."""
+    layouts = [(t, where) for t, where in zip(op.tensors, op.where, strict=True) if isinstance(where, Layout)]
+    present = {n for t, where in layouts for n in where.sample_of(t.shape[where.dim], op.batch) if n >= 0}
     for invent in (True, False):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            base = [_invented(t, where) if invent else t.clone() for t, where in zip(op.tensors, op.where, strict=True)]
-            altered = [
-                [_altered(t, w, keep, op.batch) for t, w in zip(base, op.where, strict=True)]
-                for keep in (0, op.batch - 1)
-            ]
+            base = [_invented(t, where) if invent else t for t, where in zip(op.tensors, op.where, strict=True)]
             try:
-                results = []
-                for tensors in (base, *altered):
-                    torch.manual_seed(1)
-                    results.append(op.run([t.clone() for t in tensors]))
-                return tuple(results)
+                before = _seeded_run(op, base)
+                return {
+                    n: (before, _seeded_run(op, [_altered(t, w, n, op.batch) for t, w in zip(base, op.where, strict=True)]))
+                    for n in {min(present), max(present)}
+                }
             except Exception:  # the op does not take such numbers; the true ones it took
                 continue
     return None
+
+
+def _seeded_run(op: Op, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    return op.run([t.clone() for t in tensors])
 
 
 def _invented(tensor: Tensor, where: Where | None) -> Tensor:
@@ -411,15 +428,12 @@ def _altered(tensor: Tensor, where: Where | None, keep: int, batch: int) -> Tens
     return torch.where(kept.view(-1, *[1] * (tensor.dim() - where.dim - 1)), tensor, other)
 
 
-def _keeps_apart(layout: Layout, trials: Sequence[Tensor], batch: int) -> bool:
-    """Whether, by this layout, a sample's entries stayed the same when all the others changed."""
-    base, *changed = trials
-    if base.shape[layout.dim] == 0:
-        return True
-    ids = layout.sample_of(base.shape[layout.dim], batch)
-    for sample, result in zip((0, batch - 1), changed, strict=True):
-        own = torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long, device=base.device)
-        if not _same(base.index_select(layout.dim, own), result.index_select(layout.dim, own)):
+def _keeps_apart(layout: Layout, trials: Mapping[int, tuple[Tensor, Tensor]], batch: int) -> bool:
+    """Whether, by this layout, each of these samples kept its entries when all the others changed."""
+    for sample, (before, after) in trials.items():
+        ids = layout.sample_of(before.shape[layout.dim], batch)
+        own = torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long, device=before.device)
+        if not _same(before.index_select(layout.dim, own), after.index_select(layout.dim, own)):
             return False
     return True
 
@@ -433,16 +447,14 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 # ---- memory ----
 
-# What these do depends on the values of an index, not on shapes alone.
-_BY_VALUE: set[Any] = {
-    T.index_select, T.gather, T.take_along_dim, T.masked_select, torch.index_select, torch.gather, torch.take_along_dim,
-    torch.masked_select, T.repeat_interleave, torch.repeat_interleave, *WRITES,
-}  # fmt: skip
+# Functions of such names put entries where an index tells, so its values matter, not its shape alone.
+_BY_INDEX = re.compile("item|index|gather|scatter|select|take|put|mask|repeat_interleave|segment|bincount|bucket|search")
+_INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}
 
 
 def _key(op: Op) -> Any:
     """What the motion depends on, or None where that includes values."""
-    if op.func in _BY_VALUE or (op.func is T.__getitem__ and len(op.tensors) > 1):
+    if _BY_INDEX.search(op_name(op.func)) and any(t.dtype in _INDEX_DTYPES for t in op.tensors):
         return None
     described = [(t.shape, t.dtype, where) for t, where in zip(op.tensors, op.where, strict=True)]
     supply = iter(described)

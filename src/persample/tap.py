@@ -77,16 +77,17 @@ class Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, saved: Sequence[Tensor], copy: bool, anchor: Tensor, *results: Tensor) -> Any:
+    def forward(ctx: Any, use: Use, saved: Sequence[Tensor], copy: bool, *results_and_anchor: Tensor) -> Any:
+        # In this order: where the result is a view that was changed in place, autograd takes the first tensor for it.
+        *results, ctx.anchor = results_and_anchor
         ctx.use = use
-        ctx.anchor = anchor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
         if copy:
             return tuple(result.clone() for result in results)
         # Passing it on as changed in place costs nothing, and lets the user change it in place too.
         ctx.mark_dirty(*results)
-        return results
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -100,4 +101,4 @@ class Tap(torch.autograd.Function):
             saved = ctx.saved_tensors  # which may set off a recomputation, under the tracker
             with torch._C.DisableTorchFunction():
                 ctx.use.backward(saved, grads)
-        return None, None, None, None, *grads
+        return None, None, None, *grads, None

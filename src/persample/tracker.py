@@ -173,7 +173,14 @@ class Tracker(TorchFunctionMode):
         saved = [
             t.clone() if op.inplace and i == 0 else t.detach() if i in weights else t for i, t in enumerate(op.tensors)
         ]
+        rule = self._fitting(handler, op)
+        rng_state = torch.get_rng_state()
         result = run_detached(op, weights)
+        if rule is None and not torch.equal(torch.get_rng_state(), rng_state):
+            raise PerSampleError(
+                f"{op_name(op.func)}, in {self.place()}, draws random numbers where it uses weights, which cannot be drawn again "
+                "for each sample. Draw them in a function of their own (dropout before or after it), or set its rate to 0."
+            )
         results = results_of(result, op.args)
         tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
         motion = motion_of(op, results)
@@ -187,7 +194,7 @@ class Tracker(TorchFunctionMode):
                 tuple(w if isinstance(w, Layout) else None for w in motion.results),
                 tapped,
                 weights,
-                self._fitting(handler, op, weights),
+                rule,
                 self.batch,
                 self.collector,
             )
@@ -201,11 +208,11 @@ class Tracker(TorchFunctionMode):
         chosen = [results[i] for i in use.tapped]
         # A result that its own backward needs must not count as changed in place: only the rules know that it is not so.
         copy = not op.inplace and (use.rule is None or use.rule.copies or any(r._base is not None for r in chosen))
-        tapped = dict(zip(use.tapped, Tap.apply(use, saved, copy, self.anchor, *chosen), strict=True))
+        tapped = dict(zip(use.tapped, Tap.apply(use, saved, copy, *chosen, self.anchor), strict=True))
         supply = iter([tapped.get(i, r) for i, r in enumerate(results)])
         return map_tensors(lambda _: next(supply), result)
 
-    def _fitting(self, rule: Rule | None, op: Op, weights: dict[int, Tensor]) -> Rule | None:
+    def _fitting(self, rule: Rule | None, op: Op) -> Rule | None:
         """The rule, if it holds for where the samples lie in this call; else the generic one."""
         if rule is None:
             return None

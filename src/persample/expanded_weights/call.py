@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from persample.collector import Collector
+from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
 from persample.expanded_weights.helpers import batch_size_error
 from persample.layout import Layout
@@ -47,6 +48,9 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"Batch size passed must be None or an integer, got {type(batch_size).__name__}")
     if batch_size is not None and batch_size < 1:
         raise RuntimeError(f"Batch size must be positive, got {batch_size}")
+    for name, part in module.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise PerSampleError(f"The ops of a ScriptModule cannot be seen: pass the module '{name}' as it was before scripting")
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
 

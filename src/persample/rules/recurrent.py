@@ -165,6 +165,28 @@ def _motion_of_layer(op: Op) -> Motion:
     return Motion((where, *[rows] * len(state)), tuple((1 + i, rows) for i in range(len(state))))
 
 
+@motion(torch._pack_padded_sequence)
+def _motion_of_packing(op: Op) -> Motion:
+    input, lengths, batch_first = op.args
+    where = op.where[0]
+    dim = 0 if batch_first else 1
+    if not isinstance(where, Layout) or where.dim != dim:
+        return Motion((Lost("sequences were packed along another dim than that of the samples"), None))
+    sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths[0]))])
+    order = torch.tensor(where.sample_of(input.shape[dim], op.batch))
+    return Motion((packed_layout(sizes, order, op.batch), None))
+
+
+@motion(torch._pad_packed_sequence)
+def _motion_of_padding(op: Op) -> Motion:
+    data, sizes, batch_first, *_ = op.args
+    where = op.where[0]
+    if not isinstance(where, Layout):
+        return Motion((where, None))
+    ids = where.sample_of(len(data), op.batch)
+    return Motion((regular(0 if batch_first else 1, ids[: int(sizes[0])], op.batch), None))
+
+
 # ---- the rule ----
 
 
