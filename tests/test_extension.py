@@ -500,7 +500,9 @@ def linear_of_itself(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 @every_way
 @every_reduction
 @pytest.mark.parametrize(
-    ("function", "calls"), [(F.linear, 1), (linear_with_keywords, 1), (linear_of_itself, 2)], ids=str
+    ("function", "calls"),
+    [(F.linear, 1), (linear_with_keywords, 1), (linear_of_itself, 2)],
+    ids=["linear", "with keywords", "of itself"],
 )
 @pytest.mark.parametrize("between", [(), (5,), (2, 5)])
 def test_rule_takes_the_place_of_ours(

@@ -7,12 +7,27 @@ offers a way to say otherwise, so the function that it keeps is replaced by one 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+# Stored by where a tensor lies in memory, for a checkpoint inside a checkpoint: what it saved comes back as another object.
+Memory = dict[tuple[Any, ...], Any]
 
 _ENTERS = "_persample_enters_tracker"
+
+
+def remember(memory: Memory, tensor: Tensor, where: Any) -> None:
+    """Keeps where the samples lie in a tensor, if a checkpoint may be saving it."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        memory[_address(tensor)] = where
+
+
+def _address(tensor: Tensor) -> tuple[Any, ...]:
+    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def prepare_recomputation(tracker: Any) -> None:
@@ -43,9 +58,11 @@ def _entering(tracker: Any, function: Callable[..., Any], layouts: Sequence[Any]
     """`function` under the tracker, its arguments, which a reentrant checkpoint has detached, with these layouts."""
 
     def entering(*args: Any, **kwargs: Any) -> Any:
-        for arg, where in zip(args, layouts, strict=False):
-            if isinstance(arg, Tensor) and where is not None:
-                tracker.tell(arg, where)
+        for arg, where in zip_longest(args, layouts):
+            if isinstance(arg, Tensor):
+                where = where or tracker.memory.get(_address(arg))
+                if where is not None:
+                    tracker.tell(arg, where)
         with tracker:
             return function(*args, **kwargs)
 

@@ -13,9 +13,10 @@ from persample.motion import Op
 from persample.tree import map_tensors
 
 
-def run_detached(op: Op, weights: dict[int, Tensor]) -> Any:
-    """The result of `op`, from which autograd reaches the activations but none of the weights."""
-    if op.inplace or any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights):
+def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
+    """The result of `op`, from which autograd reaches the activations but no weights; nothing if `whole`."""
+    activations = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
+    if op.inplace or (activations and not whole):
         args, kwargs = op.filled([t.detach() if i in weights else t for i, t in enumerate(op.tensors)])
         return _FOLDING.get(op.func, op.func)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))

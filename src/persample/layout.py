@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ class Layout:
     no such pattern (packed sequences, a permutation), `ids` names the sample of every index, -1 for a row
     that belongs to none.
 
-    `others` are the dims that could hold the batch just as well: an input whose shape alone does not tell.
+    `others` are layouts that the shape of an input allows just as well; only a function that knows better asks for them.
     """
 
     dim: int
     inner: int = 1
     ids: tuple[int, ...] | None = None
-    others: tuple[int, ...] = field(default=(), compare=False)
+    others: tuple[Layout, ...] = ()
 
     def sample_of(self, size: int, batch: int) -> tuple[int, ...]:
         """The sample of each of the `size` indices along `dim`."""
@@ -73,6 +73,22 @@ def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
     return torch.where(present, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)).movedim(dim, 0)
 
 
+def joined(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor:
+    """The inverse of `samples`: from `(batch, ...)` back to `shape`, with zeros for rows that belong to no sample.
+
+    >>> x = torch.arange(12).view(2, 3, 2)
+    >>> torch.equal(joined(samples(x, Layout(1), 3), Layout(1), x.shape, 3), x)
+    True
+    """
+    dim = layout.dim
+    if layout.ids is None:
+        return rows.unflatten(dim + 1, (-1, layout.inner)).movedim(0, dim + 1).reshape(shape)
+    where, filled = _positions(layout.ids, batch)
+    index = torch.tensor(where, device=rows.device)[torch.tensor(filled, device=rows.device)]
+    present = rows.movedim(dim + 1, 1)[torch.tensor(filled, device=rows.device)].movedim(0, dim)
+    return rows.new_zeros(shape).index_copy(dim, index, present)
+
+
 def place(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor:
     """The inverse of `samples` for gradients: `(batch, *shape)` where sample n's rows stand at its own indices.
 
@@ -106,7 +122,7 @@ def from_ids(ids: Tensor, batch: int) -> Layout | None | Lost:
     """The layout that a tensor of sample ids (-1 where an entry belongs to none) describes; None: to none at all.
 
     >>> from_ids(torch.tensor([[0, 0], [1, 1], [2, 2]]), batch=3)
-    Layout(dim=0, inner=1, ids=None)
+    Layout(dim=0, inner=1, ids=None, others=())
     """
     if ids.numel() == 0 or int(ids.max()) < 0:
         return None

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -164,8 +164,8 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
 
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
-    for where in op.where:
-        if isinstance(where, Lost):
+    for i, where in enumerate(op.where):
+        if isinstance(where, Lost) and not (op.func in MOVES and not _is_moved(op, i, op.tensors[i])):
             return _everywhere(where, results)
     if any(isinstance(where, Reduced) for where in op.where):
         return _everywhere(_after_reduction(op), results)
@@ -181,6 +181,9 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
             motion = _by_ids(op)
             if motion is not None:
                 return motion
+        for where in op.where:
+            if isinstance(where, Lost):
+                return _everywhere(where, results)
         return _by_trial(op, results)
 
 
@@ -208,19 +211,43 @@ def _by_ids(op: Op) -> Motion | None:
     carriers = [i for i, tensor in enumerate(op.tensors) if _is_moved(op, i, tensor)]
     ids = {i: _sample_ids(op.tensors[i], op.where[i], op.batch) for i in carriers}
     moved = _moved(op, ids)
-    if any(where for i, where in enumerate(op.where) if i not in carriers) and not _is_own_mask(op, moved[0]):
+    found = [from_ids(m, op.batch) for m in moved]
+    told_by_samples = any(where for i, where in enumerate(op.where) if i not in carriers)
+    if told_by_samples and not _is_own_mask(op, moved[0]) and not _only_reorders(op, found):
         return None
-    found = tuple(from_ids(m, op.batch) for m in moved)
     if any(isinstance(where, Layout) and m.dim() == 0 for where, m in zip(found, moved, strict=True)):
         return Motion(tuple(Lost(f"{op_name(op.func)} took one number of one sample") if w else None for w in found))
+    first = op.where[0]
+    if isinstance(first, Layout) and first.others:
+        found[0] = _with_others(op, first, found[0])
     used = [i for i in carriers if op.where[i] is None and any(t.requires_grad for t in op.tensors)]
     following = [(i, layout) for i in used if (layout := _follows(op, i, ids, found)) is not None]
-    return Motion(found, tuple(following))
+    return Motion(tuple(found), tuple(following))
+
+
+def _with_others(op: Op, first: Layout, found: Where | None) -> Where | None:
+    """`found`, with where the samples would be, had they been in another dim of the first argument."""
+    moved = [_moved(op, {0: _sample_ids(op.tensors[0], other, op.batch)})[0] for other in first.others]
+    others = tuple(layout for m in moved if isinstance(layout := from_ids(m, op.batch), Layout))
+    return replace(found, others=others) if isinstance(found, Layout) else found
+
+
+def _only_reorders(op: Op, found: Sequence[Where | None]) -> bool:
+    """Whether the samples are all still there, in another order: an order may be told by the samples, a choice may not."""
+    first, where = op.where[0], found[0]
+    if op.func in WRITES or not isinstance(first, Layout) or not isinstance(where, Layout) or first.dim != where.dim:
+        return False
+    size = op.tensors[0].shape[first.dim]
+    return sorted(first.sample_of(size, op.batch)) == sorted(where.ids or first.sample_of(size, op.batch))
 
 
 def _is_own_mask(op: Op, moved: Tensor) -> bool:
     """Whether the batch's own mask (`x[mask]`, `x[mask] = y`) only ever decides over entries of the mask's own sample."""
-    if op.func not in (T.__getitem__, T.__setitem__) or not isinstance(op.args[1], Tensor) or op.args[1].dtype != torch.bool:
+    if (
+        op.func not in (T.__getitem__, T.__setitem__)
+        or not isinstance(op.args[1], Tensor)
+        or op.args[1].dtype != torch.bool
+    ):
         return False
     mask, where = op.args[1], op.where[1]
     owner = _sample_ids(mask, where, op.batch)
@@ -394,7 +421,10 @@ def _trials(op: Op) -> dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] 
             try:
                 before = _seeded_run(op, base)
                 return {
-                    n: (before, _seeded_run(op, [_altered(t, w, n, op.batch) for t, w in zip(base, op.where, strict=True)]))
+                    n: (
+                        before,
+                        _seeded_run(op, [_altered(t, w, n, op.batch) for t, w in zip(base, op.where, strict=True)]),
+                    )
                     for n in {min(present), max(present)}
                 }
             except Exception:  # the op does not take such numbers; the true ones it took
@@ -448,7 +478,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 # ---- memory ----
 
 # Functions of such names put entries where an index tells, so its values matter, not its shape alone.
-_BY_INDEX = re.compile("item|index|gather|scatter|select|take|put|mask|repeat_interleave|segment|bincount|bucket|search")
+_BY_INDEX = re.compile(
+    "item|index|gather|scatter|select|take|put|mask|repeat_interleave|segment|bincount|bucket|search"
+)
 _INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}
 
 

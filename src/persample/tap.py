@@ -11,11 +11,11 @@ from torch import Tensor
 
 from persample.collector import Collector
 from persample.errors import PerSampleError, op_name
-from persample.layout import Layout, place, samples
+from persample.layout import Layout, joined, place, samples
 from persample.rules.generic import generic
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term
-from persample.tree import filled
+from persample.tree import filled, slots_in
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,13 @@ class Use:
     results: tuple[Layout | None, ...]  # of each tensor in the result
     tapped: tuple[int, ...]  # which of these can have a gradient
     weights: dict[int, Tensor]  # position among the tensors -> parameter, or what was computed from parameters
+    inputs: Sequence[int]  # the positions of activations whose gradient the rule gives
     rule: Rule | None  # None: the generic rule
     batch: int
     collector: Collector
 
-    def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Hands the terms of all weights to the collector."""
+    def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
+        """Hands the terms of all weights to the collector, if they are wanted; gives the gradients of `inputs`."""
         rows = [
             t if layout is None else samples(t, layout, self.batch)
             for t, layout in zip(tensors, self.layouts, strict=True)
@@ -43,43 +44,51 @@ class Use:
             layout = self.results[i]
             if grad is not None and layout is not None:
                 grad_rows[i] = samples(grad, layout, self.batch)
-        for position, term in self._terms(rows, grad_rows):
-            layout = self.layouts[position]
-            if layout is not None:  # each sample used its own rows of this weight
-                shape = self.weights[position].shape
-                term = Dense(place(term.dense(), layout, shape, self.batch))
-            self.collector.receive(self.weights[position], term)
+        terms = self._terms(rows, grad_rows)
+        for position, weight in self.weights.items() if deliver else ():
+            if position in terms:
+                self.collector.receive(weight, self._placed(terms[position], position))
+        return [self._joined(terms[i], i, tensors[i].shape) if i in terms else None for i in self.inputs]
 
-    def _terms(self, rows: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[tuple[int, Term]]:
+    def _placed(self, term: Term, position: int) -> Term:
+        """The term, in the rows of the weight that each sample used where not all of them used all."""
+        layout = self.layouts[position]
+        return term if layout is None else Dense(place(term.dense(), layout, self.weights[position].shape, self.batch))
+
+    def _joined(self, term: Term, position: int, shape: torch.Size) -> Tensor:
+        layout = self.layouts[position]
+        assert layout is not None
+        return joined(term.dense(), layout, shape, self.batch)
+
+    def _terms(self, rows: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
+        """The rule's terms by the positions of the tensors they belong to."""
         positions = list(self.weights)
         if self.rule is None:
             batched = [layout is not None for layout in self.layouts]
             found = generic(self.func, self.call, rows, batched, positions, grads)
-            return [(i, Dense(values)) for i, values in zip(positions, found, strict=True)]
+            return dict(zip(positions, map(Dense, found), strict=True))
         args, kwargs = filled(self.call, rows)
         terms = self.rule.terms(grads[0] if len(grads) == 1 else grads, *args, **kwargs)
         named = self.rule.bind(*self.call)
-        matched: list[tuple[int, Term]] = []
+        matched: dict[int, Term] = {}
         for name, term in terms.items():
-            slots, parts = named.get(name), term
-            if not isinstance(parts, (list, tuple)):
-                slots, parts = [slots], [parts]
-            matched += [(s.position, t) for s, t in zip(slots, parts, strict=True) if s is not None and t is not None]
-        return [(i, term) for i, term in matched if i in self.weights]
+            of_list = isinstance(term, Sequence)
+            matched |= zip(slots_in(named.get(name)), term if of_list else [term], strict=of_list)
+        return matched
 
 
 class Tap(torch.autograd.Function):
     """The identity. Its backward sees the gradient of a use's result, together with what the use had saved.
 
     The function itself ran before, under ordinary autograd with its weights detached: its own backward gives the
-    gradients of the activations, and no gradient of a weight is computed. `anchor` is a leaf that requires grad and never
+    gradients of the activations (or the rule does, if it is `whole`), and no gradient of a weight is computed. `anchor` is a leaf that requires grad and never
     receives one: through it the result requires grad even where no activation does.
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, saved: Sequence[Tensor], copy: bool, *results_and_anchor: Tensor) -> Any:
+    def forward(ctx: Any, use: Use, saved: Sequence[Tensor], copy: bool, *tensors: Tensor) -> Any:
         # In this order: where the result is a view that was changed in place, autograd takes the first tensor for it.
-        *results, ctx.anchor = results_and_anchor
+        results, ctx.anchor = tensors[: len(use.tapped)], tensors[-1]
         ctx.use = use
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*saved)
@@ -87,7 +96,7 @@ class Tap(torch.autograd.Function):
             return tuple(result.clone() for result in results)
         # Passing it on as changed in place costs nothing, and lets the user change it in place too.
         ctx.mark_dirty(*results)
-        return tuple(results)
+        return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -97,8 +106,10 @@ class Tap(torch.autograd.Function):
                 "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
             )
         accumulate = torch.autograd.graph.get_gradient_edge(ctx.anchor).node
-        if torch._C._will_engine_execute_node(accumulate):  # not so in autograd.grad(loss, inputs)
+        wanted = torch._C._will_engine_execute_node(accumulate)  # not so in autograd.grad(loss, inputs)
+        input_grads: Sequence[Tensor | None] = [None] * len(ctx.use.inputs)
+        if (wanted or input_grads) and any(grad is not None for grad in grads):
             saved = ctx.saved_tensors  # which may set off a recomputation, under the tracker
             with torch._C.DisableTorchFunction():
-                ctx.use.backward(saved, grads)
-        return None, None, None, *grads, None
+                input_grads = ctx.use.backward(saved, grads, wanted)
+        return None, None, None, *grads, *input_grads, None

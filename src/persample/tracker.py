@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from persample.checkpointing import prepare_recomputation, prepare_reentrant
+from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector, leaves_of
 from persample.detached import run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name, place_in
@@ -20,7 +20,7 @@ from persample.layout import Layout, Lost, Reduced, Where
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
 from persample.tap import Tap, Use
-from persample.tree import emptied, map_tensors, tensors_in
+from persample.tree import emptied, map_tensors, slots_in, tensors_in
 
 # Ops that return their argument itself, with nothing of its entries changed.
 _UNTOUCHED = {Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad}
@@ -47,6 +47,7 @@ class Tracker(TorchFunctionMode):
         self.legacy = legacy
         self.anchor = torch.empty(0, requires_grad=True)
         self.inputs: dict[int, tuple[Tensor, Where]] = {}
+        self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
         self._mark = object()
@@ -84,6 +85,7 @@ class Tracker(TorchFunctionMode):
             where = replace(where, place=self.place())
         if id(tensor) in self.inputs:
             self.inputs[id(tensor)] = (tensor, where or Lost(""))
+        remember(self.memory, tensor, where)
         tensor._persample = (self._mark, where, tensor.requires_grad)  # type: ignore[attr-defined]
 
     def place(self) -> str:
@@ -170,63 +172,44 @@ class Tracker(TorchFunctionMode):
             result = self.legacy(self, handler, op, weights)
             self._follow(op, result)
             return result
-        saved = [
-            t.clone() if op.inplace and i == 0 else t.detach() if i in weights else t for i, t in enumerate(op.tensors)
-        ]
-        rule = self._fitting(handler, op)
+        saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
+        if op.inplace:
+            saved[0] = saved[0].clone()
         rng_state = torch.get_rng_state()
-        result = run_detached(op, weights)
+        whole = handler is not None and handler.whole
+        result = run_detached(op, weights, whole)
+        results = results_of(result, op.args)
+        motion = motion_of(op, results)
+        tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
+        self._refuse_mixed(op, motion, tapped)
+        layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
+        call = emptied((op.args, op.kwargs))
+        rule = handler if handler and _holds(handler, call, op.tensors, layouts) else None
+        if whole and rule is None:
+            raise PerSampleError(f"{op_name(op.func)}, in {self.place()}, has samples where none are expected.")
         if rule is None and not torch.equal(torch.get_rng_state(), rng_state):
             raise PerSampleError(
-                f"{op_name(op.func)}, in {self.place()}, draws random numbers where it uses weights, which cannot be drawn again "
-                "for each sample. Draw them in a function of their own (dropout before or after it), or set its rate to 0."
+                f"{op_name(op.func)}, in {self.place()}, draws random numbers where it uses weights, which cannot be "
+                "drawn again for each sample. Draw them in a function of their own, as dropout before or after it does."
             )
-        results = results_of(result, op.args)
-        tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
-        motion = motion_of(op, results)
-        self._refuse_mixed(op, motion, tapped)
         if tapped:
-            layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
-            use = Use(
-                op.func,
-                emptied((op.args, op.kwargs)),
-                layouts,
-                tuple(w if isinstance(w, Layout) else None for w in motion.results),
-                tapped,
-                weights,
-                rule,
-                self.batch,
-                self.collector,
-            )
+            where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
+            inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
+            use = Use(op.func, call, layouts, where, tapped, weights, inputs, rule, self.batch, self.collector)
             result = self._tap(use, saved, op, result, results)
-        for made, where in zip(results_of(result, op.args), motion.results, strict=True):
-            self.tell(made, where)
+        for made, found in zip(results_of(result, op.args), motion.results, strict=True):
+            self.tell(made, found)
         return result
 
     def _tap(self, use: Use, saved: Sequence[Tensor], op: Op, result: Any, results: tuple[Tensor, ...]) -> Any:
         prepare_recomputation(self)
         chosen = [results[i] for i in use.tapped]
         # A result that its own backward needs must not count as changed in place: only the rules know that it is not so.
-        copy = not op.inplace and (use.rule is None or use.rule.copies or any(r._base is not None for r in chosen))
-        tapped = dict(zip(use.tapped, Tap.apply(use, saved, copy, *chosen, self.anchor), strict=True))
+        copy = not op.inplace and (use.rule is None or any(r._base is not None for r in chosen))
+        inputs = [t for i, t in enumerate(op.tensors) if i in use.inputs]
+        tapped = dict(zip(use.tapped, Tap.apply(use, saved, copy, *chosen, *inputs, self.anchor), strict=True))
         supply = iter([tapped.get(i, r) for i, r in enumerate(results)])
         return map_tensors(lambda _: next(supply), result)
-
-    def _fitting(self, rule: Rule | None, op: Op) -> Rule | None:
-        """The rule, if it holds for where the samples lie in this call; else the generic one."""
-        if rule is None:
-            return None
-        named = rule.bind(op.args, op.kwargs)
-        for name, value in named.items():
-            for tensor in tensors_in(value):
-                where = self.where(tensor)
-                if where is not None and not (
-                    name in rule.batched and isinstance(where, Layout) and rule.accepts(tensor, where.dim)
-                ):
-                    return None
-                if name in rule.batched and where is None:
-                    return None
-        return rule
 
     def _refuse_lost(self, op: Op) -> None:
         for where in op.where:
@@ -285,6 +268,18 @@ class Tracker(TorchFunctionMode):
                 output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
             elif where is None and self.is_weight(output) and not output.is_leaf:
                 output.register_hook(_refusal("it was computed from weights alone"))
+
+
+def _holds(rule: Rule, call: tuple[Any, Any], tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:
+    """Whether a rule holds for where the samples lie in a call: in all arguments where it expects them, in no others."""
+    for name, value in rule.bind(*call).items():
+        for slot in slots_in(value):
+            layout = layouts[slot]
+            if (layout is not None) != (name in rule.batched):
+                return False
+            if layout is not None and not rule.accepts(tensors[slot], layout.dim):
+                return False
+    return True
 
 
 _REMEDY = (

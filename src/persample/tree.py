@@ -59,6 +59,19 @@ def emptied(value: Any) -> Any:
     return map_tensors(lambda _: Slot(next(positions)), value)
 
 
+def slots_in(value: Any) -> Iterator[int]:
+    """The positions of the tensors that were taken out of `value`.
+
+    >>> list(slots_in((Slot(0), [1, Slot(1)])))
+    [0, 1]
+    """
+    if isinstance(value, Slot):
+        yield value.position
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from slots_in(part)
+
+
 def filled(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
     """What `emptied` gave, with these in the places of the tensors.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from persample.collector import Collector
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
 from persample.expanded_weights.helpers import (
-    batch_size_error,
     check_call,
     expanded_weights_in,
     is_batch_first,
@@ -34,12 +33,12 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return handler.apply(tuple(kwargs), func, *args, *kwargs.values())  # type: ignore[attr-defined]
     expanded = expanded_weights_in((args, kwargs))
     if isinstance(handler, Rewrite):
-        layouts = _recurrent_layouts(func, arguments(args, kwargs), expanded[0])
+        batch, layouts = _recurrent_layouts(func, arguments(args, kwargs), expanded[0])
     else:
-        layouts = [_input_layout(func, handler, handler.bind(args, kwargs))]
+        batch, layouts = _input_layout(func, handler, handler.bind(args, kwargs))
     first = expanded[0]
     collector = Collector([w.orig_weight for w in expanded], to_grad_sample(first.batch_size, first.loss_reduction))
-    tracker = Tracker(first.batch_size, collector, None, legacy_use(first.loss_reduction))
+    tracker = Tracker(batch, collector, None, legacy_use(first.loss_reduction))
     for tensor, layout in layouts:
         tracker.add_input(tensor, layout)
     args, kwargs = map_tensors(original, (args, kwargs))
@@ -47,15 +46,19 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return func(*args, **kwargs)
 
 
-def _input_layout(func: Callable[..., Any], rule: Rule, call: dict[str, Any]) -> tuple[Tensor, Layout]:
-    """The function's input and where the samples lie in it, once all checks are passed."""
+Layouts = list[tuple[Tensor, Layout]]
+
+
+def _input_layout(func: Callable[..., Any], rule: Rule, call: dict[str, Any]) -> tuple[int, Layouts]:
+    """How many samples the function's input has and where they lie in it, once all checks are passed."""
     input = next(call[name] for name in rule.batched if name in call)
     if isinstance(input, Tensor) and not isinstance(input, ExpandedWeight):
         _check_shape(func, call, input)
     check_call(func, [input], call)
     for name in call.keys() - rule.batched:
         unpack_expanded_weight_or_tensor(call[name])
-    return input, Layout(0 if is_batch_first(list(call.values())) else 1)
+    dim = 0 if is_batch_first(list(call.values())) else 1
+    return input.shape[dim], [(input, Layout(dim))]
 
 
 def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) -> None:
@@ -86,18 +89,22 @@ def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) 
             )
 
 
-def _recurrent_layouts(
-    func: Callable[..., Any], call: dict[str, Any], weight: ExpandedWeight
-) -> list[tuple[Tensor, Layout]]:
-    """The input and states of a recurrent function, and where the samples lie in them."""
+def _recurrent_layouts(func: Callable[..., Any], call: dict[str, Any], weight: ExpandedWeight) -> tuple[int, Layouts]:
+    """How many samples the input and the states of a recurrent function have, and where they lie in them."""
     packed = "data" in call
     input = call["data"] if packed else call["input"]
-    check_call(func, [input.new_zeros(weight.batch_size)] if isinstance(input, Tensor) else [input], call)
-    if packed:
-        found, layout = int(call["batch_sizes"][0]), packed_layout(call["batch_sizes"], None, weight.batch_size)
-    else:
+    is_batch_first(call["params"])
+    for parameter in call["params"]:
+        unpack_expanded_weight_or_tensor(parameter)
+    # Where the batch lies is for the call to say, so the weights' own checks get an input with it in front.
+    plain = isinstance(input, Tensor) and not isinstance(input, ExpandedWeight) and input.dim() > 0
+    if plain and packed:
+        batch, layout = (
+            int(call["batch_sizes"][0]),
+            packed_layout(call["batch_sizes"], None, int(call["batch_sizes"][0])),
+        )
+    elif plain:
         layout = Layout(0 if call["batch_first"] else 1)
-        found = input.shape[layout.dim]
-    if found != weight.batch_size and not (weight.allow_smaller_batches and found < weight.batch_size):
-        raise RuntimeError(batch_size_error(found, weight.batch_size))
-    return [(input, layout), *((state, Layout(1)) for state in tensors_in(call["hx"]))]
+        batch = input.shape[layout.dim] if input.dim() > layout.dim else 0
+    check_call(func, [input.new_empty(batch, batch) if plain else input], call)
+    return batch, [(input, layout), *((state, Layout(1)) for state in tensors_in(call["hx"]))]

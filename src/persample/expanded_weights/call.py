@@ -50,7 +50,9 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"Batch size must be positive, got {batch_size}")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            raise PerSampleError(f"The ops of a ScriptModule cannot be seen: pass the module '{name}' as it was before scripting")
+            raise PerSampleError(
+                f"The ops of a ScriptModule cannot be seen: pass the module '{name}' as it was before scripting"
+            )
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
 
@@ -61,7 +63,7 @@ def call_for_per_sample_grads(
         trainable = [p for p in module.parameters() if p.requires_grad]
         collector = Collector(trainable, to_grad_sample(batch, loss_reduction))
         tracker = Tracker(batch, collector, module, legacy_use(loss_reduction))
-        _add_inputs(tracker, (args, kwargs), batch_dim)
+        _add_inputs(tracker, (args, kwargs), batch_dim, told=batch_size is not None)
         rng_state = torch.get_rng_state()
         try:
             with tracker:
@@ -115,8 +117,9 @@ def _is_packed(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _add_inputs(tracker: Tracker, arguments: Any, batch_dim: int) -> None:
-    """Tells the tracker where the samples lie in the arguments."""
+def _add_inputs(tracker: Tracker, arguments: Any, batch_dim: int, told: bool) -> None:
+    """Tells the tracker where the samples lie in the arguments; `told`: their number was given, not found."""
+    others: list[int] = []
     for leaf in pytree.tree_leaves(arguments, is_leaf=_is_packed):
         if isinstance(leaf, PackedSequence):
             if int(leaf.batch_sizes[0]) != tracker.batch:
@@ -125,15 +128,19 @@ def _add_inputs(tracker: Tracker, arguments: Any, batch_dim: int) -> None:
             continue
         for tensor in _tensors_within(leaf):
             layout = _input_layout(tensor, tracker.batch, batch_dim)
-            if layout is not None:
+            if layout is not None and (told or layout.dim == batch_dim):
                 tracker.add_input(tensor, layout)
+            elif tensor.dim() > batch_dim:
+                others.append(tensor.shape[batch_dim])
+    if others and (not told or not tracker.inputs):
+        raise RuntimeError(batch_size_error(others[0], tracker.batch))
 
 
 def _input_layout(tensor: Tensor, batch: int, batch_dim: int) -> Layout | None:
     """In `batch_dim` if it has that size, else in the only other dim that has it, else nowhere."""
     dims = [d for d, size in enumerate(tensor.shape) if size == batch]
     if batch_dim in dims:
-        return Layout(batch_dim, others=tuple(d for d in dims if d != batch_dim))
+        return Layout(batch_dim, others=tuple(Layout(d) for d in dims if d != batch_dim))
     return Layout(dims[0]) if len(dims) == 1 else None
 
 

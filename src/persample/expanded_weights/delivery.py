@@ -25,9 +25,7 @@ def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
         rows = terms[0].dense()
         for term in terms[1:]:
             rows = rows + term.dense()
-        if loss_reduction == "mean":
-            rows = rows * batch_size
-        add_grad_sample(parameter, rows.to(parameter.dtype))
+        add_grad_sample(parameter, rows.to(parameter.dtype), batch_size, loss_reduction)
 
     return deliver
 
@@ -36,7 +34,10 @@ def legacy_use(loss_reduction: str) -> Callable[[Tracker, Any, Op, Mapping[int, 
     """Calls an `autograd.Function` registered with `implements_per_sample_grads` for a use found by a tracker."""
 
     def use(tracker: Tracker, rule: Any, op: Op, weights: Mapping[int, Tensor]) -> Any:
-        dims = {where.dim for where in op.where if isinstance(where, Layout) and where.inner == 1 and where.ids is None}
+        layouts = [(t, where) for t, where in zip(op.tensors, op.where, strict=True) if isinstance(where, Layout)]
+        dims = {where.dim for _, where in layouts if where.inner == 1 and where.ids is None}
+        if tracker.batch == 1:  # then any dim of size 1 may be the batch's
+            dims = {next((dim for dim in (0, 1) if layouts[0][0].shape[dim : dim + 1] == (1,)), 2)}
         if len(dims) != 1 or not dims <= {0, 1}:
             raise PerSampleError(
                 f"The rule {rule.__name__} registered for {op_name(op.func)} expects the batch in dim 0 or 1 of its input, but "

@@ -122,14 +122,17 @@ def set_grad_sample_if_exists(maybe_expanded_weight: Any, per_sample_grad_fn: Ca
     contribution = per_sample_grad_fn(original)
     if maybe_expanded_weight.receive is not None:
         maybe_expanded_weight.receive(contribution)
-        return
-    if maybe_expanded_weight.loss_reduction == "mean":
-        contribution = contribution * maybe_expanded_weight.batch_size
-    add_grad_sample(maybe_expanded_weight.orig_weight, contribution)
+    else:
+        batch_size, loss_reduction = maybe_expanded_weight.batch_size, maybe_expanded_weight.loss_reduction
+        add_grad_sample(maybe_expanded_weight.orig_weight, contribution, batch_size, loss_reduction)
 
 
-def add_grad_sample(parameter: Tensor, rows: Tensor) -> None:
-    """Adds to `parameter.grad_sample`, or sets it where there is none."""
+def add_grad_sample(parameter: Tensor, rows: Tensor, batch_size: int, loss_reduction: str) -> None:
+    """Adds to `parameter.grad_sample`, or sets it; samples that an input of a smaller batch lacked get zeros."""
+    if loss_reduction == "mean":
+        rows = rows * batch_size
+    if len(rows) < batch_size:
+        rows = torch.cat([rows, rows.new_zeros(batch_size - len(rows), *rows.shape[1:])])
     existing = getattr(parameter, "grad_sample", None)
     if existing is not None and existing.shape != rows.shape:
         raise RuntimeError(

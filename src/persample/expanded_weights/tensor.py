@@ -72,6 +72,9 @@ class ExpandedWeight(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ExpandedWeight({self.orig_weight!r}, batch_size={self.batch_size}, loss_reduction={self.loss_reduction!r})"
 
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
     @classmethod
     def __torch_function__(
         cls,

@@ -1,14 +1,15 @@
 """RNN, LSTM and GRU.
 
 A call with several layers is rewritten as one call of `layer` for each, with dropout between them, which is what torch does
-inside. The rule of `layer` needs the gradients of the gates' pre-activations, zx and zh below; from there on every weight
-is that of a linear map.
+inside. The rule of `layer` finds the gradients of the gates' pre-activations, zx and zh below; from there on every weight
+is that of a linear map. As they give the gradient of the input too, torch's own backward of the layer is not run.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,8 +119,8 @@ def batch_second(state: Tensor) -> Tensor:
 @motion(batch_second)
 def _motion_of_state(op: Op) -> Motion:
     (where,) = op.where
-    settled = isinstance(where, Layout) and where.dim != 1 and 1 in where.others
-    return Motion((Layout(1) if settled else where,))
+    readings = [where, *where.others] if isinstance(where, Layout) else []
+    return Motion((next((replace(r, others=()) for r in readings if r.dim == 1), where),))
 
 
 def layer(
@@ -152,6 +153,8 @@ def layer(
 def _motion_of_layer(op: Op) -> Motion:
     func, input, state, weights, sizes, *_ = op.args
     where = op.where[0]
+    if op.batch == 1 and isinstance(where, Layout):  # everything is of the one sample, in whatever dim it was found
+        return Motion((where, *[Layout(1)] * len(state)), tuple((1 + i, Layout(1)) for i in range(len(state))))
     if isinstance(where, Layout) and where.dim != (1 if sizes is None else 0):
         where = Lost(f"{op_name(func)} runs along dim {where.dim}, where the samples lie")
     if not isinstance(where, Layout):
@@ -170,6 +173,8 @@ def _motion_of_packing(op: Op) -> Motion:
     input, lengths, batch_first = op.args
     where = op.where[0]
     dim = 0 if batch_first else 1
+    if op.batch == 1 and isinstance(where, Layout):
+        return Motion((Layout(0, int(lengths[0])), None))
     if not isinstance(where, Layout) or where.dim != dim:
         return Motion((Lost("sequences were packed along another dim than that of the samples"), None))
     sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths[0]))])
@@ -190,7 +195,7 @@ def _motion_of_padding(op: Op) -> Motion:
 # ---- the rule ----
 
 
-@rule(layer, accepts=lambda input, dim: True, batched=("input", "state", "valid"), copies=True)
+@rule(layer, accepts=lambda input, dim: True, batched=("input", "state", "valid"), whole=True)
 def layer_terms(
     grads: Sequence[Tensor | None],
     func: Callable[..., Any],
@@ -202,7 +207,7 @@ def layer_terms(
     has_biases: bool,
     bidirectional: bool,
 ) -> Terms:
-    input = input.detach().flatten(1, -2)  # (batch, T, in)
+    shape, input = input.shape, input.detach().flatten(1, -2)  # (batch, T, in)
     length = torch.full((len(input),), input.shape[1], device=input.device)
     if valid is not None:
         length = valid.flatten(1).sum(1).long()
@@ -210,20 +215,22 @@ def layer_terms(
     per_direction = len(weights) // directions
     terms: list[Term] = []
     states: list[list[Tensor]] = []
+    input_grad = torch.zeros_like(input)
     for d in range(directions):
         own = weights[d * per_direction : (d + 1) * per_direction]
         grad = None if grads[0] is None else grads[0].flatten(1, -2).chunk(directions, -1)[d]
         # (batch, directions, 1, width) -> (batch, width)
         last = [None if g is None else g[:, d].flatten(1) for g in grads[1:]]
         order = _reversal(length, input.shape[1]) if d else None
-        found, state_grads = _direction(
+        found, own_grad, state_grads = _direction(
             CELLS[func], _take(input, order), [s[:, d].flatten(1) for s in state], own, has_biases, length,
-            _take(grad, order), last,
+            None if grad is None else _take(grad, order), last,
         )  # fmt: skip
         terms += found
+        input_grad += _take(own_grad, order)
         states.append(state_grads)
     rows = [torch.stack(parts, 1).unsqueeze(2) for parts in zip(*states, strict=True)]
-    return {"weights": terms, "state": [Dense(r) for r in rows]}
+    return {"input": Dense(input_grad.view(shape)), "weights": terms, "state": [Dense(r) for r in rows]}
 
 
 def _direction(
@@ -235,8 +242,8 @@ def _direction(
     length: Tensor,
     grad: Tensor | None,
     last_grads: Sequence[Tensor | None],
-) -> tuple[list[Term], list[Tensor]]:
-    """The terms of one direction's weights, and the gradients of its first state."""
+) -> tuple[list[Term], Tensor, list[Tensor]]:
+    """The terms of one direction's weights, and the gradients of its input and of its first state."""
     w_ih, w_hh, *others = weights
     biases, w_hr = (others[:2], others[2:]) if has_biases else ([], others)
     with torch.enable_grad():
@@ -271,7 +278,7 @@ def _direction(
         terms += [Dense(dx.sum(1)), Dense(dh.sum(1))]
     if w_hr:
         terms.append(Outer(torch.stack(raw, 1).detach(), dr))
-    return terms, dstate
+    return terms, dx @ w_ih, dstate
 
 
 def _reversal(length: Tensor, steps: int) -> Tensor:
@@ -281,8 +288,6 @@ def _reversal(length: Tensor, steps: int) -> Tensor:
     return torch.where(mirrored >= 0, mirrored, step)
 
 
-def _take(values: Tensor | None, order: Tensor | None) -> Tensor | None:
+def _take(values: Tensor, order: Tensor | None) -> Tensor:
     """`values[n, order[n, t]]`."""
-    if values is None or order is None:
-        return values
-    return values.gather(1, order.unsqueeze(-1).expand_as(values))
+    return values if order is None else values.gather(1, order.unsqueeze(-1).expand_as(values))

@@ -38,7 +38,7 @@ class Rule:
     terms: Callable[..., Terms]
     accepts: Accepts
     batched: frozenset[str]
-    copies: bool
+    whole: bool
 
     @property
     def names(self) -> list[str]:
@@ -54,17 +54,18 @@ def rule(
     *functions: Callable[..., Any],
     accepts: Accepts = lambda input, dim: dim == 0,
     batched: Sequence[str] = ("input",),
-    copies: bool = False,
+    whole: bool = False,
 ) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
     """Registers a function as the rule of some torch functions, which share its signature after `grad`.
 
     `batched` names the arguments in which samples may lie; all others are weights or the same for the whole batch.
-    `copies` is for functions whose own backward reads their result: it is then copied before it is passed on.
+    `whole`: the rule is the function's whole backward, it gives `batched` arguments a term too, which is their gradient. All
+    other rules leave that to the function's own backward.
     """
 
     def register(terms: Callable[..., Terms]) -> Callable[..., Terms]:
         for function in functions:
-            HANDLED_FUNCTIONS[function] = Rule(terms, accepts, frozenset(batched), copies)
+            HANDLED_FUNCTIONS[function] = Rule(terms, accepts, frozenset(batched), whole)
         return terms
 
     return register
