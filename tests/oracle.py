@@ -19,7 +19,7 @@ class Case:
     """A module and a batch for it.
 
     `dims[i]` is the dim of the i-th tensor argument (keyword arguments last) that holds the samples, None where the
-    tensor is the same for all; `out_dim` is where they lie in every output. `options` are for call_for_per_sample_grads.
+    tensor is the same for all; `out_dim` is where they lie in every output. `options` go to call_for_per_sample_grads.
     """
 
     name: str
@@ -69,7 +69,7 @@ def _to_double(value: Any) -> Any:
 
 
 def disturb(module: nn.Module) -> None:
-    """Moves every parameter and statistic off the value it starts at, of which a zero or a one may hide a lost factor."""
+    """Moves every parameter and statistic off the value it starts at: a zero or a one may hide a lost factor."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in [*module.parameters(), *(b for b in module.buffers() if b.is_floating_point())]:

@@ -171,7 +171,7 @@ def test_random_numbers_drawn_together_with_weights_are_refused() -> None:
         return F.scaled_dot_product_attention(m.q.expand(len(h), -1, -1), h, h, dropout_p=0.5)
 
     module = Calls(forward, q=param(1, 2, D))
-    with pytest.raises(PerSampleError, match="scaled_dot_product_attention.*random"):
+    with pytest.raises(PerSampleError, match=r"scaled_dot_product_attention.*random"):
         call_for_per_sample_grads(module)(torch.randn(B, T, D))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-# Stored by where a tensor lies in memory, for a checkpoint inside a checkpoint: what it saved comes back as another object.
+# By where a tensor lies in memory: what a checkpoint inside a checkpoint has saved comes back as another object.
 Memory = dict[tuple[Any, ...], Any]
 
 _ENTERS = "_persample_enters_tracker"
@@ -37,7 +37,7 @@ def prepare_recomputation(tracker: Any) -> None:
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
     if pack is None or "frame" not in names:
         return
-    frame = pack.__closure__[names.index("frame")].cell_contents
+    frame = pack.__closure__[names.index("frame")].cell_contents  # type: ignore[index]
     if hasattr(frame, "recompute_fn") and not hasattr(frame.recompute_fn, _ENTERS):
         frame.recompute_fn = _entering(tracker, frame.recompute_fn)
 

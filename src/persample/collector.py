@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from persample.errors import PerSampleError
-from persample.terms import Dense, Term
+from persample.graph import leaves_behind
+from persample.terms import Dense, Term, dense_sum
 
 Deliver = Callable[[Tensor, Sequence[Term]], None]
 
@@ -48,42 +49,20 @@ class Collector:
 
     def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Tensor]]:
         """The per-sample gradients of the parameters that `derived` was computed from."""
-        leaves = leaves_of(derived)
+        leaves = leaves_behind(derived)
         foreign = [leaf for leaf in leaves if id(leaf) not in self.parameters]
         if foreign:
             raise PerSampleError(
-                f"A weight of shape {tuple(derived.shape)} was computed from parameters of the model and from a tensor of shape "
-                f"{tuple(foreign[0].shape)} that requires grad but is no parameter of it. Register that tensor as a "
-                f"parameter, or detach it."
+                f"A weight of shape {tuple(derived.shape)} was computed from parameters of the model and from a tensor "
+                f"of shape {tuple(foreign[0].shape)} that requires grad but is no parameter of it. Register that "
+                "tensor as a parameter, or detach it."
             )
-        rows = sum(term.dense() for term in terms)
-        assert isinstance(rows, Tensor)
-        rows = rows.to(derived.dtype)
+        rows = dense_sum(terms).to(derived.dtype)
         try:
             grads = torch.autograd.grad(
                 derived, leaves, rows, retain_graph=True, is_grads_batched=True, allow_unused=True
             )
         except RuntimeError:  # a function on the way that vmap does not know
             each = [torch.autograd.grad(derived, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
-            grads = tuple(None if g[0] is None else torch.stack(g) for g in zip(*each, strict=True))
+            grads = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))  # type: ignore[arg-type]
         return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-
-
-def leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The leaves that require grad and that autograd would reach from `tensor`.
-
-    >>> w = torch.ones(2, requires_grad=True)
-    >>> leaves_of(w * 2 + 1)[0] is w
-    True
-    """
-    if tensor.grad_fn is None:
-        return [tensor] if tensor.requires_grad else []
-    seen, todo, leaves = {tensor.grad_fn}, [tensor.grad_fn], []
-    while todo:
-        node = todo.pop()
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        fresh = [child for child, _ in node.next_functions if child is not None and child not in seen]
-        seen.update(fresh)
-        todo.extend(fresh)
-    return leaves

@@ -17,7 +17,7 @@ class Layout:
     no such pattern (packed sequences, a permutation), `ids` names the sample of every index, -1 for a row
     that belongs to none.
 
-    `others` are layouts that the shape of an input allows just as well; only a function that knows better asks for them.
+    `others` are layouts that an input's shape allows just as well; only a function that knows better asks for them.
     """
 
     dim: int
@@ -118,7 +118,7 @@ def _positions(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[
     return where, filled
 
 
-def from_ids(ids: Tensor, batch: int) -> Layout | None | Lost:
+def from_ids(ids: Tensor, batch: int) -> Layout | Lost | None:
     """The layout that a tensor of sample ids (-1 where an entry belongs to none) describes; None: to none at all.
 
     >>> from_ids(torch.tensor([[0, 0], [1, 1], [2, 2]]), batch=3)

@@ -72,8 +72,7 @@ class Use:
         named = self.rule.bind(*self.call)
         matched: dict[int, Term] = {}
         for name, term in terms.items():
-            of_list = isinstance(term, Sequence)
-            matched |= zip(slots_in(named.get(name)), term if of_list else [term], strict=of_list)
+            matched |= zip(slots_in(named.get(name)), [term] if isinstance(term, Term) else term, strict=False)
         return matched
 
 
@@ -81,8 +80,9 @@ class Tap(torch.autograd.Function):
     """The identity. Its backward sees the gradient of a use's result, together with what the use had saved.
 
     The function itself ran before, under ordinary autograd with its weights detached: its own backward gives the
-    gradients of the activations (or the rule does, if it is `whole`), and no gradient of a weight is computed. `anchor` is a leaf that requires grad and never
-    receives one: through it the result requires grad even where no activation does.
+    gradients of the activations (or the rule does, if it is `whole`), and no gradient of a weight is computed. The last
+    of the tensors is an anchor, a leaf that requires grad and never receives one: through it the result requires grad
+    even where no activation does.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if torch.is_grad_enabled():
             raise PerSampleError(
-                f"{op_name(ctx.use.func)}: a backward pass with create_graph=True reached a use of the model's weights. "
+                f"{op_name(ctx.use.func)}: a backward pass with create_graph=True reached a use of a weight. "
                 "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
             )
         accumulate = torch.autograd.graph.get_gradient_edge(ctx.anchor).node

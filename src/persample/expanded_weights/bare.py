@@ -1,4 +1,4 @@
-"""A function called on ExpandedWeights outside a wrapped call: one op, tracked by itself, with nothing known but dim 0."""
+"""A function called on ExpandedWeights outside a wrapped call: one op, tracked by itself."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) 
         if batch_dim >= input.dim() - len(shape):
             raise RuntimeError(
                 "Expanded Weights: Layer norm should not normalize over batch dimension for per sample gradient "
-                f"computations but got that normalized shape, {shape}, covers dim {batch_dim} of the input {tuple(input.shape)}"
+                f"computations but got that normalized shape, {shape}, covers dim {batch_dim} of an input of shape "
+                f"{tuple(input.shape)}"
             )
 
 

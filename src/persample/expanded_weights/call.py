@@ -26,9 +26,9 @@ def call_for_per_sample_grads(
 ) -> Callable[..., Any]:
     """A function that gives what `module(...)` gives, and whose backward fills `p.grad_sample`.
 
-    After `.backward()` on a loss of the result, every trainable parameter p that was used has
-    `p.grad_sample`, of shape `(batch, *p.shape)`; `p.grad` is left alone. The samples lie in dim 0 of the arguments, or in dim
-    1 with `batch_first=False`. `loss_reduction` is how the loss combines the samples: with "mean", what is stored is
+    After `.backward()` on a loss of the result, every trainable parameter p that was used has `p.grad_sample`, of
+    shape `(batch, *p.shape)`; `p.grad` is left alone. The samples lie in dim 0 of the arguments, or in dim 1 with
+    `batch_first=False`. `loss_reduction` is how the loss combines the samples: with "mean", what is stored is
     multiplied by the batch size, so that a row is always the gradient of its sample's own loss.
 
     Backward passes add to `grad_sample`, as they add to `p.grad`; clear it (`del p.grad_sample`) before the next call.
@@ -50,9 +50,7 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"Batch size must be positive, got {batch_size}")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            raise PerSampleError(
-                f"The ops of a ScriptModule cannot be seen: pass the module '{name}' as it was before scripting"
-            )
+            raise PerSampleError(f"A ScriptModule hides its ops: pass the module '{name}' as it was before scripting")
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
 
@@ -72,7 +70,7 @@ def call_for_per_sample_grads(
             tracker.restore()
             torch.set_rng_state(rng_state)
             raise
-        tracker.check_outputs(list(_tensors_within(outputs)))
+        tracker.check_outputs(_tensors_within(outputs))
         return outputs
 
     return call
@@ -82,8 +80,8 @@ def _check_cleared(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if getattr(parameter, "grad_sample", None) is not None:
             raise RuntimeError(
-                "Current Expanded Weights accumulates the gradients, which will be incorrect for multiple calls without "
-                f"clearing gradients. Please clear out the grad_sample parameter of {name}"
+                "Current Expanded Weights accumulates the gradients, which will be incorrect for multiple calls "
+                f"without clearing gradients. Please clear out the grad_sample parameter of {name}"
             )
 
 

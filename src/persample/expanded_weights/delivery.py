@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from persample.collector import Deliver
@@ -14,7 +13,7 @@ from persample.expanded_weights.helpers import add_grad_sample
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.layout import Layout
 from persample.motion import Op
-from persample.terms import Dense, Term
+from persample.terms import Dense, Term, dense_sum
 from persample.tracker import Tracker
 
 
@@ -22,10 +21,7 @@ def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
     """Delivers terms as `parameter.grad_sample`, times the batch size where the loss was a mean."""
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
-        rows = terms[0].dense()
-        for term in terms[1:]:
-            rows = rows + term.dense()
-        add_grad_sample(parameter, rows.to(parameter.dtype), batch_size, loss_reduction)
+        add_grad_sample(parameter, dense_sum(terms).to(parameter.dtype), batch_size, loss_reduction)
 
     return deliver
 
@@ -40,8 +36,8 @@ def legacy_use(loss_reduction: str) -> Callable[[Tracker, Any, Op, Mapping[int, 
             dims = {next((dim for dim in (0, 1) if layouts[0][0].shape[dim : dim + 1] == (1,)), 2)}
         if len(dims) != 1 or not dims <= {0, 1}:
             raise PerSampleError(
-                f"The rule {rule.__name__} registered for {op_name(op.func)} expects the batch in dim 0 or 1 of its input, but "
-                f"in {tracker.place()} it lies otherwise."
+                f"The rule {rule.__name__} registered for {op_name(op.func)} expects the batch in dim 0 or 1 of its "
+                f"input, but in {tracker.place()} it lies otherwise."
             )
 
         def expanded(weight: Tensor) -> ExpandedWeight:

@@ -72,7 +72,8 @@ def check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
         raise RuntimeError(f"Expanded Weights requires a batch dimension but got an input of size 0 in function {name}")
     if input.shape[0] == 0:
         raise RuntimeError(
-            f"0 is not a valid batch size for Expanded Weights but got input tensor of {tuple(input.shape)} in function {name}"
+            "0 is not a valid batch size for Expanded Weights but got input tensor of "
+            f"{tuple(input.shape)} in function {name}"
         )
     expanded = expanded_weights_in((args, kwargs))
     for weight in expanded:

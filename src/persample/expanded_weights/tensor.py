@@ -11,16 +11,18 @@ from torch import Tensor
 from persample.rules import HANDLED_FUNCTIONS
 from persample.rules.recurrent import CELLS
 
+T: Any = Tensor
+
 # What answers for the original weight: its metadata, none of its entries.
 _METADATA = {
-    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.data.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__, Tensor.ndim.__get__, Tensor.layout.__get__, Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.is_leaf.__get__, Tensor.itemsize.__get__, Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    Tensor.is_cpu.__get__, Tensor.is_meta.__get__, Tensor.is_mps.__get__, Tensor.is_xpu.__get__,  # type: ignore[attr-defined]
-    Tensor.is_sparse.__get__, Tensor.is_quantized.__get__, Tensor.is_mkldnn.__get__, Tensor.grad.__get__,  # type: ignore[attr-defined]
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.storage_offset,
-    Tensor.data_ptr, Tensor.get_device, Tensor.is_contiguous, Tensor.is_floating_point, Tensor.is_complex,
-    Tensor.is_signed, Tensor.element_size, Tensor.type, Tensor.__len__, torch.numel, torch.is_floating_point,
+    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.data.__get__,
+    T.is_cuda.__get__, T.ndim.__get__, T.layout.__get__, T.requires_grad.__get__,
+    T.is_leaf.__get__, T.itemsize.__get__, T.nbytes.__get__,
+    T.is_cpu.__get__, T.is_meta.__get__, T.is_mps.__get__, T.is_xpu.__get__,
+    T.is_sparse.__get__, T.is_quantized.__get__, T.is_mkldnn.__get__, T.grad.__get__,
+    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset,
+    T.data_ptr, T.get_device, T.is_contiguous, T.is_floating_point, T.is_complex,
+    T.is_signed, T.element_size, T.type, T.__len__, torch.numel, torch.is_floating_point,
     torch.is_complex,
 }  # fmt: skip
 
@@ -51,7 +53,7 @@ class ExpandedWeight(Tensor):
             raise RuntimeError(f"Can only make Expanded Weights of Tensors, got {type(orig_weight).__name__}")
         if not orig_weight.requires_grad:
             raise RuntimeError("Can only build ExpandedWeights objects of tensors that require_grad")
-        return Tensor._make_subclass(cls, orig_weight, True)  # type: ignore[no-any-return, attr-defined]
+        return Tensor._make_subclass(cls, orig_weight, True)
 
     def __init__(self, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> None:
         self.orig_weight = orig_weight
@@ -69,8 +71,9 @@ class ExpandedWeight(Tensor):
         """Says whether an input may have fewer samples than `batch_size`, as the later steps of a PackedSequence do."""
         self.allow_smaller_batches = new_allow_smaller_batches
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"ExpandedWeight({self.orig_weight!r}, batch_size={self.batch_size}, loss_reduction={self.loss_reduction!r})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        more = f"batch_size={self.batch_size}, loss_reduction={self.loss_reduction!r}"
+        return f"ExpandedWeight({self.orig_weight!r}, {more})"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)

@@ -38,7 +38,7 @@ def generic(
         return tuple(results[i] for i in wanted)
 
     def vjp(own: Sequence[Tensor], chosen: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return torch.func.vjp(lambda *w: run(own, w), *chosen)[1](tuple(grads))  # type: ignore[no-any-return]
+        return torch.func.vjp(lambda *w: run(own, w), *chosen)[1](tuple(grads))
 
     own = [tensors[i] for i in moving]
     chosen = [tensors[i] for i in weights]

@@ -1,8 +1,8 @@
 """RNN, LSTM and GRU.
 
-A call with several layers is rewritten as one call of `layer` for each, with dropout between them, which is what torch does
-inside. The rule of `layer` finds the gradients of the gates' pre-activations, zx and zh below; from there on every weight
-is that of a linear map. As they give the gradient of the input too, torch's own backward of the layer is not run.
+A call with several layers is rewritten as one call of `layer` for each, with dropout between them, which is what torch
+does inside. The rule of `layer` finds the gradients of the gates' pre-activations, zx and zh below; from there on every
+weight is that of a linear map. As they give the gradient of the input too, torch's own backward of it is not run.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ HANDLED_FUNCTIONS.update({func: Rewrite(_rewritten(func)) for func in CELLS})
 def batch_second(state: Tensor) -> Tensor:
     """The state itself: a `(layers, B, width)`, also where its shape alone would allow another reading."""
     if has_torch_function((state,)):
-        return handle_torch_function(batch_second, (state,), state)  # type: ignore[no-any-return]
+        return handle_torch_function(batch_second, (state,), state)
     return state
 
 
@@ -139,19 +139,19 @@ def layer(
     """
     tensors = (input, *state, *weights)
     if has_torch_function(tensors):
-        return handle_torch_function(  # type: ignore[no-any-return]
+        return handle_torch_function(
             layer, tensors, func, input, state, weights, sizes, valid, has_biases, bidirectional
         )
     state = tuple(s.contiguous() for s in state)
     hx = state if func is torch.lstm else state[0]
     if sizes is None:
-        return func(input, hx, weights, has_biases, 1, 0.0, False, bidirectional, False)  # type: ignore[no-any-return]
-    return func(input, sizes, hx, weights, has_biases, 1, 0.0, False, bidirectional)  # type: ignore[no-any-return]
+        return func(input, hx, weights, has_biases, 1, 0.0, False, bidirectional, False)
+    return func(input, sizes, hx, weights, has_biases, 1, 0.0, False, bidirectional)
 
 
 @motion(layer)
 def _motion_of_layer(op: Op) -> Motion:
-    func, input, state, weights, sizes, *_ = op.args
+    func, input, state, _, sizes, *_ = op.args
     where = op.where[0]
     if op.batch == 1 and isinstance(where, Layout):  # everything is of the one sample, in whatever dim it was found
         return Motion((where, *[Layout(1)] * len(state)), tuple((1 + i, Layout(1)) for i in range(len(state))))
@@ -282,7 +282,7 @@ def _direction(
 
 
 def _reversal(length: Tensor, steps: int) -> Tensor:
-    """For each sample the steps in the order in which the backward direction reads them; what is beyond its end stays."""
+    """For each sample the steps as the backward direction reads them, from its own end; what is beyond it stays."""
     step = torch.arange(steps, device=length.device).expand(len(length), steps)
     mirrored = length.unsqueeze(1) - 1 - step
     return torch.where(mirrored >= 0, mirrored, step)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample.terms import Term
 
-Terms = Mapping[str, "Term | Sequence[Term] | None"]
+Terms = Mapping[str, "Term | Sequence[Term]"]
 Accepts = Callable[[Tensor, int], bool]
 
 # torch function -> its Rule or Rewrite, or an `autograd.Function` that somebody gave to `implements_per_sample_grads`
@@ -29,8 +29,8 @@ class Rewrite:
 class Rule:
     """How the weights of one torch function get their terms.
 
-    `terms(grad, *args, **kwargs)` is called with the gradient of the function's result and the function's own arguments.
-    Every tensor that depends on the batch comes with its samples in front (see `layout.samples`). It gives a
+    `terms(grad, *args, **kwargs)` is called with the gradient of the function's result and with its arguments. Every
+    tensor that depends on the batch comes with its samples in front (see `layout.samples`). It gives a
     term for each weight, by the name of the argument. `accepts(input, dim)` says whether the rule holds for an input
     with its samples in `dim`; where it does not, the generic rule does.
     """
@@ -59,8 +59,8 @@ def rule(
     """Registers a function as the rule of some torch functions, which share its signature after `grad`.
 
     `batched` names the arguments in which samples may lie; all others are weights or the same for the whole batch.
-    `whole`: the rule is the function's whole backward, it gives `batched` arguments a term too, which is their gradient. All
-    other rules leave that to the function's own backward.
+    `whole`: the rule is the function's whole backward and gives the `batched` arguments a term too, which is their
+    gradient. All other rules leave that to the function's own backward.
     """
 
     def register(terms: Callable[..., Terms]) -> Callable[..., Terms]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,14 @@ class Term(ABC):
     @abstractmethod
     def dense(self) -> Tensor:
         """The contribution itself, `(batch, *weight.shape)`."""
+
+
+def dense_sum(terms: Sequence[Term]) -> Tensor:
+    """What several uses of one weight contribute together."""
+    total = terms[0].dense()
+    for term in terms[1:]:
+        total = total + term.dense()
+    return total
 
 
 def promoted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,16 +29,18 @@ class Patches(Term):
 
     def dense(self) -> Tensor:
         patches, grad = promoted(self.patches(), self.grad)
-        grad = grad.flatten(3).unflatten(2, (self.groups, -1))
-        # n sample, m image, g group, o/i channel out/in, p position, k place in the kernel
-        per_group = torch.einsum("nmgop,nmgipk->ngoik", grad, patches.conj())
-        return per_group.flatten(1, 2).unflatten(-1, tuple(self.kernel))
+        grad = grad.unflatten(2, (self.groups, -1)).flatten(4).permute(0, 2, 3, 1, 4).flatten(3)
+        per_group = grad @ patches.mT.conj()  # (batch, group, out, in * kernel)
+        return per_group.flatten(1, 2).unflatten(-1, (-1, *self.kernel))
 
     def patches(self) -> Tensor:
-        """`(batch, images, group, in, position, kernel)`: what the kernel saw at each position; a view but for padding."""
+        """What each place of the kernel saw at each position: `(batch, group, in * kernel, images * positions)`."""
         widths = [width for before_after in reversed(self.padding) for width in before_after]
         windows = F.pad(self.input, widths)
-        dims = len(self.kernel)
         for i, (size, step, gap) in enumerate(zip(self.kernel, self.stride, self.dilation, strict=True)):
             windows = windows.unfold(3 + i, gap * (size - 1) + 1, step)[..., ::gap]
-        return windows.flatten(3 + dims).flatten(3, 2 + dims).unflatten(2, (self.groups, -1))
+        # (batch, images, in, *positions, *kernel), all of it a view: the kernel goes before the positions
+        dims = len(self.kernel)
+        positions, kernel = range(3, 3 + dims), range(3 + dims, 3 + 2 * dims)
+        windows = windows.permute(0, 2, *kernel, 1, *positions).unflatten(1, (self.groups, -1))
+        return windows.reshape(*windows.shape[:2], -1, self.input.shape[1] * self.grad.shape[3:].numel())

@@ -1,0 +1,32 @@
+"""Walking the autograd graph behind a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[Any]:
+    """Every node that a backward pass from `tensor` would reach."""
+    if tensor.grad_fn is None:
+        return
+    seen, todo = {tensor.grad_fn}, [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        yield node
+        fresh = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= fresh
+        todo.extend(fresh)
+
+
+def leaves_behind(tensor: Tensor) -> list[Tensor]:
+    """The leaves that would receive a gradient from `tensor`.
+
+    >>> import torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> leaves_behind(w * 2 + 1)[0] is w
+    True
+    """
+    return [node.variable for node in nodes_behind(tensor) if hasattr(node, "variable")]

@@ -1,0 +1,19 @@
+"""How an op moves the samples of a batch: from where they lie in its arguments to where they lie in its result.
+
+There is no table of ops. An op that only moves entries (`MOVES`) is applied to a tensor that holds, for every entry,
+the number of its sample: the result says exactly where each sample went. Any other op is tried:
+
+1.  on shapes: run on the meta device with a batch of B and of B + 1, one dim of the result grows: the samples lie
+    there. None: they were reduced together. Two: they were crossed.
+2.  on values: run with invented numbers, and again with all samples but one changed. The entries that are said
+    to be of that one sample must stay the same. This is what notices a softmax over the batch, a `cumsum` along it, or
+    attention from one sample to the others, all of which keep their shapes.
+
+What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`).
+"""
+
+from persample.motion.find import motion, motion_of
+from persample.motion.motion import Motion
+from persample.motion.op import Op, results_of
+
+__all__ = ["Motion", "Op", "motion", "motion_of", "results_of"]

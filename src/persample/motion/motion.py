@@ -1,0 +1,31 @@
+"""What there is to know of how an op moves the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from persample.layout import Layout, Where
+
+
+@dataclass(frozen=True)
+class Motion:
+    """Where the samples lie in each tensor of a result, and in those arguments that were thought to hold none.
+
+    `following` maps the position of such an argument (a state made by `zeros(B, H)`, a learned token expanded to the
+    batch) to its layout: its rows turned out to go with the samples. `by_values`: it is known of these values only.
+    """
+
+    results: tuple[Where | None, ...]
+    following: tuple[tuple[int, Layout], ...] = ()
+    by_values: bool = False
+
+    def follows(self, position: int) -> Layout | None:
+        return dict(self.following).get(position)
+
+
+def everywhere(where: Where | None, results: Sequence[Tensor]) -> Motion:
+    """The same for all results."""
+    return Motion(tuple(where for _ in results))

@@ -1,0 +1,106 @@
+"""A use of a weight in the forward pass: runs it, and taps its result for the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from persample.collector import Collector
+from persample.detached import run_detached
+from persample.errors import PerSampleError, SamplesMixed, op_name
+from persample.layout import Layout, Lost, Reduced
+from persample.motion import Motion, Op, motion_of, results_of
+from persample.rules import Rule
+from persample.tap import Tap, Use
+from persample.tree import emptied, map_tensors, slots_in
+
+REMEDY = (
+    "Keep the samples apart (GroupNorm or LayerNorm instead of BatchNorm, or eval() for it; statistics and attention "
+    "within a sample), or tell where the batch lies with batch_size and batch_first."
+)
+
+
+class Surroundings(Protocol):
+    """What a use needs to know of the forward pass that it is part of."""
+
+    batch: int
+    collector: Collector
+    anchor: Tensor
+
+    def place(self) -> str: ...
+
+
+def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surroundings) -> tuple[Any, Motion]:
+    """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie."""
+    check_apart(op, around)
+    if op.inplace and 0 in weights:
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {around.place()}, writes samples into a tensor of {tuple(op.tensors[0].shape)} "
+            "that was computed from weights. Put them together with torch.cat, torch.where or arithmetic instead."
+        )
+    saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
+    if op.inplace:
+        saved[0] = saved[0].clone()
+    rng_state = torch.get_rng_state() if rule is None else None
+    whole = rule is not None and rule.whole
+    result = run_detached(op, weights, whole)
+    if rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state):
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {around.place()}, draws random numbers where it uses weights, which cannot be "
+            "drawn again for each sample. Draw them in a function of their own, as dropout before or after it does."
+        )
+
+    results = results_of(result, op.args)
+    motion = motion_of(op, results)
+    tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
+    _check_results(op, [motion.results[i] for i in tapped], around)
+    layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
+    call = emptied((op.args, op.kwargs))
+    if rule is not None and not _holds(rule, call, op.tensors, layouts):
+        if whole:
+            raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
+        rule = None
+    if not tapped:
+        return result, motion
+
+    where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
+    inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
+    use = Use(op.func, call, layouts, where, tapped, weights, inputs, rule, around.batch, around.collector)
+    # A result that the op's own backward reads must not count as changed in place; functions with a rule read none.
+    copy = not op.inplace and (rule is None or any(results[i]._base is not None for i in tapped))
+    chosen = [results[i] for i in tapped] + [op.tensors[i] for i in inputs]
+    passed_on = dict(zip(tapped, Tap.apply(use, saved, copy, *chosen, around.anchor), strict=True))
+    supply = iter([passed_on.get(i, r) for i, r in enumerate(results)])
+    return map_tensors(lambda _: next(supply), result), motion
+
+
+def check_apart(op: Op, around: Surroundings) -> None:
+    """Refuses arguments in which the samples are not apart."""
+    for where in op.where:
+        if isinstance(where, (Lost, Reduced)):
+            raise SamplesMixed(
+                f"{op_name(op.func)}, in {around.place()}, uses weights on a tensor in which the samples of the batch "
+                f"are not apart: {where.cause}, in {where.place}. {REMEDY}"
+            )
+
+
+def _check_results(op: Op, results: Sequence[Any], around: Surroundings) -> None:
+    for where in results:
+        if not isinstance(where, Layout):
+            cause = where.cause if where else f"{op_name(op.func)} gives something that belongs to no sample"
+            raise SamplesMixed(f"The samples of the batch are mixed in {around.place()}: {cause}. {REMEDY}")
+
+
+def _holds(rule: Rule, call: tuple[Any, Any], tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:
+    """Whether the samples lie in all arguments of a call where a rule expects them, and in no others."""
+    for name, value in rule.bind(*call).items():
+        for slot in slots_in(value):
+            layout = layouts[slot]
+            if (layout is not None) != (name in rule.batched):
+                return False
+            if layout is not None and not rule.accepts(tensors[slot], layout.dim):
+                return False
+    return True
