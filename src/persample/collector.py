@@ -30,12 +30,9 @@ class Collector:
         """Takes a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass not in self._arrived:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward_pass))
             self._arrived[backward_pass] = {}
-            if backward_pass >= 0:
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward_pass))
         self._arrived[backward_pass].setdefault(id(weight), (weight, []))[1].append(term)
-        if backward_pass < 0:
-            self._end(backward_pass)
 
     def _end(self, backward_pass: int) -> None:
         arrived = self._arrived.pop(backward_pass)
@@ -58,11 +55,12 @@ class Collector:
                 "tensor as a parameter, or detach it."
             )
         rows = dense_sum(terms).to(derived.dtype)
+        grads: tuple[Tensor | None, ...]
         try:
             grads = torch.autograd.grad(
                 derived, leaves, rows, retain_graph=True, is_grads_batched=True, allow_unused=True
             )
         except RuntimeError:  # a function on the way that vmap does not know
             each = [torch.autograd.grad(derived, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
-            grads = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*each, strict=True))  # type: ignore[arg-type]
+            grads = tuple(None if None in column else torch.stack(column) for column in zip(*each, strict=True))
         return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]

@@ -126,6 +126,8 @@ def from_ids(ids: Tensor, batch: int) -> Layout | Lost | None:
     """
     if ids.numel() == 0 or int(ids.max()) < 0:
         return None
+    if ids.dim() == 0:
+        return Lost("it is one number of one sample")
     for dim in range(ids.dim()):
         rest = [d for d in range(ids.dim()) if d != dim]
         most = ids.amax(rest) if rest else ids
@@ -137,7 +139,7 @@ def from_ids(ids: Tensor, batch: int) -> Layout | Lost | None:
 
 def regular(dim: int, ids: tuple[int, ...], batch: int) -> Layout:
     """`ids` along `dim`, as a pattern where they follow one."""
-    inner = next((j for j, n in enumerate(ids) if n != ids[0]), len(ids))
+    inner = next((j for j, n in enumerate(ids) if n != ids[0]), max(1, len(ids)))
     pattern = Layout(dim, inner)
     if len(ids) % (batch * inner) == 0 and pattern.sample_of(len(ids), batch) == ids:
         return pattern

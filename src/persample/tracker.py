@@ -107,9 +107,6 @@ class Tracker(TorchFunctionMode):
         if batched and isinstance(handler := HANDLED_FUNCTIONS.get(func), Rewrite):
             with self:
                 return handler.function(*args, **kwargs)
-        if batched and func is Tensor.__iter__:
-            with self:
-                return iter(args[0].unbind(0))
         weights = {i: t for i, t in enumerate(tensors) if where[i] is None and self.is_weight(t)}
         op = Op(func, args, kwargs, tensors, where, self.batch)
         if weights and batched and torch.is_grad_enabled():

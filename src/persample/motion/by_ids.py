@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from persample.errors import op_name
-from persample.layout import Layout, Lost, Where, from_ids, regular
+from persample.layout import Layout, Where, from_ids, regular
 from persample.motion.kinds import INDEX_DTYPES, WRITES, T
 from persample.motion.motion import Motion
 from persample.motion.op import Op, results_of
@@ -25,8 +24,6 @@ def by_ids(op: Op) -> Motion | None:
     told_by_samples = any(where for i, where in enumerate(op.where) if i not in carriers)
     if told_by_samples and not _is_own_mask(op, moved[0]) and not _only_reorders(op, found):
         return None
-    if any(isinstance(where, Layout) and m.dim() == 0 for where, m in zip(found, moved, strict=True)):
-        return Motion(tuple(Lost(f"{op_name(op.func)} took one number of one sample") if w else None for w in found))
     first = op.where[0]
     if isinstance(first, Layout) and first.others:
         found[0] = _with_others(op, first, found[0])

@@ -126,8 +126,7 @@ def _all_layouts(result: Tensor, batch: int) -> Iterator[Layout]:
 
 def _trials(op: Op) -> dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None:
     """For the first and the last sample: the results on invented numbers, and those with all other samples changed."""
-    layouts = [(t, where) for t, where in zip(op.tensors, op.where, strict=True) if isinstance(where, Layout)]
-    present = {n for t, where in layouts for n in where.sample_of(t.shape[where.dim], op.batch) if n >= 0}
+    present = op.samples() or {0}
     for invent in (True, False):
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)

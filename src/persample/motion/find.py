@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Layout, Lost, Reduced, Where
+from persample.layout import Layout, Lost, Reduced, Where, regular
 from persample.motion.by_ids import by_ids, is_moved
 from persample.motion.by_trial import by_trial, reduced
 from persample.motion.kinds import BILINEAR, INDEX_DTYPES, LIKES, LINEAR, MAKERS, MOVES, WRITES
@@ -56,9 +56,10 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         return everywhere(_after_reduction(op), results)
     if op.func in MAKERS:
         return everywhere(None, results)
-    if op.batch == 1:
-        # There is nobody to be mixed with, and every entry is of the one sample.
-        return Motion(tuple(Layout(0, max(1, r.shape[0])) if r.dim() else reduced(op) for r in results))
+    owners = op.samples()
+    if len(owners) == 1:  # nobody is there to be mixed with
+        (owner,) = owners
+        return Motion(tuple(_all_of(owner, r, op) for r in results))
     if op.func in LIKES:
         return everywhere(next(where for where in op.where if where), results)
     with torch.no_grad():
@@ -70,6 +71,13 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
             if isinstance(where, Lost):
                 return everywhere(where, results)
         return by_trial(op, results)
+
+
+def _all_of(sample: int, result: Tensor, op: Op) -> Where:
+    """Where the samples lie in something that is all of one sample."""
+    if result.dim():
+        return regular(0, (sample,) * result.shape[0], op.batch)
+    return reduced(op) if op.batch == 1 else Lost("it is one number of one sample")
 
 
 def _after_reduction(op: Op) -> Where:

@@ -14,7 +14,7 @@ MOVES: set[Any] = {
     T.__getitem__, T.view, T.view_as, T.reshape, T.reshape_as, T.flatten, T.unflatten, T.squeeze, T.unsqueeze,
     T.transpose, T.swapaxes, T.swapdims, T.t, T.permute, T.movedim, T.moveaxis, T.expand, T.expand_as,
     T.broadcast_to, T.repeat, T.tile, T.repeat_interleave, T.chunk, T.split, T.split_with_sizes, T.tensor_split,
-    T.unbind, T.__iter__, T.narrow, T.select, T.unfold, T.flip, T.fliplr, T.flipud, T.roll, T.index_select, T.gather,
+    T.unbind, T.narrow, T.select, T.unfold, T.flip, T.fliplr, T.flipud, T.roll, T.index_select, T.gather,
     T.take_along_dim, T.masked_select, T.diagonal, T.squeeze_, T.unsqueeze_, T.transpose_, T.t_, T.contiguous,
     T.clone, T.detach, T.detach_, T.ravel, T.T.__get__, T.mT.__get__, T.data.__get__,
     torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.transpose, torch.swapaxes,

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Where
+from persample.layout import Layout, Where
 from persample.tree import map_tensors, tensors_in
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -32,6 +32,15 @@ class Op:
         """Whether the op changes its first argument."""
         name = op_name(self.func)
         return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+
+    def samples(self) -> set[int]:
+        """The samples that take part in the op."""
+        found: set[int] = set()
+        for tensor, where in zip(self.tensors, self.where, strict=True):
+            if isinstance(where, Layout):
+                whole_batch = where.ids is None and tensor.shape[where.dim] > 0
+                found |= set(range(self.batch) if whole_batch else where.ids or ())
+        return found - {-1}
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of the result, computed with other tensors in the place of the op's own."""
