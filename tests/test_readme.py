@@ -1,0 +1,30 @@
+"""The README's code runs as printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from persample.expanded_weights import HANDLED_FUNCTIONS
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_code_of_the_readme_runs() -> None:
+    before = dict(HANDLED_FUNCTIONS)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
+    w, gain = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    names = {"torch": torch, "model": model, "x": torch.randn(3, 4), "y": torch.tensor([0, 4, 2]), "w": w}
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(blocks) >= 3
+    try:
+        for block in blocks:
+            exec(block, names)  # as a reader would paste it
+        assert w.grad_sample.shape == (3, 6, 4)
+        torch.mul(torch.ones(3, 2, 4), names["persample"].ExpandedWeight(gain, 3, "sum")).sum().backward()
+        assert torch.equal(gain.grad_sample, torch.full((3, 4), 2.0))
+    finally:
+        HANDLED_FUNCTIONS.clear()
+        HANDLED_FUNCTIONS.update(before)
