@@ -35,6 +35,9 @@ class Use:
 
     def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
         """Hands the terms of all weights to the collector, if they are wanted; gives the gradients of `inputs`."""
+        if self.batch == 0:
+            return [None] * len(self.inputs)
+        tensors = [t.detach() for t in tensors]
         rows = [
             t if layout is None else samples(t, layout, self.batch)
             for t, layout in zip(tensors, self.layouts, strict=True)

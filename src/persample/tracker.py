@@ -23,7 +23,10 @@ from persample.tree import tensors_in
 from persample.uses import REMEDY, check_apart, run_use
 
 # Ops that return their argument itself, with nothing of its entries changed.
-_UNTOUCHED = {Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad}
+_UNTOUCHED = {
+    Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.backward,
+    torch.autograd.grad,
+}  # fmt: skip
 
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -81,6 +84,8 @@ class Tracker(TorchFunctionMode):
         """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
         if isinstance(where, (Lost, Reduced)) and not where.place:
             where = replace(where, place=self.place())
+            if isinstance(where, Lost) and tensor.grad_fn is not None:
+                tensor.register_hook(_refusal(f"{where.cause}, in {where.place}"))
         if id(tensor) in self.inputs and where is not None:
             self.inputs[id(tensor)] = (tensor, where)
             return
@@ -199,19 +204,16 @@ class Tracker(TorchFunctionMode):
             )
 
     def check_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """Refuses gradients that come through an output in which the samples are not apart."""
+        """Refuses gradients that come through an output that belongs to no sample."""
         for output in outputs:
-            where = self.where(output)
-            if isinstance(where, Lost) and output.requires_grad:
-                output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
-            elif where is None and self.is_weight(output) and not output.is_leaf:
+            if self.where(output) is None and self.is_weight(output) and not output.is_leaf:
                 output.register_hook(_refusal("it was computed from weights alone"))
 
 
 def _refusal(cause: str) -> Callable[[Tensor], None]:
     def refuse(grad: Tensor) -> None:
         raise SamplesMixed(
-            f"The loss depends on an output in which the samples of the batch are not apart: {cause}. {REMEDY}"
+            f"The loss depends on a tensor in which the samples of the batch are not apart: {cause}. {REMEDY}"
         )
 
     return refuse

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from persample.collector import Collector
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
-from persample.expanded_weights.helpers import batch_size_error
-from persample.layout import Layout
-from persample.rules.recurrent import packed_layout
+from persample.inputs import Inputs, tensors_within
 from persample.tracker import Tracker
 
 
@@ -57,11 +52,16 @@ def call_for_per_sample_grads(
     @wraps(module.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         _check_cleared(module)
-        batch = batch_size if batch_size is not None else _common_batch_size((args, kwargs), batch_dim)
+        inputs = Inputs(module.forward, args, kwargs, batch_dim)
+        batch = inputs.batch_size("call_for_per_sample_grads") if batch_size is None else batch_size
+        if batch == 0:
+            raise RuntimeError(
+                "0 is not a valid batch size for Expanded Weights but got input tensor of that batch size"
+            )
         trainable = [p for p in module.parameters() if p.requires_grad]
         collector = Collector(trainable, to_grad_sample(batch, loss_reduction))
         tracker = Tracker(batch, collector, module, legacy_use(loss_reduction))
-        _add_inputs(tracker, (args, kwargs), batch_dim, told=batch_size is not None)
+        inputs.tell(tracker, told=batch_size is not None)
         rng_state = torch.get_rng_state()
         try:
             with tracker:
@@ -70,7 +70,7 @@ def call_for_per_sample_grads(
             tracker.restore()
             torch.set_rng_state(rng_state)
             raise
-        tracker.check_outputs(_tensors_within(outputs))
+        tracker.check_outputs(tensors_within(outputs))
         return outputs
 
     return call
@@ -83,69 +83,3 @@ def _check_cleared(module: nn.Module) -> None:
                 "Current Expanded Weights accumulates the gradients, which will be incorrect for multiple calls "
                 f"without clearing gradients. Please clear out the grad_sample parameter of {name}"
             )
-
-
-def _common_batch_size(arguments: Any, batch_dim: int) -> int:
-    """The size of `batch_dim`, on which all tensors in the arguments must agree."""
-    found: int | None = None
-    for leaf in pytree.tree_leaves(arguments, is_leaf=_is_packed):
-        if isinstance(leaf, PackedSequence):
-            size = int(leaf.batch_sizes[0])
-        elif isinstance(leaf, Tensor) and leaf.dim() > batch_dim:
-            size = leaf.shape[batch_dim]
-        else:
-            continue
-        if found is not None and size != found:
-            raise RuntimeError(
-                f"When computing batch size, found at least one input with batch size {found} and one with batch size "
-                f"{size}. Please specify it explicitly using the batch size kwarg in call_for_per_sample_grads"
-            )
-        found = size
-    if found is None:
-        raise RuntimeError(
-            "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so ExpandedWeights "
-            "cannot compute the batch size from the inputs. Please specify it explicitly"
-        )
-    if found == 0:
-        raise RuntimeError("0 is not a valid batch size for Expanded Weights but got input tensor of that batch size")
-    return found
-
-
-def _is_packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
-
-
-def _add_inputs(tracker: Tracker, arguments: Any, batch_dim: int, told: bool) -> None:
-    """Tells the tracker where the samples lie in the arguments; `told`: their number was given, not found."""
-    others: list[int] = []
-    for leaf in pytree.tree_leaves(arguments, is_leaf=_is_packed):
-        if isinstance(leaf, PackedSequence):
-            if int(leaf.batch_sizes[0]) != tracker.batch:
-                raise RuntimeError(batch_size_error(int(leaf.batch_sizes[0]), tracker.batch))
-            tracker.add_input(leaf.data, packed_layout(leaf.batch_sizes, leaf.sorted_indices, tracker.batch))
-            continue
-        for tensor in _tensors_within(leaf):
-            layout = _input_layout(tensor, tracker.batch, batch_dim)
-            if layout is not None and (told or layout.dim == batch_dim):
-                tracker.add_input(tensor, layout)
-            elif tensor.dim() > batch_dim:
-                others.append(tensor.shape[batch_dim])
-    if others and (not told or not tracker.inputs):
-        raise RuntimeError(batch_size_error(others[0], tracker.batch))
-
-
-def _input_layout(tensor: Tensor, batch: int, batch_dim: int) -> Layout | None:
-    """In `batch_dim` if it has that size, else in the only other dim that has it, else nowhere."""
-    dims = [d for d, size in enumerate(tensor.shape) if size == batch]
-    if batch_dim in dims:
-        return Layout(batch_dim, others=tuple(Layout(d) for d in dims if d != batch_dim))
-    return Layout(dims[0]) if len(dims) == 1 else None
-
-
-def _tensors_within(value: Any) -> Iterator[Tensor]:
-    """The tensors in a pytree, and in the dataclasses and plain objects that it holds."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors_within(vars(leaf))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.errors import op_name
 from persample.expanded_weights.tensor import ExpandedWeight
+from persample.inputs import batch_size_error
 from persample.rules import HANDLED_FUNCTIONS
 from persample.tree import map_tensors, tensors_in
 
@@ -92,14 +93,6 @@ def check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
                 "Expected ExpandedWeights to all have the same loss_reduction argument but got one "
                 f"with {reductions[0]} and one with {reduction}"
             )
-
-
-def batch_size_error(found: int, expected: int) -> str:
-    """The message for an input that has another number of samples than was said."""
-    return (
-        f"Expected ExpandedWeights to have batch size matching input but got input batch size of {found} "
-        f"with ExpandedWeight of batch size {expected}"
-    )
 
 
 def expanded_weights_in(value: Any) -> list[ExpandedWeight]:

@@ -35,6 +35,8 @@ def motion(func: Callable[..., Any]) -> Callable[[Callable[[Op], Motion]], Calla
 
 def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     """How `op`, which gave `results`, moves the samples."""
+    if op.batch == 0:
+        return everywhere(Layout(0), results)
     if op.func in _known:
         return _known[op.func](op)
     key = _key(op)
@@ -84,7 +86,7 @@ def _after_reduction(op: Op) -> Where:
     reduced = [where for where in op.where if isinstance(where, Reduced)]
     apart = any(isinstance(where, Layout) for where in op.where)
     if apart or op.func not in LINEAR or (op.func in BILINEAR and len(reduced) > 1):
-        return Lost(f"{reduced[0].cause}, and {op_name(op.func)} is no linear function of that sum", reduced[0].place)
+        return Lost(f"{reduced[0].cause} (in {reduced[0].place}), and {op_name(op.func)} is not linear in that sum")
     return reduced[0]
 
 

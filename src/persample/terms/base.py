@@ -1,31 +1,144 @@
-"""What every term is."""
+"""What every term is, and what it can answer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from persample.terms.sketch import Sketch
+
+# How many numbers a block of a dense form may have, where nobody says otherwise: 16 million, 64 MB in float32.
+BLOCK = 2**24
+
 
 class Term(ABC):
-    """What one use of a weight contributes to its per-sample gradients: a `(batch, *weight.shape)`, kept in factors."""
+    """What one use of a weight contributes to its per-sample gradients: a `(batch, *weight.shape)`, kept in factors.
+
+    A term must be able to give its dense form, and the term of some rows of the weight. Every answer has a default that
+    goes through dense blocks of such rows; a term overrides it where its structure gives the answer for less. Answers
+    are in float32 at least. `<g, h>` is the real part of the inner product.
+    """
+
+    @property
+    @abstractmethod
+    def batch(self) -> int:
+        """The number of samples."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> torch.Size:
+        """The shape of the weight."""
 
     @abstractmethod
     def dense(self) -> Tensor:
         """The contribution itself, `(batch, *weight.shape)`."""
 
+    @abstractmethod
+    def part(self, start: int, stop: int) -> Term:
+        """The same for the rows `weight[start:stop]`."""
+
+    def squared_norms(self) -> Tensor:
+        """`(batch,)`: |g_n|²."""
+        return self.inner(self)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        """`weight.shape`: the sum of weights[n] g_n."""
+        parts = [torch.tensordot(weights.to(block), block, 1) for (block,) in self.blocks()]
+        return torch.cat(parts) if self.shape else parts[0]
+
+    def dot(self, direction: Tensor) -> Tensor:
+        """`(batch,)`: <g_n, direction>."""
+        return self.inner(Same(direction, self.batch))
+
+    def inner(self, other: Term) -> Tensor:
+        """`(batch,)`: <g_n, h_n>, h being another contribution to the same weight."""
+        return sum_of(_matrix((a.conj() * b).real).sum(1) for a, b in self.blocks(other))
+
+    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
+        """`(batch, batch of other)`: <g_n, h_m>, in blocks of so many numbers."""
+        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in self.blocks(other, numbers=numbers))
+
+    def square_sum(self, numbers: int = BLOCK) -> Tensor:
+        """`weight.shape`: the sum of g_n², entry by entry."""
+        parts = [block.abs().square().sum(0) for (block,) in self.blocks(numbers=numbers)]
+        return torch.cat(parts) if self.shape else parts[0]
+
+    def project(self, sketch: Sketch) -> Tensor:
+        """`(batch, sketch.size)`: the sketch of each g_n."""
+        starts = range(0, max(1, self.rows), self._rows_a_block(BLOCK))
+        return sum_of(sketch.of_dense(block, start) for start, (block,) in zip(starts, self.blocks(), strict=True))
+
+    @property
+    def rows(self) -> int:
+        """The rows of the weight."""
+        return self.shape[0] if self.shape else 1
+
+    def _rows_a_block(self, numbers: int) -> int:
+        row = max(1, self.batch * self.shape[1:].numel())
+        return max(1, numbers // row)
+
+    def blocks(self, *others: Term, numbers: int = BLOCK) -> Iterator[tuple[Tensor, ...]]:
+        """The dense forms, in the accumulation type, of as many rows of the weight at a time as the bound allows."""
+        terms = (self, *others)
+        step = min(term._rows_a_block(numbers) for term in terms)
+        if step >= self.rows:
+            yield tuple(wide(term.dense()) for term in terms)
+            return
+        for start in range(0, self.rows, step):
+            yield tuple(wide(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
+
+
+class Same(Term):
+    """A direction, the same for all samples."""
+
+    def __init__(self, direction: Tensor, batch: int) -> None:
+        self.direction = direction
+        self._batch = batch
+
+    @property
+    def batch(self) -> int:
+        return self._batch
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.direction.shape
+
+    def dense(self) -> Tensor:
+        return self.direction.expand(self.batch, *self.shape)
+
+    def part(self, start: int, stop: int) -> Same:
+        return Same(self.direction[start:stop], self.batch)
+
+
+def _matrix(block: Tensor) -> Tensor:
+    return block.reshape(len(block), block.shape[1:].numel())
+
+
+def sum_of(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+    """The sum of at least one tensor."""
+    first, *rest = iter(parts)
+    for part in rest:
+        first = first + part
+    return first
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in a type that can be added up: float32 instead of half or bfloat16."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
 
 def dense_sum(terms: Sequence[Term]) -> Tensor:
     """What several uses of one weight contribute together."""
-    total = terms[0].dense()
-    for term in terms[1:]:
-        total = total + term.dense()
-    return total
+    return sum_of([term.dense() for term in terms])
 
 
-def promoted(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the wider of their types: under autocast, activations and gradients differ."""
-    dtype = torch.promote_types(a.dtype, b.dtype)
-    return a.to(dtype), b.to(dtype)
+def promoted(*tensors: Tensor) -> tuple[Any, ...]:
+    """All in the widest of their types: under autocast, activations and gradients differ."""
+    dtype = tensors[0].dtype
+    for tensor in tensors[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)

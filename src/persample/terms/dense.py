@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from persample.terms.base import Term
@@ -15,5 +16,16 @@ class Dense(Term):
 
     values: Tensor
 
+    @property
+    def batch(self) -> int:
+        return len(self.values)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape[1:]
+
     def dense(self) -> Tensor:
         return self.values
+
+    def part(self, start: int, stop: int) -> Dense:
+        return Dense(self.values[:, start:stop])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from persample.terms.base import Term, promoted
+from persample.terms.base import BLOCK, Term, promoted, wide
+from persample.terms.cost import cheaper_way
+from persample.terms.sketch import Sketch, TensorSketch
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,65 @@ class Outer(Term):
     input: Tensor
     grad: Tensor
 
+    @property
+    def batch(self) -> int:
+        return len(self.grad)
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.grad.shape[2], self.input.shape[2]])
+
+    @property
+    def positions(self) -> int:
+        return self.grad.shape[1]
+
+    def _factors(self, *others: Tensor) -> tuple[Tensor, ...]:
+        return promoted(*map(wide, (self.input, self.grad, *others)))
+
     def dense(self) -> Tensor:
         input, grad = promoted(self.input, self.grad)
         return grad.mT @ input.conj()
+
+    def part(self, start: int, stop: int) -> Outer:
+        return Outer(self.input, self.grad[..., start:stop])
+
+    def squared_norms(self) -> Tensor:
+        if self.positions == 1:
+            return _squares(wide(self.input)) * _squares(wide(self.grad))
+        return self.inner(self)
+
+    def inner(self, other: Term) -> Tensor:
+        if not isinstance(other, Outer) or cheaper_way(max(self.positions, other.positions), *self.shape) == "dense":
+            return super().inner(other)
+        a, g, b, h = self._factors(other.input, other.grad)
+        return ((a @ b.mH) * (g.conj() @ h.mT)).real.sum((1, 2))
+
+    def sum(self, weights: Tensor) -> Tensor:
+        input, grad, weights = self._factors(weights)
+        return (grad * weights[:, None, None]).flatten(0, 1).mT @ input.flatten(0, 1).conj()
+
+    def dot(self, direction: Tensor) -> Tensor:
+        input, grad, direction = self._factors(direction)
+        return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
+
+    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
+        if not isinstance(other, Outer) or self.positions > 1 or other.positions > 1:
+            return super().gram(other, numbers)
+        a, g, b, h = (t.squeeze(1) for t in self._factors(other.input, other.grad))
+        return ((a @ b.mH) * (g.conj() @ h.mT)).real
+
+    def square_sum(self, numbers: int = BLOCK) -> Tensor:
+        if self.positions > 1:  # the square of a sum is no sum of squares
+            return super().square_sum(numbers)
+        input, grad = self._factors()
+        return grad.squeeze(1).abs().square().mT @ input.squeeze(1).abs().square()
+
+    def project(self, sketch: Sketch) -> Tensor:
+        if not isinstance(sketch, TensorSketch):
+            return super().project(sketch)
+        input, grad = self._factors()
+        return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    return tensor.abs().square().sum((1, 2))

@@ -1,0 +1,230 @@
+"""The per-sample gradients as a lazy matrix: one row for each sample, and whatever is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from persample.errors import PerSampleError
+from persample.terms import Dense, Term, together
+from persample.terms.sketch import SparseSketch, TensorSketch
+
+# What gram() and variance() may take for a block of dense gradients, where the user does not say.
+MEMORY = 64 * 2**20
+
+
+class PerSampleGradients:
+    """The gradient of each sample's own loss, for each parameter: a matrix J of `batch_size` rows, never built.
+
+    Every answer is computed from the terms in which the gradients came. Sums, norms, clipped sums and dot products
+    never need memory for more than one block of dense gradients.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str) -> None:
+        self._parameters = dict(parameters)
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._loss_reduction = loss_reduction
+        self._arrived: dict[str, Term] = {}
+        self._batch_size: int | None = None
+        self._backward_done = False
+
+    # ---- filling ----
+
+    def start(self, batch_size: int) -> int:
+        """Says how many samples there are; all forward passes of a recording must agree."""
+        if self._batch_size not in (None, batch_size):
+            raise PerSampleError(
+                f"A forward pass of {batch_size} samples in a recording that has one of {self._batch_size}. Use a "
+                "recording for each batch."
+            )
+        self._batch_size = batch_size
+        return batch_size
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        """Takes what a backward pass found for a parameter; several add up."""
+        self._backward_done = True
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self._arrived[name] = together([self._arrived[name], term]) if name in self._arrived else term
+
+    # ---- what there is ----
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples."""
+        if self._batch_size is None:
+            raise PerSampleError("No forward pass has been recorded yet: call the model inside the block.")
+        return self._batch_size
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters, as in `model.named_parameters()`."""
+        return list(self._parameters)
+
+    def __repr__(self) -> str:
+        if self._batch_size is None or not self._backward_done:
+            return "PerSampleGradients(nothing recorded yet)"
+        numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
+        lines = [f"PerSampleGradients(batch_size={self.batch_size}, dense() would take {_bytes(4 * numbers)}"]
+        for name, p in self._parameters.items():
+            kind = type(self._arrived[name]).__name__ if name in self._arrived else "not used"
+            lines.append(f"  {name}: {tuple(p.shape)} {kind}")
+        return "\n".join(lines) + ")"
+
+    # ---- answers ----
+
+    def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """`{name: (batch, *shape)}`: the gradients themselves, B times the size of the model, or of some names."""
+        chosen = self.names if names is None else list(names)
+        return {name: (self._term(name).dense() * self._scale).to(self._parameters[name].dtype) for name in chosen}
+
+    def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
+        """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
+        squares = {name: term.squared_norms().clamp(min=0) for name, term in self._terms().items()}
+        if per_parameter:
+            return {name: square.sqrt() * self._scale for name, square in squares.items()}
+        return self._added_up(squares.values()).sqrt() * self._scale
+
+    def sum(self, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """`{name: shape}`: the sum of the rows, each times its weight."""
+        if weights is None:
+            weights = torch.ones(self.batch_size, device=self._device)
+        return {name: term.sum(weights.to(self._device) * self._scale) for name, term in self._terms().items()}
+
+    def mean(self) -> dict[str, Tensor]:
+        """`{name: shape}`: the mean of the rows, which is the gradient of the mean loss."""
+        return {name: total / self.batch_size for name, total in self.sum().items()}
+
+    def clip_factors(self, max_norm: float) -> Tensor:
+        """`(batch,)`: what each row has to be scaled by so that its norm is at most `max_norm`."""
+        return _factors(self._all_norms(), max_norm)
+
+    def clip(self, max_norm: float, per_parameter: bool = False) -> dict[str, Tensor]:
+        """`{name: shape}`: the sum of the rows, each scaled down to a norm of at most `max_norm`.
+
+        With `per_parameter`, each parameter's part of a row is scaled by itself to that norm.
+        """
+        if not per_parameter:
+            return self.sum(self.clip_factors(max_norm))
+        norms = self.norms(per_parameter=True)
+        assert isinstance(norms, dict)
+        return {name: term.sum(_factors(norms[name], max_norm) * self._scale) for name, term in self._terms().items()}
+
+    def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
+        """`(batch,)`: the inner product of each row with `{name: shape}`; a missing name counts as zeros."""
+        unknown = direction.keys() - self._parameters.keys()
+        if unknown:
+            raise PerSampleError(f"The direction names {sorted(unknown)}, which are no parameters of this recording.")
+        terms = self._terms()
+        return self._added_up(terms[name].dot(part) for name, part in direction.items()) * self._scale
+
+    def gram(self, other: PerSampleGradients | None = None, memory: int = MEMORY) -> Tensor:
+        """`(batch, batch of other)`: the inner products of the rows, with each other or with another recording's.
+
+        Where that takes dense gradients, they are made in blocks of at most `memory` bytes.
+        """
+        other = other or self
+        if other.names != self.names:
+            raise PerSampleError("The two recordings are of different parameters.")
+        others = other._terms()
+        parts = [term.gram(others[name], memory // 4) for name, term in self._terms().items()]
+        total = parts[0] if parts else torch.zeros(self.batch_size, other.batch_size, device=self._device)
+        for part in parts[1:]:
+            total = total + part
+        return total * (self._scale * other._scale)
+
+    def project(self, dim: int, seed: int = 0, method: Literal["tensor", "sparse"] = "tensor") -> Tensor:
+        """`(batch, dim)`: a random projection of the rows that keeps inner products in the mean.
+
+        The projection depends on the seed and the parameters' names and shapes only, so rows of different batches, runs
+        and processes can be compared. "tensor" never makes a gradient dense; "sparse" does, in blocks, and has
+        the smaller spread for the same dim: use it where samples have few positions (T = 1: an MLP) and dim is dear.
+        """
+        parts = []
+        for name, term in self._terms().items():
+            sketch: TensorSketch | SparseSketch
+            if method == "tensor":
+                sketch = TensorSketch(dim, seed, name, self._parameters[name].shape, self._device)
+            else:
+                sketch = SparseSketch(dim, seed, name)
+            parts.append(term.project(sketch))
+        total = torch.zeros(self.batch_size, dim, device=self._device)
+        for part in parts:
+            total = total + part
+        return total * self._scale
+
+    def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
+        """`{name: shape}`: the mean of the rows' squares, entry by entry."""
+        scale = self._scale**2 / self.batch_size
+        return {name: term.square_sum(memory // 4) * scale for name, term in self._terms().items()}
+
+    def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
+        """`{name: shape}`: the variance of the rows, entry by entry; unbiased with the default correction."""
+        mean, second = self.mean(), self.second_moment(memory)
+        factor = self.batch_size / max(0, self.batch_size - correction) if self.batch_size > correction else torch.nan
+        return {name: (second[name] - mean[name].abs().square()).clamp(min=0) * factor for name in second}
+
+    def noise_scale(self) -> Tensor:
+        """How many samples a batch needs until its gradient's noise is as large as the gradient itself.
+
+        The simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both.
+        """
+        if self.batch_size < 2:
+            raise PerSampleError("The noise scale takes at least two samples.")
+        squares = self._all_norms().square().mean()
+        of_mean = sum(part.abs().square().sum() for part in self.mean().values())
+        size = self.batch_size
+        signal = (size * of_mean - squares) / (size - 1)
+        return (squares - of_mean) / (1 - 1 / size) / signal
+
+    # ---- inside ----
+
+    @property
+    def _scale(self) -> float:
+        return float(self.batch_size) if self._loss_reduction == "mean" else 1.0
+
+    @property
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._parameters.values()), torch.device("cpu"))
+
+    def _all_norms(self) -> Tensor:
+        norms = self.norms()
+        assert isinstance(norms, Tensor)
+        return norms
+
+    def _added_up(self, parts: Iterable[Tensor]) -> Tensor:
+        total = torch.zeros(self.batch_size, device=self._device)
+        for part in parts:
+            total = total + part
+        return total
+
+    def _term(self, name: str) -> Term:
+        if name not in self._parameters:
+            raise PerSampleError(f"'{name}' is no parameter of this recording.")
+        if not self._backward_done and self.batch_size:
+            raise PerSampleError(
+                "No backward pass has been recorded yet: call backward on a loss of the model's outputs first."
+            )
+        if name in self._arrived:
+            return self._arrived[name]
+        p = self._parameters[name]
+        return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
+
+    def _terms(self) -> dict[str, Term]:
+        return {name: self._term(name) for name in self._parameters}
+
+
+def _factors(norms: Tensor, max_norm: float) -> Tensor:
+    """What makes each norm at most `max_norm`; a norm of zero stays."""
+    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,113 @@
+"""The batch size, and where the samples lie in the arguments of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from persample.layout import Layout
+from persample.rules.recurrent import packed_layout
+from persample.tracker import Tracker
+
+# One dim for all arguments, or one for each, by position or name; None: its tensors are the same for all samples.
+BatchDim = int | Sequence[int | None] | Mapping[str | int, int | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The arguments of a call of `forward`, and where the samples lie in them."""
+
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch_dim: BatchDim
+
+    def batch_size(self, caller: str) -> int:
+        """The number of samples, on which all tensors in the arguments must agree."""
+        found: int | None = None
+        for leaf, dim in self._leaves():
+            if isinstance(leaf, PackedSequence):
+                size = int(leaf.batch_sizes[0])
+            elif isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+                size = leaf.shape[dim]
+            else:
+                continue
+            if found is not None and size != found:
+                raise RuntimeError(
+                    f"When computing batch size, found at least one input with batch size {found} and one with batch "
+                    f"size {size}. Please specify it explicitly using the batch size kwarg in {caller}"
+                )
+            found = size
+        if found is None:
+            raise RuntimeError(
+                "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so "
+                "ExpandedWeights cannot compute the batch size from the inputs. Please specify it explicitly"
+            )
+        return found
+
+    def tell(self, tracker: Tracker, told: bool) -> None:
+        """Tells the tracker where the samples lie; `told`: their number was given by the user, not found here."""
+        others: list[int] = []
+        for leaf, dim in self._leaves():
+            if isinstance(leaf, PackedSequence):
+                if int(leaf.batch_sizes[0]) != tracker.batch:
+                    raise RuntimeError(batch_size_error(int(leaf.batch_sizes[0]), tracker.batch))
+                tracker.add_input(leaf.data, packed_layout(leaf.batch_sizes, leaf.sorted_indices, tracker.batch))
+                continue
+            if dim is None:
+                continue
+            for tensor in tensors_within(leaf):
+                layout = _layout(tensor, tracker.batch, dim)
+                if layout is not None and (told or layout.dim == dim):
+                    tracker.add_input(tensor, layout)
+                elif tensor.dim() > dim:
+                    others.append(tensor.shape[dim])
+        if others and (not told or not tracker.inputs):
+            raise RuntimeError(batch_size_error(others[0], tracker.batch))
+
+    def _leaves(self) -> Iterator[tuple[Any, int | None]]:
+        """Everything in the arguments that a pytree does not look into, with the dim of its samples."""
+        names = list(inspect.signature(self.forward).parameters)
+        positional = [(i, names[i] if i < len(names) else None, arg) for i, arg in enumerate(self.args)]
+        named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
+        for position, name, arg in [*positional, *named]:
+            for leaf in pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence)):
+                yield leaf, self._dim(position, name)
+
+    def _dim(self, position: int | None, name: str | None) -> int | None:
+        if isinstance(self.batch_dim, int):
+            return self.batch_dim
+        if isinstance(self.batch_dim, Mapping):
+            return next((self.batch_dim[key] for key in (name, position) if key in self.batch_dim), 0)  # type: ignore[index]
+        return self.batch_dim[position] if position is not None and position < len(self.batch_dim) else 0
+
+
+def _layout(tensor: Tensor, batch: int, dim: int) -> Layout | None:
+    """In `dim` if it has that size, else in the only other dim that has it, else nowhere."""
+    dims = [d for d, size in enumerate(tensor.shape) if size == batch]
+    if dim in dims:
+        return Layout(dim, others=tuple(Layout(d) for d in dims if d != dim))
+    return Layout(dims[0]) if len(dims) == 1 else None
+
+
+def tensors_within(value: Any) -> Iterator[Tensor]:
+    """The tensors in a pytree, and in the dataclasses that it holds."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_within(vars(leaf))
+
+
+def batch_size_error(found: int, expected: int) -> str:
+    """The message for an input that has another number of samples than was said."""
+    return (
+        f"Expected ExpandedWeights to have batch size matching input but got input batch size of {found} "
+        f"with ExpandedWeight of batch size {expected}"
+    )

@@ -1,0 +1,94 @@
+"""Recording the per-sample gradients of a model that is called as usual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persample.collector import Collector
+from persample.errors import PerSampleError
+from persample.expanded_weights.delivery import legacy_use
+from persample.gradients import PerSampleGradients
+from persample.inputs import BatchDim, Inputs
+from persample.terms import Term, together
+from persample.tracker import Tracker
+
+Chosen = Iterable[str] | Callable[[str, Tensor], bool]
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    *,
+    batch_size: int | None = None,
+    batch_dim: BatchDim = 0,
+    loss_reduction: str = "mean",
+    parameters: Chosen | None = None,
+    keep_grad: bool = False,
+) -> Iterator[PerSampleGradients]:
+    """Inside the block the model is called as usual; a backward of its loss, there or later, fills the gradients.
+
+    `batch_dim` is the dim of the samples in the model's inputs: one number, or one for each argument, by position or
+    name. `loss_reduction` says how the loss that is back-propagated was reduced over the batch, "mean" or "sum", so
+    that row n is always the gradient of sample n's own loss. `parameters` restricts the recording to some, by their
+    names or by a predicate of name and parameter. `p.grad` stays as it was, unless `keep_grad`. Several forward and
+    backward passes in a block add up, as they do in `p.grad`.
+
+    >>> model = nn.Linear(3, 2)
+    >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    >>> with record(model) as grads:
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    >>> grads.norms().shape, grads.clip(1.0)["weight"].shape
+    (torch.Size([5]), torch.Size([2, 3]))
+    """
+    if loss_reduction not in ("mean", "sum"):
+        raise PerSampleError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+    if not isinstance(model, nn.Module):
+        raise PerSampleError(f"record takes an nn.Module, got {type(model).__name__}")
+    recorded = _chosen(model, parameters)
+    grads = PerSampleGradients(recorded, loss_reduction)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+
+    def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
+        term = together(terms)
+        grads.receive(parameter, term)
+        if keep_grad:
+            total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
+            parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    tracker = Tracker(0, Collector(trainable, deliver), model, legacy_use(loss_reduction))
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():
+            inputs = Inputs(model.forward, args, kwargs, batch_dim)
+            tracker.batch = grads.start(inputs.batch_size("record") if batch_size is None else batch_size)
+            inputs.tell(tracker, told=batch_size is not None)
+
+    hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    rng_state = torch.get_rng_state()
+    try:
+        with tracker:
+            yield grads
+    except PerSampleError:
+        tracker.restore()
+        torch.set_rng_state(rng_state)
+        raise
+    finally:
+        hook.remove()
+
+
+def _chosen(model: nn.Module, parameters: Chosen | None) -> Mapping[str, Tensor]:
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if parameters is None:
+        return trainable
+    if callable(parameters):
+        return {name: p for name, p in trainable.items() if parameters(name, p)}
+    names = [parameters] if isinstance(parameters, str) else list(parameters)
+    for name in names:
+        if name not in trainable:
+            raise PerSampleError(f"'{name}' is no trainable parameter of the model")
+    return {name: p for name, p in trainable.items() if name in names}

@@ -1,0 +1,93 @@
+"""Several uses of one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.terms.base import BLOCK, Term, dense_sum, promoted, sum_of
+from persample.terms.dense import Dense
+from persample.terms.outer import Outer
+from persample.terms.rows import Rows
+from persample.terms.sketch import Sketch
+
+
+@dataclass(frozen=True)
+class Sum(Term):
+    """`g_n` is the sum of what several terms, of different kinds, contribute. Norms and grams have cross terms."""
+
+    terms: Sequence[Term]
+
+    @property
+    def batch(self) -> int:
+        return self.terms[0].batch
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.terms[0].shape
+
+    def dense(self) -> Tensor:
+        return dense_sum(self.terms)
+
+    def part(self, start: int, stop: int) -> Sum:
+        return Sum([term.part(start, stop) for term in self.terms])
+
+    def squared_norms(self) -> Tensor:
+        own = [term.squared_norms() for term in self.terms]
+        crossed = [2 * a.inner(b) for i, a in enumerate(self.terms) for b in self.terms[i + 1 :]]
+        return sum_of(own + crossed)
+
+    def sum(self, weights: Tensor) -> Tensor:
+        return sum_of([term.sum(weights) for term in self.terms])
+
+    def dot(self, direction: Tensor) -> Tensor:
+        return sum_of([term.dot(direction) for term in self.terms])
+
+    def inner(self, other: Term) -> Tensor:
+        return sum_of([term.inner(other) for term in self.terms])
+
+    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
+        others = other.terms if isinstance(other, Sum) else [other]
+        return sum_of([a.gram(b, numbers) for a in self.terms for b in others])
+
+    def project(self, sketch: Sketch) -> Tensor:
+        return sum_of([term.project(sketch) for term in self.terms])
+
+
+def together(terms: Sequence[Term]) -> Term:
+    """One term for several: those of a kind as one of that kind, the rest as a sum.
+
+    >>> outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
+    >>> together([outer, outer]).positions
+    6
+    """
+    if len(terms) == 1:
+        return terms[0]
+    kinds: dict[type, list[Term]] = {}
+    for term in terms:
+        kinds.setdefault(type(term), []).append(term)
+    merged = sorted((part for kind in kinds.values() for part in _merged(kind)), key=_rank)
+    return merged[0] if len(merged) == 1 else Sum(merged)
+
+
+def _rank(term: Term) -> int:
+    """Rows before outer products, of which they know the inner product."""
+    return 0 if isinstance(term, Rows) else 1
+
+
+def _merged(terms: list[Any]) -> list[Term]:
+    first = terms[0]
+    if isinstance(first, Outer):
+        return [
+            Outer(torch.cat(promoted(*(t.input for t in terms)), 1), torch.cat(promoted(*(t.grad for t in terms)), 1))
+        ]
+    if isinstance(first, Rows):
+        ids = torch.cat([t.ids for t in terms], 1)
+        return [Rows(ids, torch.cat(promoted(*(t.grad for t in terms)), 1), first.count)]
+    if isinstance(first, Dense):
+        return [Dense(dense_sum(terms))]
+    return terms

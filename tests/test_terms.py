@@ -1,0 +1,285 @@
+"""Every term x every answer, against its own dense form, which is checked against plain autograd.
+
+A new term joins with a factory: a function that makes the term and, by plain autograd in float64, what it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from persample.rules.conv import conv
+from persample.rules.embedding import embedding
+from persample.terms import Dense, Outer, Patches, Rows, Sum, Term, together
+from persample.terms.cost import Way, cheaper_way, forced_way
+from persample.terms.sketch import SparseSketch, TensorSketch
+
+Factory = Callable[[int], tuple[Term, Tensor]]
+f64 = torch.float64
+
+
+def loop(func: Callable[..., Tensor], weight: Tensor, inputs: Tensor, grads: Tensor) -> Tensor:
+    """The per-sample gradients of `weight` in `func(inputs[n], weight)`, where its result has the gradient grads[n]."""
+    weight = weight.clone().requires_grad_()
+    rows = [torch.autograd.grad(func(x, weight), weight, g)[0] for x, g in zip(inputs, grads, strict=True)]
+    return torch.stack(rows) if rows else weight.new_zeros(0, *weight.shape).detach()
+
+
+def outer(positions: int, dtype: torch.dtype = f64, wide: int = 5) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        a, g = torch.randn(batch, positions, 4, dtype=dtype), torch.randn(batch, positions, wide, dtype=dtype)
+        return Outer(a, g), loop(F.linear, torch.randn(wide, 4, dtype=dtype), a, g)
+
+    return make
+
+
+def rows(positions: int = 6, **options: Any) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        ids, g = torch.randint(0, 5, (batch, positions)), torch.randn(batch, positions, 4, dtype=f64)
+        weight = torch.randn(5, 4, dtype=f64)
+        term = embedding(g, ids, weight, **options)["weight"]
+        assert isinstance(term, Rows)
+        return term, loop(lambda i, w: F.embedding(i, w, **options), weight, ids, g)
+
+    return make
+
+
+def patches(dims: int, images: int = 1, **options: Any) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        op = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+        weight = torch.randn(6, 4 // options.get("groups", 1), *(3, 2, 3)[:dims], dtype=f64)
+        x = torch.randn(batch, images, 4, *(8, 7, 6)[:dims], dtype=f64)
+        shape = op(torch.zeros(images, *x.shape[2:], dtype=f64), weight, **options).shape
+        g = torch.randn(batch, *shape, dtype=f64)
+        term = conv(g, x, weight, **options)["weight"]
+        assert isinstance(term, Patches)
+        return term, loop(lambda x, w: op(x, w, **options), weight, x, g)
+
+    return make
+
+
+def dense(*shape: int) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        values = torch.randn(batch, *shape, dtype=f64)
+        return Dense(values), values
+
+    return make
+
+
+def sum_of(*factories: Factory) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        terms, expected = zip(*(factory(batch) for factory in factories), strict=True)
+        return together(list(terms)), sum(expected)  # type: ignore[return-value]
+
+    return make
+
+
+TERMS: dict[str, Factory] = {
+    "outer, one position": outer(1),
+    "outer, few positions": outer(2),
+    "outer, many positions": outer(40),
+    "outer, complex": outer(3, torch.complex128),
+    "rows": rows(),
+    "rows, padding": rows(padding_idx=2),
+    "rows, scaled by frequency": rows(scale_grad_by_freq=True),
+    "rows, one position": rows(1),
+    "patches 1d": patches(1),
+    "patches 2d": patches(2, stride=2, padding=1),
+    "patches 2d, groups": patches(2, groups=2, dilation=2, padding=2),
+    "patches 2d, same": patches(2, padding="same"),
+    "patches 2d, several images": patches(2, images=3),
+    "patches 2d, groups, several images": patches(2, images=2, groups=2),
+    "patches 3d": patches(3, dilation=(1, 2, 1)),
+    "dense": dense(5, 4),
+    "dense, a vector": dense(7),
+    "dense, a number": dense(),
+    "dense, 3-D": dense(3, 2, 4),
+    "two uses": sum_of(outer(2), outer(3)),
+    "two lookups": sum_of(rows(), rows(4)),
+    "tied embedding and head": sum_of(rows(), outer(3)),
+    "head, embedding, dense": sum_of(outer(3), rows(), dense(5, 4)),
+    "two convolutions": sum_of(patches(2), patches(2, stride=2)),
+}
+every_term = pytest.mark.parametrize("factory", TERMS.values(), ids=TERMS)
+every_way = pytest.mark.parametrize("way", ["ghost", "dense", None])
+
+
+@contextmanager
+def way_of(way: Way | None) -> Iterator[None]:
+    with forced_way(way) if way else nullcontext():
+        yield
+
+
+def real(tensor: Tensor) -> Tensor:
+    return tensor.real if tensor.is_complex() else tensor
+
+
+@every_term
+def test_dense(factory: Factory) -> None:
+    term, expected = factory(3)
+    torch.testing.assert_close(term.dense(), expected)
+    assert term.batch == 3
+    assert term.shape == expected.shape[1:]
+
+
+@every_term
+def test_part(factory: Factory) -> None:
+    term, expected = factory(3)
+    for start in range(term.rows) if term.shape else ():
+        for stop in range(start + 1, term.rows + 1):
+            part = term.part(start, stop)
+            torch.testing.assert_close(part.dense(), expected[:, start:stop])
+            assert part.shape == expected[:, start:stop].shape[1:]
+
+
+@every_way
+@every_term
+def test_squared_norms(factory: Factory, way: Way | None) -> None:
+    term, expected = factory(3)
+    with way_of(way):
+        torch.testing.assert_close(term.squared_norms(), expected.abs().square().reshape(3, -1).sum(1))
+
+
+@every_term
+def test_sum(factory: Factory) -> None:
+    term, expected = factory(3)
+    weights = torch.tensor([0.5, -1.0, 2.0])
+    torch.testing.assert_close(term.sum(weights), torch.tensordot(weights.to(expected), expected, 1))
+
+
+@every_term
+def test_dot(factory: Factory) -> None:
+    term, expected = factory(3)
+    direction = torch.randn(expected.shape[1:], dtype=expected.dtype)
+    torch.testing.assert_close(term.dot(direction), real((expected.conj() * direction).reshape(3, -1).sum(1)))
+
+
+@pytest.mark.parametrize("numbers", [1, 50, 10**9])
+@every_term
+def test_gram(factory: Factory, numbers: int) -> None:
+    (term, mine), (other, theirs) = factory(3), factory(4)
+    products = mine.reshape(3, -1).conj() @ theirs.reshape(4, -1).mT
+    torch.testing.assert_close(term.gram(other, numbers), real(products))
+    itself = mine.reshape(3, -1).conj() @ mine.reshape(3, -1).mT
+    torch.testing.assert_close(term.gram(term, numbers), real(itself))
+
+
+@every_way
+@every_term
+def test_inner(factory: Factory, way: Way | None) -> None:
+    (term, mine), (other, theirs) = factory(3), factory(3)
+    with way_of(way):
+        torch.testing.assert_close(term.inner(other), real((mine.conj() * theirs).reshape(3, -1).sum(1)))
+
+
+@pytest.mark.parametrize("numbers", [1, 50, 10**9])
+@every_term
+def test_square_sum(factory: Factory, numbers: int) -> None:
+    term, expected = factory(3)
+    torch.testing.assert_close(term.square_sum(numbers), expected.abs().square().sum(0))
+
+
+@every_term
+@pytest.mark.parametrize("method", ["tensor", "sparse"])
+def test_project_is_one_linear_map(factory: Factory, method: str) -> None:
+    """A term's sketch is that of its dense form, so terms of different kinds go together."""
+    term, expected = factory(3)
+    if expected.is_complex():
+        pytest.skip("projections are of real gradients")
+    sketch = (
+        TensorSketch(16, 1, "w", term.shape, torch.device("cpu")) if method == "tensor" else SparseSketch(16, 1, "w")
+    )
+    torch.testing.assert_close(term.project(sketch), Dense(expected).project(sketch))
+    assert term.project(sketch).abs().max() > 0
+
+
+@every_term
+def test_a_batch_of_one_and_an_empty_one(factory: Factory) -> None:
+    for batch in (1, 0):
+        term, expected = factory(batch)
+        torch.testing.assert_close(term.dense(), expected)
+        squares = expected.abs().square().reshape(batch, expected.shape[1:].numel())
+        torch.testing.assert_close(term.squared_norms(), squares.sum(1))
+        torch.testing.assert_close(term.sum(torch.ones(batch)), expected.sum(0))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.sampled_from(["ghost", "dense"]))
+def test_outer_of_any_shape(batch: int, positions: int, inputs: int, outputs: int, way: Way) -> None:
+    a, g = torch.randn(batch, positions, inputs, dtype=f64), torch.randn(batch, positions, outputs, dtype=f64)
+    term, expected = Outer(a, g), torch.einsum("nto,nti->noi", g, a)
+    with forced_way(way):
+        torch.testing.assert_close(term.squared_norms(), expected.square().sum((1, 2)))
+    torch.testing.assert_close(term.gram(term), torch.einsum("noi,moi->nm", expected, expected))
+    torch.testing.assert_close(term.square_sum(), expected.square().sum(0))
+
+
+def test_kinds_are_kept_where_they_can_be() -> None:
+    (a, _), (b, _) = outer(2)(3), outer(3)(3)
+    merged = together([a, b])
+    assert isinstance(merged, Outer)
+    assert merged.positions == 5
+    assert isinstance(together([rows()(3)[0], rows()(3)[0]]), Rows)
+    assert isinstance(together([rows()(3)[0], outer(2)(3)[0]]), Sum)
+
+
+def test_the_cheaper_way() -> None:
+    assert cheaper_way(64, 256, 4096) == "ghost"
+    assert cheaper_way(1024, 27, 32) == "dense"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_way
+def test_norms_where_positions_cancel(dtype: torch.dtype, way: Way | None) -> None:
+    """The positions cancel to a hundredth; adding them up in half precision would be off by more than the result."""
+    a = torch.randn(4, 64, 32, dtype=f64)
+    g = torch.randn(4, 64, 16, dtype=f64)
+    a[:, 32:], g[:, 32:] = a[:, :32], -g[:, :32] * 0.99
+    a, g = a.to(dtype), g.to(dtype)
+    exact = torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum((1, 2))
+    with way_of(way):
+        norms = Outer(a, g).squared_norms()
+    assert norms.dtype == torch.float32
+    assert ((norms.double() - exact) / exact).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("method", ["tensor", "sparse"])
+@pytest.mark.parametrize("positions", [1, 16])
+def test_projected_inner_products_are_unbiased_with_the_spread_of_theory(method: str, positions: int) -> None:
+    size, draws = 64, 400
+    a, g = torch.randn(2, positions, 12, dtype=f64), torch.randn(2, positions, 10, dtype=f64)
+    term = Outer(a, g)
+    exact = float(term.gram(term)[0, 1])
+    norms = term.squared_norms().sqrt()
+    estimates = []
+    for seed in range(draws):
+        sketch = (
+            TensorSketch(size, seed, "w", term.shape, torch.device("cpu"))
+            if method == "tensor"
+            else SparseSketch(size, seed, "w")
+        )
+        first, second = term.project(sketch)
+        estimates.append(float(first @ second))
+    values = torch.tensor(estimates, dtype=f64)
+    unit = float(norms[0] * norms[1]) / size**0.5  # the spread is at most sqrt(2) of it for sparse; more for tensor
+    assert abs(float(values.mean()) - exact) < 5 * float(values.std()) / draws**0.5
+    assert float(values.std()) < (1.5 if method == "sparse" else 3.5) * unit
+    assert float(values.std()) > 0.3 * unit
+
+
+def test_a_projection_depends_on_seed_and_name_alone() -> None:
+    term, _ = outer(3)(3)
+    here = [TensorSketch(8, 3, "w", term.shape, torch.device("cpu")), SparseSketch(8, 3, "w")]
+    again = [TensorSketch(8, 3, "w", term.shape, torch.device("cpu")), SparseSketch(8, 3, "w")]
+    other = [TensorSketch(8, 3, "v", term.shape, torch.device("cpu")), SparseSketch(8, 4, "w")]
+    for one, same, different in zip(here, again, other, strict=True):
+        assert torch.equal(term.project(one), term.project(same))
+        assert not torch.allclose(term.project(one), term.project(different))
