@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -14,17 +15,43 @@ from persample.terms import Dense, Term, dense_sum
 Deliver = Callable[[Tensor, Sequence[Term]], None]
 
 
+def _nothing() -> None:
+    pass
+
+
 class Collector:
-    """`deliver(parameter, terms)` is called for each parameter at the end of each backward pass.
+    """`deliver(parameter, terms)` is called for each parameter at the end of each backward pass, and then `finished()`.
 
     A pass that fails half-way delivers nothing. What arrives for a tensor that was computed from parameters (a
-    transposed weight, a weight norm) is pulled back to them.
+    transposed weight, a weight norm) is pulled back to them. With `early`, a parameter's terms are delivered as soon as
+    those of all its uses are there, so that they can be freed.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], deliver: Deliver) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        deliver: Deliver,
+        finished: Callable[[], None] = _nothing,
+        early: bool = False,
+    ) -> None:
         self.parameters = {id(p): p for p in parameters}
         self.deliver = deliver
+        self.finished = finished
+        self.early = early
+        self.factor_bytes = 0  # what all terms would keep
+        self._uses: Counter[int] = Counter()
+        self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
+
+    def expect(self, weights: Iterable[Tensor], factor_bytes: int) -> None:
+        """Says that a use of these weights is part of the forward pass (not of its recomputation)."""
+        if torch._C._current_graph_task_id() >= 0:
+            return
+        self.factor_bytes += factor_bytes
+        for weight in weights:
+            self._uses[id(weight)] += 1
+            if self.early and id(weight) not in self.parameters:
+                self._entangled |= {id(leaf) for leaf in leaves_behind(weight)}
 
     def receive(self, weight: Tensor, term: Term) -> None:
         """Takes a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
@@ -32,7 +59,11 @@ class Collector:
         if backward_pass not in self._arrived:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward_pass))
             self._arrived[backward_pass] = {}
-        self._arrived[backward_pass].setdefault(id(weight), (weight, []))[1].append(term)
+        arrived = self._arrived[backward_pass]
+        arrived.setdefault(id(weight), (weight, []))[1].append(term)
+        complete = len(arrived[id(weight)][1]) == self._uses[id(weight)]
+        if self.early and complete and id(weight) in self.parameters and id(weight) not in self._entangled:
+            self.deliver(*arrived.pop(id(weight)))
 
     def _end(self, backward_pass: int) -> None:
         arrived = self._arrived.pop(backward_pass)
@@ -43,6 +74,7 @@ class Collector:
         for weight, terms in arrived.values():
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
+        self.finished()
 
     def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Tensor]]:
         """The per-sample gradients of the parameters that `derived` was computed from."""

@@ -45,10 +45,13 @@ class PerSampleGradients:
 
     def receive(self, parameter: Tensor, term: Term) -> None:
         """Takes what a backward pass found for a parameter; several add up."""
-        self._backward_done = True
         name = self._names.get(id(parameter))
         if name is not None:
             self._arrived[name] = together([self._arrived[name], term]) if name in self._arrived else term
+
+    def finish(self) -> None:
+        """Says that a backward pass has ended."""
+        self._backward_done = True
 
     # ---- what there is ----
 
@@ -70,8 +73,7 @@ class PerSampleGradients:
         numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
         lines = [f"PerSampleGradients(batch_size={self.batch_size}, dense() would take {_bytes(4 * numbers)}"]
         for name, p in self._parameters.items():
-            kind = type(self._arrived[name]).__name__ if name in self._arrived else "not used"
-            lines.append(f"  {name}: {tuple(p.shape)} {kind}")
+            lines.append(f"  {name}: {tuple(p.shape)} {self._kind(name)}")
         return "\n".join(lines) + ")"
 
     # ---- answers ----
@@ -83,7 +85,7 @@ class PerSampleGradients:
 
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
-        squares = {name: term.squared_norms().clamp(min=0) for name, term in self._terms().items()}
+        squares = self._squares()
         if per_parameter:
             return {name: square.sqrt() * self._scale for name, square in squares.items()}
         return self._added_up(squares.values()).sqrt() * self._scale
@@ -204,14 +206,23 @@ class PerSampleGradients:
     def _term(self, name: str) -> Term:
         if name not in self._parameters:
             raise PerSampleError(f"'{name}' is no parameter of this recording.")
-        if not self._backward_done and self.batch_size:
-            raise PerSampleError(
-                "No backward pass has been recorded yet: call backward on a loss of the model's outputs first."
-            )
+        self._check_done()
         if name in self._arrived:
             return self._arrived[name]
         p = self._parameters[name]
         return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
+
+    def _check_done(self) -> None:
+        if self.batch_size and not self._backward_done:
+            raise PerSampleError(
+                "No backward pass has been recorded yet: call backward on a loss of the model's outputs first."
+            )
+
+    def _kind(self, name: str) -> str:
+        return type(self._arrived[name]).__name__ if name in self._arrived else "not used"
+
+    def _squares(self) -> dict[str, Tensor]:
+        return {name: term.squared_norms().clamp(min=0) for name, term in self._terms().items()}
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}

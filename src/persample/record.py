@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use
 from persample.gradients import PerSampleGradients
 from persample.inputs import BatchDim, Inputs
+from persample.streaming import StreamedClip, StreamedNorms, backward_twice
 from persample.terms import Term, together
 from persample.tracker import Tracker
 
@@ -29,6 +30,10 @@ def record(
     loss_reduction: str = "mean",
     parameters: Chosen | None = None,
     keep_grad: bool = False,
+    keep: Literal["everything", "norms", "clip"] = "everything",
+    max_norm: float | None = None,
+    passes: Literal[1, 2] | None = None,
+    memory: int = 2**30,
 ) -> Iterator[PerSampleGradients]:
     """Inside the block the model is called as usual; a backward of its loss, there or later, fills the gradients.
 
@@ -37,6 +42,12 @@ def record(
     that row n is always the gradient of sample n's own loss. `parameters` restricts the recording to some, by their
     names or by a predicate of name and parameter. `p.grad` stays as it was, unless `keep_grad`. Several forward and
     backward passes in a block add up, as they do in `p.grad`.
+
+    Where it is known beforehand what will be asked, `keep` says so, and each term is reduced as it arrives and freed:
+    "norms", or "clip" with `max_norm`, for a memory close to that of a plain backward. The clipped sum takes one
+    backward pass that keeps its factors to the end, or two `passes` that keep nothing; by default one, unless the
+    factors would take more than `memory` bytes. `repr(grads)` says which it was. Two passes need the backward inside
+    the block.
 
     >>> model = nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
@@ -50,17 +61,25 @@ def record(
     if not isinstance(model, nn.Module):
         raise PerSampleError(f"record takes an nn.Module, got {type(model).__name__}")
     recorded = _chosen(model, parameters)
-    grads = PerSampleGradients(recorded, loss_reduction)
+    grads = _gradients(recorded, loss_reduction, keep, max_norm, passes, memory)
     trainable = [p for p in model.parameters() if p.requires_grad]
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
         term = together(terms)
         grads.receive(parameter, term)
-        if keep_grad:
+        if keep_grad and not (isinstance(grads, StreamedClip) and grads.first_of_two):
             total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
             parameter.grad = total if parameter.grad is None else parameter.grad + total
 
-    tracker = Tracker(0, Collector(trainable, deliver), model, legacy_use(loss_reduction))
+    collector = Collector(trainable, deliver, grads.finish, early=keep != "everything")
+    tracker = Tracker(0, collector, model, legacy_use(loss_reduction))
+
+    def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(grads, StreamedClip) and grads.choose(collector.factor_bytes) == 2:
+            return backward_twice(tracker.anchor, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    tracker.on_backward = backward
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
@@ -79,6 +98,26 @@ def record(
         raise
     finally:
         hook.remove()
+
+
+def _gradients(
+    recorded: Mapping[str, Tensor],
+    loss_reduction: str,
+    keep: str,
+    max_norm: float | None,
+    passes: int | None,
+    memory: int,
+) -> PerSampleGradients:
+    if (max_norm is not None) != (keep == "clip"):
+        raise PerSampleError("max_norm goes with keep='clip', and keep='clip' with a max_norm")
+    if keep == "clip":
+        assert max_norm is not None
+        return StreamedClip(recorded, loss_reduction, max_norm, passes, memory)
+    if keep == "norms":
+        return StreamedNorms(recorded, loss_reduction)
+    if keep == "everything":
+        return PerSampleGradients(recorded, loss_reduction)
+    raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {keep!r}")
 
 
 def _chosen(model: nn.Module, parameters: Chosen | None) -> Mapping[str, Tensor]:

@@ -49,6 +49,7 @@ class Tracker(TorchFunctionMode):
         self.model = model
         self.legacy = legacy
         self.anchor = torch.empty(0, requires_grad=True)
+        self.on_backward: Callable[..., Any] | None = None
         self.inputs: dict[int, tuple[Tensor, Where]] = {}
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
@@ -106,6 +107,8 @@ class Tracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.backward and self.on_backward is not None:
+            return self.on_backward(func, args, kwargs)
         tensors = tuple(tensors_in((args, kwargs)))
         where = tuple(map(self.where, tensors))
         batched = any(where)
@@ -175,6 +178,11 @@ class Tracker(TorchFunctionMode):
         """A tensor that was computed without grad and now has one: an `autograd.Function` has returned it."""
         if not prepare_reentrant(self, tensor.grad_fn):
             self._refuse_hidden_weight(tensor)
+        elif self.collector.early:
+            raise PerSampleError(
+                "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known: "
+                "checkpoint with use_reentrant=False, or record with keep='everything'."
+            )
         self.tell(tensor, where)
 
     def _came_from_nowhere(self, tensor: Tensor) -> Where | None:

@@ -69,6 +69,8 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
     use = Use(op.func, call, layouts, where, tapped, weights, inputs, rule, around.batch, around.collector)
+    factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
+    around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
     # A result that the op's own backward reads must not count as changed in place; functions with a rule read none.
     copy = not op.inplace and (rule is None or any(results[i]._base is not None for i in tapped))
     chosen = [results[i] for i in tapped] + [op.tensors[i] for i in inputs]

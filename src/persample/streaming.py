@@ -1,0 +1,131 @@
+"""Gradients of which the wanted quantity is known beforehand: terms are reduced as they arrive, and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample.errors import PerSampleError
+from persample.gradients import PerSampleGradients
+from persample.terms import Term
+from persample.terms.base import wide
+
+_SECOND_PASS = (
+    "A second backward pass reached '{name}' in a recording that keeps {kept} only: what two passes have in common is "
+    "lost by then. Add the losses up first, or record with keep='everything'."
+)
+
+
+class StreamedNorms(PerSampleGradients):
+    """Knows the norms, and nothing else: `record(model, keep="norms")`."""
+
+    kept = "norms"
+
+    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str) -> None:
+        super().__init__(parameters, loss_reduction)
+        self._squared: dict[str, Tensor] = {}
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        name = self._names.get(id(parameter))
+        if name is not None:
+            if name in self._squared:
+                raise PerSampleError(_SECOND_PASS.format(name=name, kept=self.kept))
+            self._squared[name] = term.squared_norms().clamp(min=0)
+
+    def _squares(self) -> dict[str, Tensor]:
+        self._check_done()
+        unused = {name: p for name, p in self._parameters.items() if name not in self._squared}
+        zeros = {name: wide(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
+        return {name: self._squared[name] if name in self._squared else zeros[name] for name in self._parameters}
+
+    def _term(self, name: str) -> Term:
+        self._check_done()
+        raise PerSampleError(
+            f"This recording has kept {self.kept} only. Record with keep='everything' for other answers."
+        )
+
+    def _kind(self, name: str) -> str:
+        return "norms only" if name in self._squared else "not used"
+
+
+class StreamedClip(StreamedNorms):
+    """Knows the norms and the clipped sum: `record(model, keep="clip", max_norm=1.0)`.
+
+    With one backward pass the factors are kept until it has ended, then reduced. With two nothing is kept: the
+    first gives the norms, the second, over the same graph, the sum of the rows times what the norms allow.
+    """
+
+    kept = "clip"
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], loss_reduction: str, max_norm: float, passes: int | None, memory: int
+    ) -> None:
+        super().__init__(parameters, loss_reduction)
+        self.max_norm = max_norm
+        self.passes = passes
+        self.memory = memory
+        self._factors: Tensor | None = None
+        self._clipped: dict[str, Tensor] = {}
+        self._reason = ""
+        self._ended = 0
+
+    @property
+    def first_of_two(self) -> bool:
+        """Whether the backward pass that is running is there for the norms alone."""
+        return self.passes == 2 and self._factors is None
+
+    def choose(self, factor_bytes: int) -> int:
+        """How many backward passes to make: one, unless what it keeps would take more than `memory`."""
+        if self.passes is None:
+            self.passes = 2 if factor_bytes > self.memory else 1
+            self._reason = f": {factor_bytes} bytes to keep, {self.memory} allowed"
+        return self.passes
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        name = self._names.get(id(parameter))
+        if name is None:
+            return
+        if self.passes == 2 and self._factors is not None:
+            if name in self._clipped:
+                raise PerSampleError(_SECOND_PASS.format(name=name, kept=self.kept))
+            self._clipped[name] = term.sum(self._factors * self._scale)
+            return
+        super().receive(parameter, term)
+        if self.passes != 2:
+            self._arrived[name] = term
+
+    def finish(self) -> None:
+        """A backward pass has ended: with one, this is the time to reduce; with two, the first gives the factors."""
+        super().finish()
+        self._ended += 1
+        if self.passes is None:
+            self.passes, self._reason = 1, ": backward was called outside the block"
+        if self._factors is None:
+            self._factors = self.clip_factors(self.max_norm)
+            for name, term in self._arrived.items():
+                self._clipped[name] = term.sum(self._factors * self._scale)
+            self._arrived.clear()
+
+    def clip(self, max_norm: float | None = None, per_parameter: bool = False) -> dict[str, Tensor]:
+        self._check_done()
+        if self.passes == 2 and self._ended < 2:
+            raise PerSampleError("The two passes are made by a backward inside the block, and there was none.")
+        if per_parameter or max_norm not in (None, self.max_norm):
+            raise PerSampleError(f"This recording kept the sum clipped at {self.max_norm} only.")
+        zeros = {name: torch.zeros_like(p) for name, p in self._parameters.items() if name not in self._clipped}
+        return {name: self._clipped[name] if name in self._clipped else zeros[name] for name in self._parameters}
+
+    def __repr__(self) -> str:
+        passes = f"{self.passes or 'no'} backward pass{'es' if self.passes == 2 else ''}{self._reason}"
+        return f"{super().__repr__()}\n  clipped at {self.max_norm} in {passes}"
+
+
+def backward_twice(anchor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call of backward as two: one that reaches only the weights, for the norms, and then the user's own."""
+    names = ("gradient", "retain_graph", "create_graph", "inputs")
+    given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    func(args[0], **{**given, "retain_graph": True, "inputs": [anchor]})
+    return func(args[0], **given)
