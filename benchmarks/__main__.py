@@ -1,13 +1,17 @@
-"""The time of a step that fills every `grad_sample`, as a ratio to a plain forward and backward.
+"""The time of dense per-sample gradients, of their norms and of their clipped sum, as ratios to a plain forward and backward.
 
-The engines take turns; a figure is the median of the rounds' ratios. A step builds the wrapper, runs forward
-and backward, and frees its gradients. "wrong": the rows do not add up to the batch gradient.
+The engines take turns in one process; a figure is the median of the rounds' ratios to the plain step of the same round. Every
+answer is checked against the plain gradient, or against the dense one, before it is timed.
 """
 
+from __future__ import annotations
+
+import argparse
+import json
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,104 +19,138 @@ from torch import Tensor, nn
 from torch.nn.utils import _per_sample_grad
 
 import persample
+from benchmarks.workloads import WORKLOADS, Workload
 
-ROUNDS = 10
-Engine = Callable[[nn.Module], Callable[[Tensor], Tensor]]
+Answer = dict[str, Tensor]
+Engine = Callable[[nn.Module, Tensor, Tensor], Answer]
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the samples' losses; a language model's is the mean over a sample's positions."""
+    losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
+    return losses.view(len(labels), -1).mean(1).sum()
+
+
+def plain(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
+    loss_of(model(x), labels).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def ours_dense(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
+    with persample.record(model, loss_reduction="sum") as grads:
+        loss_of(model(x), labels).backward()
+    return grads.dense()
+
+
+def ours_norms(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
+    with persample.record(model, loss_reduction="sum", keep="norms") as grads:
+        loss_of(model(x), labels).backward()
+    norms = grads.norms()
+    assert isinstance(norms, Tensor)
+    return {"norms": norms}
+
+
+def ours_clip(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
+    with persample.record(model, loss_reduction="sum") as grads:
+        loss_of(model(x), labels).backward()
+    return grads.clip(1.0)
+
+
+def torch_dense(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
+    loss_of(_per_sample_grad.call_for_per_sample_grads(model, loss_reduction="sum")(x), labels).backward()
+    return {name: p.grad_sample for name, p in model.named_parameters()}
+
+
+def norms_of(rows: Answer) -> Answer:
+    return {"norms": torch.stack([r.flatten(1).norm(dim=1) for r in rows.values()]).norm(dim=0)}
+
+
+def clip_of(rows: Answer) -> Answer:
+    factors = (1.0 / norms_of(rows)["norms"]).clamp(max=1)
+    return {name: torch.tensordot(factors, r, 1) for name, r in rows.items()}
+
+
 ENGINES: dict[str, Engine] = {
-    "plain": lambda model: model,
-    "persample": lambda model: persample.call_for_per_sample_grads(model, loss_reduction="sum"),
-    "torch": lambda model: _per_sample_grad.call_for_per_sample_grads(model, loss_reduction="sum"),
+    "dense": ours_dense,
+    "norms": ours_norms,
+    "clip": ours_clip,
+    "torch dense": torch_dense,
+    "torch norms": lambda *step: norms_of(torch_dense(*step)),
+    "torch clip": lambda *step: clip_of(torch_dense(*step)),
 }
 
 
-class LastStep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(64, 128, batch_first=True)
-        self.head = nn.Linear(128, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(x)[0][:, -1])
-
-
-class BagOfWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(20000, 64)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.words(ids).mean(1))
-
-
-def workloads() -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """A name, a model and its input; every model has 10 outputs."""
-    mlp = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
-    yield "MLP 784-512-512-10, B 256", mlp, torch.randn(256, 784)
-    cnn = nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(64 * 8 * 8, 10)),
-    )
-    yield "CNN 32-64 with GroupNorm, 32x32, B 64", cnn, torch.randn(64, 3, 32, 32)
-    # an input that requires grad, as one from an embedding would: torch's engine fails on others
-    yield "LSTM 64-128, T 50, B 32", LastStep(), torch.randn(32, 50, 64, requires_grad=True)
-    yield "bag of words V 20000 d 64, T 100, B 64", BagOfWords(), torch.randint(20000, (64, 100))
-
-
-def clear(model: nn.Module, x: Tensor) -> None:
-    x.grad = None
+def clear(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = None
         if hasattr(p, "grad_sample"):
             del p.grad_sample
 
 
-def step(engine: Engine, model: nn.Module, x: Tensor, labels: Tensor) -> None:
-    F.cross_entropy(engine(model)(x), labels, reduction="sum").backward()
+def close(found: Answer, expected: Answer) -> bool:
+    return all((found[name] - want).abs().max() <= 2e-3 * want.abs().max() for name, want in expected.items())
 
 
-def verdict(engine: Engine, model: nn.Module, x: Tensor, labels: Tensor) -> str:
-    """What to print in place of a time; empty if the engine's rows add up to the batch gradient."""
-    step(ENGINES["plain"], model, x, labels)
-    expected = [p.grad for p in model.parameters()]
-    clear(model, x)
-    try:
-        step(engine, model, x, labels)
-        pairs = [(p.grad_sample.sum(0), e) for p, e in zip(model.parameters(), expected, strict=True)]
-        return "" if all((t - e).abs().max() <= 1e-3 * e.abs().max() for t, e in pairs) else "wrong"
-    except Exception as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return "error"
-    finally:
-        clear(model, x)
+def verdicts(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, str]:
+    """What to show in place of a time: the name of an error, or that the answer is wrong."""
+    batch_gradient = {name: grad.clone() for name, grad in plain(model, x, labels).items()}
+    clear(model)
+    rows = ours_dense(model, x, labels)
+    expected = {"dense": batch_gradient, "norms": norms_of(rows), "clip": clip_of(rows)}
+    found: dict[str, str] = {}
+    for name, engine in ENGINES.items():
+        try:
+            answer = engine(model, x, labels)
+            if name.endswith("dense"):
+                answer = {key: r.sum(0) for key, r in answer.items()}
+            if not close(answer, expected[name.split()[-1]]):
+                found[name] = "wrong"
+        except Exception as error:
+            found[name] = type(error).__name__
+        clear(model)
+    return found
 
 
-def measure(model: nn.Module, x: Tensor) -> list[str]:
-    """The row of a workload: plain milliseconds, then each engine's ratio."""
-    labels = torch.randint(10, (len(x),))
-    cells = {n: verdict(e, model, x, labels) for n, e in ENGINES.items() if n != "plain"}
-    running = [n for n in ENGINES if not cells.get(n)]
-    times: dict[str, list[float]] = {n: [] for n in running}
-    for _ in range(ROUNDS + 1):
-        for name in running:
+def measure(workload: Workload, rounds: int) -> dict[str, float | str]:
+    """Plain milliseconds, and each engine's ratio to it."""
+    torch.manual_seed(0)
+    model, x, labels = workload.make()
+    failed = verdicts(model, x, labels)
+    running: dict[str, Engine] = {"plain": plain, **{n: e for n, e in ENGINES.items() if n not in failed}}
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for _ in range(rounds + 1):
+        for name, engine in running.items():
             start = time.perf_counter()
-            step(ENGINES[name], model, x, labels)
-            clear(model, x)
+            engine(model, x, labels)
+            clear(model)
             times[name].append(time.perf_counter() - start)
-    plain = times.pop("plain")[1:]  # the first round warms up
-    for name, taken in times.items():
-        cells[name] = f"{statistics.median(t / p for t, p in zip(taken[1:], plain, strict=True)):.2f}"
-    return [f"{1000 * statistics.median(plain):.1f}", *cells.values()]
+    base = times.pop("plain")[1:]  # the first round warms up
+    row: dict[str, float | str] = {"plain": 1000 * statistics.median(base)}
+    for name in ENGINES:
+        if name in failed:
+            row[name] = failed[name]
+        else:
+            row[name] = statistics.median(t / p for t, p in zip(times[name][1:], base, strict=True))
+    return row
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {ROUNDS} rounds; ratios to plain")
-    print(f"{'workload':40}{'plain ms':>10}{'persample':>11}{'torch':>8}")
-    for name, model, x in workloads():
-        plain, ours, theirs = measure(model, x)
-        print(f"{name:40}{plain:>10}{ours:>11}{theirs:>8}", flush=True)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--only", default="", help="workloads whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.rounds} rounds; ratios to plain")
+    print(f"{'workload':42}{'plain ms':>9}" + "".join(f"{name:>13}" for name in ENGINES))
+    figures = {}
+    for workload in WORKLOADS:
+        if options.only in workload.name:
+            row = figures[workload.name] = measure(workload, options.rounds)
+            cells = [f"{cell:>13.2f}" if isinstance(cell, float) else f"{cell:>13}" for cell in list(row.values())[1:]]
+            print(f"{workload.name:42}{row['plain']:>9.1f}" + "".join(cells), flush=True)
+    if options.json:
+        versions = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rounds": options.rounds}
+        options.json.write_text(json.dumps({"versions": versions, "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
