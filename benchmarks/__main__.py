@@ -1,7 +1,7 @@
-"""The time of dense per-sample gradients, of their norms and of their clipped sum, as ratios to a plain forward and backward.
+"""The time of dense per-sample gradients, their norms and their clipped sum, as ratios to a plain forward and backward.
 
-The engines take turns in one process; a figure is the median of the rounds' ratios to the plain step of the same round. Every
-answer is checked against the plain gradient, or against the dense one, before it is timed.
+The engines take turns in one process; a figure is the median of the rounds' ratios to the plain step of the same round.
+Every answer is checked against the plain gradient, or against the dense one, before it is timed.
 """
 
 from __future__ import annotations

@@ -133,6 +133,52 @@ def rows_of_a_mask(m: Any, h: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
+def learned_states(m: Any, h: Tensor) -> Tensor:
+    state = (m.h0.expand(len(h), -1), m.c0.expand(len(h), -1))
+    for step in h.unbind(1):
+        state = m.r(step, state)
+    return state[0]
+
+
+def heads_first(m: Any, h: Tensor) -> Tensor:
+    both = torch.stack([h, h.sin()]).flatten(0, 1)  # (heads * B, T, D)
+    return torch.bmm(both, m.t.repeat_interleave(len(h), 0)).unflatten(0, (2, -1)).sum(0)
+
+
+def null_where(m: Any, h: Tensor, drop: Tensor, null: Any = 0.0) -> Tensor:
+    out = h.clone()
+    out[drop] = m.null if hasattr(m, "null") else null
+    return m.a(out).tanh()
+
+
+def masked_labels(m: Any, y: Tensor, drop: Tensor) -> Tensor:
+    y = y.clone()
+    y[drop] = 4
+    return m.e(y)
+
+
+def optional_part(m: Any, h: Tensor, there: Tensor) -> Tensor:
+    out = torch.full_like(h[:1], 0.5).expand(len(h), -1).clone()
+    out[there] = m.b(h[there])
+    return m.a(out.tanh())
+
+
+def made_then_written(m: Any, h: Tensor, there: Tensor) -> Tensor:
+    out = torch.zeros(len(h), D, dtype=h.dtype)
+    out[there] = m.b(h[there])
+    return m.a(out)
+
+
+def into_out(m: Any, h: Tensor) -> Tensor:
+    out = torch.empty(0, dtype=h.dtype)
+    torch.cat([h, h.sin()], -1, out=out)
+    return m.a(out)
+
+
+def samples_and_flags() -> list[Tensor]:
+    return [torch.randn(B, D), torch.tensor([False, True, False])]
+
+
 def low_rank(m: Any, h: Tensor) -> Tensor:
     return h @ (m.base + m.up @ m.down).t()
 
@@ -321,6 +367,26 @@ def derived_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def written_cases() -> list[Case]:
+    a, b = (lambda: nn.Linear(D, 5)), (lambda: nn.Linear(D, D))
+    return [
+        Case("a constant written over a sample", lambda: Calls(null_where, a=a()), samples_and_flags),
+        Case("a learned null written over a sample", lambda: Calls(null_where, a=a(), null=param(D)), samples_and_flags),
+        Case("an id written over a sample's", lambda: Calls(masked_labels, e=nn.Embedding(7, D)), lambda: [torch.randint(0, 4, (B,)), torch.tensor([False, True, False])]),
+        Case("all ids of a sample masked", lambda: Calls(masked_labels, e=nn.Embedding(7, D)), lambda: [torch.randint(0, 4, (B, T)), torch.tensor([[0], [1], [0]]).bool().expand(B, T)]),
+        Case("a part that some samples lack", lambda: Calls(optional_part, a=a(), b=b()), samples_and_flags),
+        Case("a part that some samples lack, in zeros", lambda: Calls(made_then_written, a=a(), b=b()), samples_and_flags),
+        Case("doubled with constants", lambda: Calls(lambda m, h: sum(m.a(torch.cat([h, torch.ones(len(h), D, dtype=h.dtype)])).tanh().chunk(2)), a=a()), x(B, D)),
+        Case("doubled with a learned null", lambda: Calls(lambda m, h: torch.sub(*m.a(torch.cat([h, m.n.expand(len(h), D)])).tanh().chunk(2)), a=a(), n=param(1, D)), x(B, D)),
+        Case("cat into out=", lambda: Calls(into_out, a=nn.Linear(2 * D, 5)), x(B, D)),
+        Case("a weight in the type of a sample", lambda: Calls(lambda m, h: h * m.w.type_as(h) + m.v.to(h), w=param(D), v=param(D)), x(B, D)),
+        Case("conv of each sample without a batch", lambda: Calls(lambda m, h: torch.stack([m.c(i) for i in h]), c=nn.Conv1d(D, 5, 3)), x(B, D, 7)),
+        Case("lstm of each sample", lambda: Calls(lambda m, h: torch.cat([m.r(h[n : n + 1])[0] for n in range(len(h))]), r=nn.LSTM(D, 5, batch_first=True)), x(B, T, D)),
+        Case("lstm cell from learned states", lambda: Calls(learned_states, r=nn.LSTMCell(D, 4), h0=param(1, 4), c0=param(1, 4)), x(2, T, D)),
+        Case("heads in front of the batch", lambda: Calls(heads_first, t=param(2, D, 3)), x(B, T, D)),
+    ]  # fmt: skip
+
+
 def attention_cases() -> list[Case]:
     return [
         Case("attention from one projection", lambda: Calls(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)), x(B, T, D)),
@@ -354,6 +420,7 @@ def checkpoint_cases() -> list[Case]:
         Case("checkpoint of the input", lambda: Calls(lambda m, h: checkpoint(m.b, h, use_reentrant=False), b=block()), x(B, T, D)),
         Case("reentrant checkpoint of the input", lambda: Calls(lambda m, h: checkpoint(m.b, h, use_reentrant=True), b=block()), x(B, T, D, grad=True)),
         Case("checkpoint of a closure", lambda: Calls(closure, w=param(D, D)), x(B, B, D)),
+        Case("reentrant checkpoint with weights as arguments", lambda: Calls(lambda m, h: checkpoint(lambda h, w, p: F.linear(h, w).tanh() + p, m.a(h), m.w, m.p(torch.arange(h.shape[1])), use_reentrant=True), a=nn.Linear(D, D), w=param(D, D), p=nn.Embedding(9, D)), x(B, T, D)),
         Case("checkpoint in a checkpoint", lambda: Calls(lambda m, h: checkpoint(lambda h: m.c(checkpoint(m.b, h, use_reentrant=False)), h, use_reentrant=False), b=block(), c=nn.Linear(D, 5)), x(B, T, D)),
     ]  # fmt: skip
 
@@ -365,6 +432,7 @@ CASES: list[Case] = [
     *norm_cases(),
     *recurrent_cases(),
     *derived_cases(),
+    *written_cases(),
     *attention_cases(),
     *checkpoint_cases(),
 ]

@@ -53,6 +53,16 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "mirror added": (lambda: Calls(lambda m, h: m.a(h + h.flip(0)), **linear()), (B, D), "add"),
     "mirror added after": (lambda: Calls(lambda m, h: (y := m.a(h)) + y.flip(0), **linear()), (B, D), "add"),
     "softmax over some samples": (lambda: Calls(lambda m, h: m.a(h[1:3].softmax(0)), **linear()), (4, D), "softmax"),
+    "an integer statistic": (lambda: Calls(lambda m, h: m.a(h) * (h > 0).long().cumsum(0), **linear()), (B, D), "cumsum"),
+    "a flag of the batch": (lambda: Calls(lambda m, h: torch.where((h > 0).any(), m.a(h), h), **linear()), (B, D), "any"),
+    "sorted, outside the gradient": (lambda: Calls(lambda m, h: m.a(h) * h.detach().sort(0).values, **linear()), (B, D), "sort"),
+    "in-batch negatives": (lambda: Calls(lambda m, h: F.triplet_margin_loss(y := m.a(h), y + 0.1, y.roll(1, 0)), **linear()), (B, D), "triplet"),
+    "in-batch negatives, by cosine": (lambda: Calls(lambda m, h: F.cosine_embedding_loss(y := m.a(h), y.roll(1, 0), -torch.ones(len(h))), **linear()), (B, D), "cosine"),
+    "mirrored targets": (lambda: Calls(lambda m, h: F.mse_loss(y := m.a(h), y.flip(0)), **linear()), (B, D), "mse"),
+    "classes across the batch": (lambda: Calls(lambda m, h: F.cross_entropy(m.a(h).t(), torch.zeros(D).long()), **linear()), (B, D), "cross_entropy"),
+    "a loss with weighted classes": (lambda: Calls(lambda m, h: F.cross_entropy(m.a(h), (h[:, 0] > 0).long(), m.c), c=torch.rand(D), **linear()), (B, D), "cross_entropy"),
+    "a quotient by the loss": (lambda: Calls(lambda m, h: torch.ones((), dtype=h.dtype) / m.a(h).square().sum(), **linear()), (B, D), "truediv|div"),
+    "a mean that is not the loss": (lambda: Calls(lambda m, h: m.a(h).mean(0), **linear()), (B, D), "mean"),
     "differences": (lambda: Calls(lambda m, h: m.a(h[1:] - h[:-1]), **linear()), (B, D), "sub"),
     "contrastive logits": (lambda: Calls(lambda m, h: (y := m.a(h)) @ y.t(), **linear()), (B, D), "matmul"),
     "attention across the batch": (lambda: Calls(lambda m, h: m.a(F.scaled_dot_product_attention(h, h, h)), **linear()), (B, D), "attention"),
@@ -196,6 +206,73 @@ def test_an_output_of_weights_alone_is_refused() -> None:
     output, penalty = call_for_per_sample_grads(module)(torch.randn(B, D))
     with pytest.raises(PerSampleError, match="weights alone"):
         (output.sum() + penalty).backward()
+
+
+def test_a_parameter_returned_as_it_is_refuses_gradients() -> None:
+    module = Calls(lambda m, h: (m.a(h), m.w), w=param(D), **linear())
+    output, weight = call_for_per_sample_grads(module)(torch.randn(B, D))
+    assert torch.equal(weight, module.w)
+    with pytest.raises(PerSampleError, match="weights alone"):
+        (output.sum() + weight.sum()).backward()
+    assert module.w.grad is None
+
+
+def test_constant_rows_beside_the_samples_are_refused() -> None:
+    module = Calls(lambda m, h: m.a(torch.cat([h, torch.ones(1, D)])), **linear())
+    with pytest.raises(PerSampleError, match="belong to no sample"):
+        call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
+
+
+def test_equal_integers_do_not_hide_a_mixture() -> None:
+    module = Calls(lambda m, h, n: m.a(h) * n.cumsum(0)[:, None], **linear())
+    for lengths in ([2, 2, 2], [2, 3, 4]):
+        with pytest.raises(SamplesMixed, match="cumsum"):
+            call_for_per_sample_grads(module)(torch.randn(B, D), torch.tensor(lengths)).sum().backward()
+
+
+def test_a_constant_that_mixes_is_noticed_after_one_that_does_not() -> None:
+    module = Calls(
+        lambda m, h: m.a(F.conv1d(h.t()[:, None], m.k, padding=1)[:, 0].t()),
+        k=torch.tensor([[[0.0, 1.0, 0.0]]]),
+        **linear(),
+    )
+    for kernel in ([0.0, 1.0, 0.0], [1.0, 1.0, 1.0]):
+        module.k.copy_(torch.tensor([[kernel]]))
+        with pytest.raises(SamplesMixed, match="conv1d"):
+            call_for_per_sample_grads(module)(torch.randn(B, D))
+
+
+def test_an_object_that_no_pytree_knows() -> None:
+    class Box:
+        def __init__(self, content: Any) -> None:
+            self.content = content
+
+    module = Calls(lambda m, box: Box(m.a(box.content)), **linear())
+    call_for_per_sample_grads(module, batch_size=B)(Box(torch.randn(B, D))).content.sum().backward()
+    assert module.a.weight.grad_sample.shape == (B, D, D)
+    module = Calls(lambda m, box: m.a(torch.ones(B, D)) * box.content, **linear())
+    with pytest.raises(RuntimeError, match="Unable to find a tensor"):
+        call_for_per_sample_grads(module, batch_size=B)(Box(3))
+
+
+def test_nothing_is_left_on_the_users_tensors() -> None:
+    module = Calls(lambda m, h: m.a(h) + m.b.copy_(h.mean(0).detach()) * 0, b=torch.zeros(D), **linear())
+    h = torch.randn(B, D)
+    output = call_for_per_sample_grads(module)(h)
+    for tensor in (h, output, module.b, module.a.weight):
+        assert not vars(tensor)
+
+
+def test_a_token_frozen_then_trained() -> None:
+    module = Calls(
+        lambda m, h: torch.cat([m.c.expand(len(h), -1, -1), m.a(h)], 1).softmax(1), c=param(1, 1, D), **linear()
+    )
+    for trained in (False, True):
+        module.c.requires_grad_(trained)
+        call_for_per_sample_grads(module)(torch.randn(B, T, D)).square().sum().backward()
+        for p in module.parameters():
+            assert hasattr(p, "grad_sample") == p.requires_grad
+            p.grad_sample = None
 
 
 def test_samples_written_into_weights_are_refused() -> None:

@@ -6,8 +6,7 @@ offers a way to say otherwise, so the function that it keeps is replaced by one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -47,24 +46,31 @@ def prepare_reentrant(tracker: Any, node: Any) -> bool:
     if not hasattr(node, "run_function"):
         return False
     if not hasattr(node.run_function, _ENTERS):
-        inputs = list(node.inputs)
+        known: dict[int, Any] = {}
         for i, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
-            inputs[i] = tracker.where(tensor)
-        node.run_function = _entering(tracker, node.run_function, inputs)
+            known[i] = tensor if tracker.where(tensor) is None and tracker.is_weight(tensor) else tracker.where(tensor)
+        node.run_function = _entering(tracker, node.run_function, known)
     return True
 
 
-def _entering(tracker: Any, function: Callable[..., Any], layouts: Sequence[Any] = ()) -> Callable[..., Any]:
-    """`function` under the tracker, its arguments, which a reentrant checkpoint has detached, with these layouts."""
+def _entering(tracker: Any, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+    """`function` under the tracker.
+
+    A reentrant checkpoint calls it with detached arguments. `known` has, by position, where the samples lie in them, or
+    the weight that stands for one.
+    """
 
     def entering(*args: Any, **kwargs: Any) -> Any:
-        for arg, where in zip_longest(args, layouts):
+        given = list(args)
+        for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
-                where = where or tracker.memory.get(_address(arg))
-                if where is not None:
+                found = (known or {}).get(i)
+                if isinstance(found, Tensor):
+                    given[i] = found
+                elif (where := found or tracker.memory.get(_address(arg))) is not None:
                     tracker.tell(arg, where)
         with tracker:
-            return function(*args, **kwargs)
+            return function(*given, **kwargs)
 
     setattr(entering, _ENTERS, True)
     return entering

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
@@ -17,6 +17,12 @@ from persample.tracker import Tracker
 
 # One dim for all arguments, or one for each, by position or name; None: its tensors are the same for all samples.
 BatchDim = int | Sequence[int | None] | Mapping[str | int, int | None]
+
+
+NO_TENSOR = (
+    "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so ExpandedWeights cannot "
+    "compute the batch size from the inputs. Please specify it explicitly"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +51,7 @@ class Inputs:
                 )
             found = size
         if found is None:
-            raise RuntimeError(
-                "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so "
-                "ExpandedWeights cannot compute the batch size from the inputs. Please specify it explicitly"
-            )
+            raise RuntimeError(NO_TENSOR)
         return found
 
     def tell(self, tracker: Tracker, told: bool) -> None:
@@ -68,8 +71,10 @@ class Inputs:
                     tracker.add_input(tensor, layout)
                 elif tensor.dim() > dim:
                     others.append(tensor.shape[dim])
-        if others and (not told or not tracker.inputs):
+        if others and (not told or not tracker.has_inputs):
             raise RuntimeError(batch_size_error(others[0], tracker.batch))
+        if not tracker.has_inputs:
+            raise RuntimeError(NO_TENSOR)
 
     def _leaves(self) -> Iterator[tuple[Any, int | None]]:
         """Everything in the arguments that a pytree does not look into, with the dim of its samples."""
@@ -97,12 +102,12 @@ def _layout(tensor: Tensor, batch: int, dim: int) -> Layout | None:
 
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
-    """The tensors in a pytree, and in the dataclasses that it holds."""
+    """The tensors in a pytree, and in the objects that it holds: what their attributes are."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from tensors_within(vars(leaf))
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):
+            yield from tensors_within(list(vars(leaf).values()))
 
 
 def batch_size_error(found: int, expected: int) -> str:

@@ -67,9 +67,10 @@ def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
         rows = tensor.unflatten(dim, (outer, batch, layout.inner)).movedim(dim + 1, 0)
         return rows.flatten(dim + 1, dim + 2)
     where, filled = _positions(layout.ids, batch)
-    index = torch.tensor(where, device=tensor.device)
-    rows = tensor.index_select(dim, index.flatten()).unflatten(dim, (batch, -1))
-    present = torch.tensor(filled, device=tensor.device).view(batch, -1, *[1] * (tensor.dim() - dim - 1))
+    index = torch.tensor(where, device=tensor.device, dtype=torch.long)
+    rows = tensor.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+    present = torch.tensor(filled, device=tensor.device, dtype=torch.bool)
+    present = present.view(*index.shape, *[1] * (tensor.dim() - dim - 1))
     return torch.where(present, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)).movedim(dim, 0)
 
 
@@ -112,7 +113,7 @@ def _positions(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[
     for position, sample in enumerate(ids):
         if sample >= 0:
             rows[sample].append(position)
-    most = max(1, *map(len, rows))
+    most = max(map(len, rows), default=0)
     where = [r + [0] * (most - len(r)) for r in rows]
     filled = [[True] * len(r) + [False] * (most - len(r)) for r in rows]
     return where, filled
@@ -138,9 +139,16 @@ def from_ids(ids: Tensor, batch: int) -> Layout | Lost | None:
 
 
 def regular(dim: int, ids: tuple[int, ...], batch: int) -> Layout:
-    """`ids` along `dim`, as a pattern where they follow one."""
-    inner = next((j for j, n in enumerate(ids) if n != ids[0]), max(1, len(ids)))
-    pattern = Layout(dim, inner)
-    if len(ids) % (batch * inner) == 0 and pattern.sample_of(len(ids), batch) == ids:
-        return pattern
-    return Layout(dim, ids=ids)
+    """`ids` along `dim`, as a pattern where they follow one, and only one.
+
+    Rows that belong to no sample by what is in them (a constant written over a sample) belong to one by where they are.
+
+    >>> regular(0, (0, -1, 2), batch=3)
+    Layout(dim=0, inner=1, ids=None, others=())
+    """
+    each = len(ids) // batch
+    patterns = (
+        [Layout(dim, inner) for inner in range(1, each + 1) if each % inner == 0] if each * batch == len(ids) else []
+    )
+    fitting = [p for p in patterns if all(n in (-1, m) for n, m in zip(ids, p.sample_of(len(ids), batch), strict=True))]
+    return fitting[0] if len(fitting) == 1 or (batch == 1 and fitting) else Layout(dim, ids=ids)

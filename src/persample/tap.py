@@ -46,12 +46,21 @@ class Use:
         for i, grad in zip(self.tapped, grads, strict=True):
             layout = self.results[i]
             if grad is not None and layout is not None:
+                self._check_nobodys_rows(grad, layout)
                 grad_rows[i] = samples(grad, layout, self.batch)
         terms = self._terms(rows, grad_rows)
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
                 self.collector.receive(weight, self._placed(terms[position], position))
         return [self._joined(terms[i], i, tensors[i].shape) if i in terms else None for i in self.inputs]
+
+    def _check_nobodys_rows(self, grad: Tensor, layout: Layout) -> None:
+        rows = [j for j, n in enumerate(layout.ids or ()) if n < 0]
+        if rows and bool(grad.index_select(layout.dim, torch.tensor(rows, device=grad.device)).any()):
+            raise PerSampleError(
+                f"{op_name(self.func)}: the loss depends on rows {rows} of a result, which belong to no sample: they "
+                "were made of constants and put beside samples along the batch. Leave them out, or give one to each."
+            )
 
     def _placed(self, term: Term, position: int) -> Term:
         """The term, in the rows of the weight that each sample used where not all of them used all."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector
@@ -28,8 +29,13 @@ _UNTOUCHED = {
     torch.autograd.grad,
 }  # fmt: skip
 
+# Ops that take a tensor for its type.
+_TYPED = {Tensor.type_as, Tensor.to}
+
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
+
+_UNKNOWN = (Lost("nothing is known of it"), False)
 
 Legacy = Callable[["Tracker", Any, Op, Mapping[int, Tensor]], Any]
 
@@ -50,48 +56,43 @@ class Tracker(TorchFunctionMode):
         self.legacy = legacy
         self.anchor = torch.empty(0, requires_grad=True)
         self.on_backward: Callable[..., Any] | None = None
-        self.inputs: dict[int, tuple[Tensor, Where]] = {}
+        self.has_inputs = False
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
-        self._mark = object()
+        self._known: Any = WeakIdKeyDictionary()  # tensor -> where its samples lie, and whether it then required grad
 
     # ---- what is known of a tensor ----
 
     def add_input(self, tensor: Tensor, where: Where) -> None:
-        """Says where the samples lie in a tensor from outside, on which no mark is left."""
-        self.inputs[id(tensor)] = (tensor, where)
+        """Says where the samples lie in a tensor from outside."""
+        self.has_inputs = True
+        self._known[tensor] = (where, tensor.requires_grad)
 
     def where(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None where it does not depend on the batch."""
-        mark = getattr(tensor, "_persample", None)
-        if mark is not None and mark[0] is self._mark:
-            where: Where | None = mark[1]
-            if where is not None and tensor.requires_grad and not mark[2]:
-                self._came_out_of_a_function(tensor, where)
-            return where
-        if id(tensor) in self.inputs:
-            return self.inputs[id(tensor)][1]
-        return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
+        known = self._known.get(tensor)
+        if known is None:
+            return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
+        where, had_grad = known
+        if where is not None and tensor.grad_fn is not None and not had_grad:
+            self._came_out_of_a_function(tensor, where)
+        return where
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor that does not depend on the batch is a parameter, or computed from parameters."""
         if id(tensor) in self.collector.parameters:
             return True
-        mark = getattr(tensor, "_persample", None)
-        return mark is not None and mark[0] is self._mark and mark[1] is None and tensor.requires_grad
+        return tensor.requires_grad and self._known.get(tensor, _UNKNOWN)[0] is None
 
     def tell(self, tensor: Tensor, where: Where | None) -> None:
         """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
         if isinstance(where, (Lost, Reduced)) and not where.place:
             where = replace(where, place=self.place())
-            if isinstance(where, Lost) and tensor.grad_fn is not None:
-                tensor.register_hook(_refusal(f"{where.cause}, in {where.place}"))
-        if id(tensor) in self.inputs and where is not None:
-            self.inputs[id(tensor)] = (tensor, where)
-            return
+        if isinstance(where, Lost) and tensor.grad_fn is not None:
+            tensor.register_hook(_refusal(f"{where.cause}, in {where.place}"))
         remember(self.memory, tensor, where)
-        tensor._persample = (self._mark, where, tensor.requires_grad)  # type: ignore[attr-defined]
+        self._known[tensor] = (where, tensor.requires_grad)
 
     def place(self) -> str:
         """The module whose code is running, in words."""
@@ -111,6 +112,9 @@ class Tracker(TorchFunctionMode):
             return self.on_backward(func, args, kwargs)
         tensors = tuple(tensors_in((args, kwargs)))
         where = tuple(map(self.where, tensors))
+        if func in _TYPED and len(tensors) > 1:  # nothing is read of the second but its type
+            func, args = Tensor.to, (args[0], tensors[1].device, tensors[1].dtype)
+            tensors, where = tensors[:1], where[:1]
         batched = any(where)
         if batched and isinstance(handler := HANDLED_FUNCTIONS.get(func), Rewrite):
             with self:
@@ -211,11 +215,15 @@ class Tracker(TorchFunctionMode):
                 "function of its own (torch.overrides) with a rule from implements_per_sample_grads."
             )
 
-    def check_outputs(self, outputs: Iterable[Tensor]) -> None:
-        """Refuses gradients that come through an output that belongs to no sample."""
-        for output in outputs:
-            if self.where(output) is None and self.is_weight(output) and not output.is_leaf:
-                output.register_hook(_refusal("it was computed from weights alone"))
+    def guarded(self, output: Tensor) -> Tensor:
+        """An output that refuses gradients if it belongs to no sample."""
+        where = self.where(output)
+        if isinstance(where, Reduced) and output.dim() and output.grad_fn is not None:
+            output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
+        if where is None and self.is_weight(output):
+            output = output.view_as(output) if output.is_leaf else output
+            output.register_hook(_refusal("it was computed from weights alone"))
+        return output
 
 
 def _refusal(cause: str) -> Callable[[Tensor], None]:

@@ -7,7 +7,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from persample.collector import Collector
 from persample.errors import PerSampleError
@@ -70,7 +71,8 @@ def call_for_per_sample_grads(
             tracker.restore()
             torch.set_rng_state(rng_state)
             raise
-        tracker.check_outputs(tensors_within(outputs))
+        if any(output is not tracker.guarded(output) for output in tensors_within(outputs)):
+            outputs = pytree.tree_map_only(Tensor, tracker.guarded, outputs)  # parameters themselves are returned
         return outputs
 
     return call

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.layout import Layout, Where, from_ids, regular
-from persample.motion.kinds import INDEX_DTYPES, WRITES, T
+from persample.motion.kinds import MOVES, WRITES, T
 from persample.motion.motion import Motion
 from persample.motion.op import Op, results_of
 from persample.tree import tensors_in
@@ -17,7 +17,7 @@ from persample.tree import tensors_in
 
 def by_ids(op: Op) -> Motion | None:
     """Exactly where a move put each entry; None where the samples themselves tell it where to."""
-    carriers = [i for i, tensor in enumerate(op.tensors) if is_moved(op, i, tensor)]
+    carriers = [i for i in range(len(op.tensors)) if is_moved(op, i)]
     ids = {i: _sample_ids(op.tensors[i], op.where[i], op.batch) for i in carriers}
     moved = _moved(op, ids)
     found: list[Where | None] = [from_ids(m, op.batch) for m in moved]
@@ -25,7 +25,7 @@ def by_ids(op: Op) -> Motion | None:
     if told_by_samples and not _is_own_mask(op, moved[0]) and not _only_reorders(op, found):
         return None
     first = op.where[0]
-    if isinstance(first, Layout) and first.others:
+    if isinstance(first, Layout) and first.others and carriers == [0] and op.func in MOVES:
         found[0] = _with_others(op, first, found[0])
     used = [i for i in carriers if op.where[i] is None and any(t.requires_grad for t in op.tensors)]
     following = [(i, layout) for i in used if (layout := _follows(op, i, ids, found)) is not None]
@@ -60,19 +60,24 @@ def _is_own_mask(op: Op, moved: Tensor) -> bool:
     return bool(((moved == owner) | (moved < 0)).all())
 
 
-def is_moved(op: Op, position: int, tensor: Tensor) -> bool:
+def is_moved(op: Op, position: int) -> bool:
     """Whether a tensor's entries are moved, or only say where to."""
     if op.func in WRITES:
-        return position == 0 or tensor.dtype not in INDEX_DTYPES
+        return position == 0 or (position == len(op.tensors) - 1 and isinstance(op.args[-1], Tensor))
     return position < len(list(tensors_in(op.args[0])))
 
 
 def _moved(op: Op, ids: dict[int, Tensor]) -> tuple[Tensor, ...]:
-    """The results of the op on tensors of numbers; a number that is written counts as nobody's."""
+    """The results of the op on tensors of numbers."""
     args, kwargs = op.filled([ids[i].clone() if i in ids else t for i, t in enumerate(op.tensors)])
-    if op.func in WRITES and not isinstance(args[-1], Tensor):
+    kwargs.pop("out", None)
+    if op.func not in WRITES:
+        return results_of(op.func(*args, **kwargs), args)
+    if not isinstance(args[-1], Tensor):
         args = (*args[:-1], -1)
-    return results_of(op.func(*args, **kwargs), args)
+    (written,) = results_of(op.func(*args, **kwargs), args)
+    # What belongs to nobody, once it is written over a sample, is that sample's.
+    return (torch.where(written < 0, ids[0], written),)
 
 
 def _follows(op: Op, position: int, ids: dict[int, Tensor], found: Sequence[Where | None]) -> Layout | None:

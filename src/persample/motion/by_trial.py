@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,64 +24,74 @@ def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
             candidates = _candidates_by_shape(reading, results)
         except Exception:  # not with these arguments growing
             continue
-        found = _verified(reading, candidates, results)
+        found, by_values = _verified(op, candidates, results, _trials(reading, constants=True))
+        if any(isinstance(where, Reduced) for where in found):  # a loss may be flat for targets that are no targets
+            found, by_values = _verified(op, found, results, _trials(op, constants=False))
         if not any(isinstance(where, Lost) for where in found):
-            return Motion(found, following)
-        failure = failure or Motion(found)
+            return Motion(found, following, by_values)
+        failure = failure or Motion(found, by_values=by_values)
     if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
         everywhere = [list(_all_layouts(result, op.batch)) for result in results]
-        return Motion(_verified(op, everywhere, results), by_values=True)
+        return Motion(_verified(op, everywhere, results, _trials(op, constants=False))[0], by_values=True)
     return failure
 
 
 def _readings(op: Op) -> Iterator[tuple[Op, tuple[tuple[int, Layout], ...]]]:
     """The op as it was given; then with rows of other arguments going with the batch."""
     yield op, ()
-    plain: list[list[Layout | None]] = []
-    for tensor, where in zip(op.tensors, op.where, strict=True):
-        if where is None:
-            dims = [d for d, size in enumerate(tensor.shape) if size == op.batch]
-            merged = [d for d, size in enumerate(tensor.shape) if size > op.batch and size % op.batch == 0]
-            plain.append([None, *map(Layout, dims), *(Layout(d, tensor.shape[d] // op.batch) for d in merged)])
-        else:
-            assert isinstance(where, Layout)
-            plain.append([where])
-    for choice in itertools.islice(itertools.product(*plain), 1, 65):
+    options = [[where] if where else _soft_layouts(t, op.batch) for t, where in zip(op.tensors, op.where, strict=True)]
+    # Parameters vary last: of them it is the least likely that their rows go with the batch.
+    parameters = [t.requires_grad and t.is_leaf for t in op.tensors]
+    slow = [choices if late else choices[:1] for late, choices in zip(parameters, options, strict=True)]
+    fast = [choices[:1] if late else choices for late, choices in zip(parameters, options, strict=True)]
+    for weights, others in itertools.islice(
+        itertools.product(itertools.product(*slow), itertools.product(*fast)), 1, 129
+    ):
+        choice = tuple(w or o for w, o in zip(weights, others, strict=True))
         following = tuple(
-            (i, new)
-            for i, (new, old) in enumerate(zip(choice, op.where, strict=True))
-            if new is not None and new != old
+            (i, new) for i, (new, old) in enumerate(zip(choice, op.where, strict=True)) if new and not old
         )
-        yield replace(op, where=choice), following
+        yield replace(op, where=choice), following  # type: ignore[misc]
 
 
-Candidates = Sequence["list[Layout] | Reduced | Lost | None"]
+def _soft_layouts(tensor: Tensor, batch: int) -> list[Layout | None]:
+    """How the rows of a tensor that does not depend on the batch may go with it: not at all, or where the sizes fit."""
+    dims = [d for d, size in enumerate(tensor.shape) if size == batch]
+    merged = [d for d, size in enumerate(tensor.shape) if size > batch and size % batch == 0]
+    return [None, *map(Layout, dims), *(Layout(d, inner) for d in merged for inner in (tensor.shape[d] // batch, 1))]
 
 
-def _verified(op: Op, candidates: Candidates, results: Sequence[Tensor]) -> tuple[Where | None, ...]:
-    """The first of each result's candidates that the values do not contradict."""
+Candidates = Sequence["list[Layout] | Layout | Reduced | Lost | None"]
+
+
+def _verified(
+    op: Op, candidates: Candidates, results: Sequence[Tensor], trials: Trials | None
+) -> tuple[tuple[Where | None, ...], bool]:
+    """The first of each result's candidates that the values do not contradict; and whether these were the op's own."""
     for candidate in candidates:
         if isinstance(candidate, Lost):
-            return tuple(candidate for _ in results)
-    trials = _trials(op)
+            return tuple(candidate for _ in results), False
     if trials is None:
-        return tuple(Lost(f"{op_name(op.func)} could not be tried on other values") for _ in results)
+        return tuple(Lost(f"{op_name(op.func)} could not be tried on other values") for _ in results), True
     found: list[Where | None] = []
     for i, options in enumerate(candidates):
+        if isinstance(options, Layout):
+            options = [options]
         if isinstance(options, list):
-            own = {n: (before[i], after[i]) for n, (before, after) in trials.items()}
-            kept = (layout for layout in options if _keeps_apart(layout, own, op.batch))
+            fits = (layout for layout in options if _keeps_apart(layout, trials, i, op.batch))
             shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
-            found.append(next(kept, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
+            found.append(next(fits, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
+        elif isinstance(options, Reduced) and not _adds_up(trials, i):
+            found.append(Lost(f"{op_name(op.func)} is no sum of what each sample gives"))
         else:
             found.append(options)
-    return tuple(found)
+    return tuple(found), trials.by_values
 
 
 def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> Candidates:
     before = op.run([t.to("meta") for t in op.tensors])
     after = op.run([_grown(t, where, op.batch) for t, where in zip(op.tensors, op.where, strict=True)])
-    candidates: list[list[Layout] | Reduced | Lost | None] = []
+    candidates: list[list[Layout] | Layout | Reduced | Lost | None] = []
     for result, old, new in zip(results, before, after, strict=True):
         changed = [d for d in range(result.dim()) if old.shape[d] != new.shape[d]]
         if not changed:
@@ -124,23 +134,44 @@ def _all_layouts(result: Tensor, batch: int) -> Iterator[Layout]:
             yield from _regular_layouts(dim, size, batch)
 
 
-def _trials(op: Op) -> dict[int, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] | None:
-    """For the first and the last sample: the results on invented numbers, and those with all other samples changed."""
+Results = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Results of an op on some values, and on these with samples changed."""
+
+    before: Results
+    others_changed: Mapping[int, Results]  # sample -> all samples but this one changed
+    one_changed: Results  # only the first of these samples
+    all_changed: Results
+    by_values: bool  # the values were the op's own, or could not be changed
+
+
+def _trials(op: Op, constants: bool) -> Trials | None:
+    """Tries the op on invented numbers, if it takes any, else on its own; `constants`: what holds no samples too."""
     present = op.samples() or {0}
-    for invent in (True, False):
+    for invent, step in itertools.product((True, False), (1, -1, 0)):
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(0)
-            base = [_invented(t, where) if invent else t for t, where in zip(op.tensors, op.where, strict=True)]
+            base = [
+                _invented(t, where, constants) if invent else t for t, where in zip(op.tensors, op.where, strict=True)
+            ]
+
+            def changed(samples: set[int], base: Sequence[Tensor] = base, step: int = step) -> Results:
+                values = [_changed(t, w, samples, op.batch, step) for t, w in zip(base, op.where, strict=True)]
+                return _seeded_run(op, values)
+
             try:
-                before = _seeded_run(op, base)
-                return {
-                    n: (
-                        before,
-                        _seeded_run(op, [_altered(t, w, n, op.batch) for t, w in zip(base, op.where, strict=True)]),
-                    )
-                    for n in {min(present), max(present)}
-                }
-            except Exception:  # the op does not take such numbers; the true ones it took
+                ends = sorted({min(present), max(present)})
+                return Trials(
+                    _seeded_run(op, base),
+                    {n: changed(present - {n}) for n in ends},
+                    changed({ends[0]}),
+                    changed(present),
+                    by_values=not invent or step == 0,
+                )
+            except Exception:  # the op does not take such numbers
                 continue
     return None
 
@@ -150,35 +181,56 @@ def _seeded_run(op: Op, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return op.run([t.clone() for t in tensors])
 
 
-def _invented(tensor: Tensor, where: Where | None) -> Tensor:
-    """Numbers between 0.1 and 0.9 for batch and weights: logarithms, roots and probabilities take them too."""
-    if (isinstance(where, Layout) or tensor.requires_grad) and (tensor.is_floating_point() or tensor.is_complex()):
+def _invented(tensor: Tensor, where: Where | None, constants: bool) -> Tensor:
+    """Numbers between 0.1 and 0.9, which logarithms, roots and probabilities take too; of integers their own."""
+    of_interest = constants or isinstance(where, Layout) or tensor.requires_grad
+    if of_interest and (tensor.is_floating_point() or tensor.is_complex()):
         return torch.rand(tensor.shape, device=tensor.device).mul_(0.8).add_(0.1).to(tensor.dtype)
-    return tensor.clone()
+    return tensor.detach().clone()
 
 
-def _altered(tensor: Tensor, where: Where | None, keep: int, batch: int) -> Tensor:
-    """The tensor with other values, of its own range, for all samples but one."""
+def _changed(tensor: Tensor, where: Where | None, samples: set[int], batch: int, step: int) -> Tensor:
+    """The tensor with other values, of its own range if they differ there, for these samples."""
     if not isinstance(where, Layout):
         return tensor
     if tensor.dtype == torch.bool:
         other = ~tensor
     elif tensor.is_floating_point() or tensor.is_complex():
         other = 1 - tensor if not tensor.isinf().any() else tensor.flip(where.dim)
+    elif tensor.numel():
+        other = tensor.max() + tensor.min() - tensor
+        other = other + step if torch.equal(other, tensor) else other
     else:
-        other = tensor.max() + tensor.min() - tensor if tensor.numel() else tensor
-    kept = torch.tensor([n == keep for n in where.sample_of(tensor.shape[where.dim], batch)], device=tensor.device)
-    return torch.where(kept.view(-1, *[1] * (tensor.dim() - where.dim - 1)), tensor, other)
+        other = tensor
+    ids = where.sample_of(tensor.shape[where.dim], batch)
+    chosen = torch.tensor([n in samples for n in ids], device=tensor.device, dtype=torch.bool)
+    return torch.where(chosen.view(-1, *[1] * (tensor.dim() - where.dim - 1)), other, tensor)
 
 
-def _keeps_apart(layout: Layout, trials: Mapping[int, tuple[Tensor, Tensor]], batch: int) -> bool:
-    """Whether, by this layout, each of these samples kept its entries when all the others changed."""
-    for sample, (before, after) in trials.items():
-        ids = layout.sample_of(before.shape[layout.dim], batch)
+def _keeps_apart(layout: Layout, trials: Trials, result: int, batch: int) -> bool:
+    """Whether, by this layout, each of the tried samples kept its entries when all the others changed."""
+    before = trials.before[result]
+    ids = layout.sample_of(before.shape[layout.dim], batch)
+    for sample, results in trials.others_changed.items():
+        after = results[result]
         own = torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long, device=before.device)
+        if before.shape != after.shape:
+            return False
         if not _same(before.index_select(layout.dim, own), after.index_select(layout.dim, own)):
             return False
     return True
+
+
+def _adds_up(trials: Trials, result: int) -> bool:
+    """Whether changing one sample makes the same difference whatever the others are."""
+    one = next(iter(trials.others_changed))
+    before, alone, all_but_one, everyone = (
+        results[result].double()
+        for results in (trials.before, trials.one_changed, trials.others_changed[one], trials.all_changed)
+    )
+    dtype = trials.before[result].dtype
+    tolerance = 1e3 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+    return torch.allclose(before + everyone, alone + all_but_one, rtol=tolerance, atol=tolerance)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

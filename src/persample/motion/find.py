@@ -13,7 +13,7 @@ from persample.errors import op_name
 from persample.layout import Layout, Lost, Reduced, Where, regular
 from persample.motion.by_ids import by_ids, is_moved
 from persample.motion.by_trial import by_trial, reduced
-from persample.motion.kinds import BILINEAR, INDEX_DTYPES, LIKES, LINEAR, MAKERS, MOVES, WRITES
+from persample.motion.kinds import BILINEAR, DIVISIONS, INDEX_DTYPES, LIKES, LINEAR, MAKERS, MOVES, WRITES
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op
 from persample.tree import map_tensors
@@ -52,18 +52,20 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     for i, where in enumerate(op.where):
-        if isinstance(where, Lost) and not (op.func in MOVES and not is_moved(op, i, op.tensors[i])):
+        if isinstance(where, Lost) and not (op.func in MOVES and not is_moved(op, i)):
             return everywhere(where, results)
     if any(isinstance(where, Reduced) for where in op.where):
         return everywhere(_after_reduction(op), results)
     if op.func in MAKERS:
         return everywhere(None, results)
+    if op.func in LIKES:
+        like = op.where[0]
+        of_many = isinstance(like, Layout) and (op.batch == 1 or like.ids is None or len(set(like.ids)) > 1)
+        return everywhere(like if of_many else None, results)
     owners = op.samples()
-    if len(owners) == 1:  # nobody is there to be mixed with
+    if len(owners) == 1 and not op.has_nobodys_rows():  # there is nobody to be mixed with
         (owner,) = owners
         return Motion(tuple(_all_of(owner, r, op) for r in results))
-    if op.func in LIKES:
-        return everywhere(next(where for where in op.where if where), results)
     with torch.no_grad():
         if op.func in MOVES or op.func in WRITES:
             motion = by_ids(op)
@@ -85,7 +87,8 @@ def _all_of(sample: int, result: Tensor, op: Op) -> Where:
 def _after_reduction(op: Op) -> Where:
     reduced = [where for where in op.where if isinstance(where, Reduced)]
     apart = any(isinstance(where, Layout) for where in op.where)
-    if apart or op.func not in LINEAR or (op.func in BILINEAR and len(reduced) > 1):
+    divides_by_it = op.func in DIVISIONS and not isinstance(op.where[0], Reduced)
+    if apart or op.func not in LINEAR or (op.func in BILINEAR and len(reduced) > 1) or divides_by_it:
         return Lost(f"{reduced[0].cause} (in {reduced[0].place}), and {op_name(op.func)} is not linear in that sum")
     return reduced[0]
 
@@ -100,7 +103,7 @@ def _key(op: Op) -> Any:
     """What the motion depends on, or None where that includes values."""
     if _BY_INDEX.search(op_name(op.func)) and any(t.dtype in INDEX_DTYPES for t in op.tensors):
         return None
-    described = [(t.shape, t.dtype, where) for t, where in zip(op.tensors, op.where, strict=True)]
+    described = [(t.shape, t.dtype, t.requires_grad, where) for t, where in zip(op.tensors, op.where, strict=True)]
     supply = iter(described)
     key = (op.func, op.batch, _hashable(map_tensors(lambda _: next(supply), (op.args, op.kwargs))))
     try:

@@ -55,10 +55,8 @@ LINEAR: set[Any] = {
     T.__truediv__, T.__itruediv__, T.__neg__, torch.sum, T.sum, torch.mean, T.mean, torch.stack, T.to, T.float,
     T.double, *MOVES,
 }  # fmt: skip
-BILINEAR: set[Any] = {
-    torch.mul, torch.div, T.mul, T.div, T.mul_, T.div_, T.__mul__, T.__rmul__, T.__imul__, T.__truediv__,
-    T.__itruediv__, T.__rtruediv__,
-}  # fmt: skip
+DIVISIONS: set[Any] = {torch.div, T.div, T.div_, T.__truediv__, T.__itruediv__}
+BILINEAR: set[Any] = {torch.mul, T.mul, T.mul_, T.__mul__, T.__rmul__, T.__imul__, *DIVISIONS}
 
 # What an index or a mask can be made of.
 INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}

@@ -42,6 +42,10 @@ class Op:
                 found |= set(range(self.batch) if whole_batch else where.ids or ())
         return found - {-1}
 
+    def has_nobodys_rows(self) -> bool:
+        """Whether rows that belong to no sample lie among those of samples."""
+        return any(isinstance(where, Layout) and where.ids is not None and -1 in where.ids for where in self.where)
+
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of the result, computed with other tensors in the place of the op's own."""
         args, kwargs = self.filled(tensors)

@@ -11,7 +11,9 @@ from persample.rules.registry import Terms, rule
 from persample.terms import Dense, Patches
 
 
-@rule(torch.conv1d, torch.conv2d, torch.conv3d)
+@rule(torch.conv1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3)
+@rule(torch.conv2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4)
+@rule(torch.conv3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5)
 def conv(
     grad: Tensor,
     input: Tensor,

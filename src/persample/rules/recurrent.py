@@ -153,8 +153,10 @@ def layer(
 def _motion_of_layer(op: Op) -> Motion:
     func, input, state, _, sizes, *_ = op.args
     where = op.where[0]
-    if op.batch == 1 and isinstance(where, Layout):  # everything is of the one sample, in whatever dim it was found
-        return Motion((where, *[Layout(1)] * len(state)), tuple((1 + i, Layout(1)) for i in range(len(state))))
+    owners = op.samples()
+    if len(owners) == 1 and isinstance(where, Layout):  # everything is of one sample, in whatever dim it was found
+        rows = regular(1, (*owners,) * state[0].shape[1], op.batch)
+        return Motion((where, *[rows] * len(state)), tuple((1 + i, rows) for i in range(len(state))))
     if isinstance(where, Layout) and where.dim != (1 if sizes is None else 0):
         where = Lost(f"{op_name(func)} runs along dim {where.dim}, where the samples lie")
     if not isinstance(where, Layout):
