@@ -14,6 +14,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_code_of_the_readme_runs() -> None:
     before = dict(HANDLED_FUNCTIONS)
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
     w, gain = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     names = {"torch": torch, "model": model, "x": torch.randn(3, 4), "y": torch.tensor([0, 4, 2]), "w": w}
@@ -23,6 +24,7 @@ def test_the_code_of_the_readme_runs() -> None:
         for block in blocks:
             exec(block, names)  # as a reader would paste it
         assert w.grad_sample.shape == (3, 6, 4)
+        assert all(p.grad is not None for p in model.parameters())
         torch.mul(torch.ones(3, 2, 4), names["persample"].ExpandedWeight(gain, 3, "sum")).sum().backward()
         assert torch.equal(gain.grad_sample, torch.full((3, 4), 2.0))
     finally:

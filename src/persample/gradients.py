@@ -81,7 +81,7 @@ class PerSampleGradients:
     def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`{name: (batch, *shape)}`: the gradients themselves, B times the size of the model, or of some names."""
         chosen = self.names if names is None else list(names)
-        return {name: (self._term(name).dense() * self._scale).to(self._parameters[name].dtype) for name in chosen}
+        return {name: self._scaled_dense(name).to(self._parameters[name].dtype) for name in chosen}
 
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
@@ -211,6 +211,12 @@ class PerSampleGradients:
             return self._arrived[name]
         p = self._parameters[name]
         return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
+
+    def _scaled_dense(self, name: str) -> Tensor:
+        term = self._term(name)
+        if self._scale == 1:
+            return term.dense()
+        return term.dense() * self._scale if isinstance(term, Dense) else term.dense().mul_(self._scale)
 
     def _check_done(self) -> None:
         if self.batch_size and not self._backward_done:

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from persample.terms.sketch import Sketch
 
-# How many numbers a block of a dense form may have, where nobody says otherwise: 16 million, 64 MB in float32.
-BLOCK = 2**24
+# How many numbers a block of a dense form may have where nobody says otherwise: 4 MB in float32, which stay in cache.
+BLOCK = 2**20
 
 
 class Term(ABC):
     """What one use of a weight contributes to its per-sample gradients: a `(batch, *weight.shape)`, kept in factors.
 
-    A term must be able to give its dense form, and the term of some rows of the weight. Every answer has a default that
-    goes through dense blocks of such rows; a term overrides it where its structure gives the answer for less. Answers
-    are in float32 at least. `<g, h>` is the real part of the inner product.
+    A term must be able to give its dense form, and the term of some of the samples or of some rows of the weight. Every
+    answer has a default that goes through dense blocks; a term overrides it where its structure gives the answer for
+    less. Answers are in float32 at least. `<g, h>` is the real part of the inner product.
     """
 
     @property
@@ -38,17 +38,20 @@ class Term(ABC):
         """The contribution itself, `(batch, *weight.shape)`."""
 
     @abstractmethod
+    def some(self, start: int, stop: int) -> Term:
+        """The same for the samples from `start` to `stop`."""
+
+    @abstractmethod
     def part(self, start: int, stop: int) -> Term:
         """The same for the rows `weight[start:stop]`."""
 
     def squared_norms(self) -> Tensor:
         """`(batch,)`: |g_n|²."""
-        return self.inner(self)
+        return torch.cat([_matrix(block).abs().square().sum(1) for _, (block,) in self.by_samples()])
 
     def sum(self, weights: Tensor) -> Tensor:
         """`weight.shape`: the sum of weights[n] g_n."""
-        parts = [torch.tensordot(weights.to(block), block, 1) for (block,) in self.blocks()]
-        return torch.cat(parts) if self.shape else parts[0]
+        return sum_of(torch.tensordot(weights[at].to(block), block, 1) for at, (block,) in self.by_samples())
 
     def dot(self, direction: Tensor) -> Tensor:
         """`(batch,)`: <g_n, direction>."""
@@ -56,21 +59,21 @@ class Term(ABC):
 
     def inner(self, other: Term) -> Tensor:
         """`(batch,)`: <g_n, h_n>, h being another contribution to the same weight."""
-        return sum_of(_matrix((a.conj() * b).real).sum(1) for a, b in self.blocks(other))
+        return torch.cat([_matrix((a.conj() * b).real).sum(1) for _, (a, b) in self.by_samples(other)])
 
     def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
         """`(batch, batch of other)`: <g_n, h_m>, in blocks of so many numbers."""
-        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in self.blocks(other, numbers=numbers))
+        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in self.by_rows(other, numbers=numbers))
 
     def square_sum(self, numbers: int = BLOCK) -> Tensor:
         """`weight.shape`: the sum of g_n², entry by entry."""
-        parts = [block.abs().square().sum(0) for (block,) in self.blocks(numbers=numbers)]
+        parts = [block.abs().square().sum(0) for (block,) in self.by_rows(numbers=numbers)]
         return torch.cat(parts) if self.shape else parts[0]
 
     def project(self, sketch: Sketch) -> Tensor:
         """`(batch, sketch.size)`: the sketch of each g_n."""
         starts = range(0, max(1, self.rows), self._rows_a_block(BLOCK))
-        return sum_of(sketch.of_dense(block, start) for start, (block,) in zip(starts, self.blocks(), strict=True))
+        return sum_of(sketch.of_dense(block, start) for start, (block,) in zip(starts, self.by_rows(), strict=True))
 
     @property
     def rows(self) -> int:
@@ -81,7 +84,7 @@ class Term(ABC):
         row = max(1, self.batch * self.shape[1:].numel())
         return max(1, numbers // row)
 
-    def blocks(self, *others: Term, numbers: int = BLOCK) -> Iterator[tuple[Tensor, ...]]:
+    def by_rows(self, *others: Term, numbers: int = BLOCK) -> Iterator[tuple[Tensor, ...]]:
         """The dense forms, in the accumulation type, of as many rows of the weight at a time as the bound allows."""
         terms = (self, *others)
         step = min(term._rows_a_block(numbers) for term in terms)
@@ -90,6 +93,13 @@ class Term(ABC):
             return
         for start in range(0, self.rows, step):
             yield tuple(wide(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
+
+    def by_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+        """The dense forms, in the accumulation type, of a few samples at a time; and which."""
+        step = max(1, BLOCK // max(1, self.shape.numel()))
+        for start in range(0, max(1, self.batch), step):
+            stop = min(start + step, self.batch)
+            yield slice(start, stop), tuple(wide(term.some(start, stop).dense()) for term in (self, *others))
 
 
 class Same(Term):
@@ -109,6 +119,9 @@ class Same(Term):
 
     def dense(self) -> Tensor:
         return self.direction.expand(self.batch, *self.shape)
+
+    def some(self, start: int, stop: int) -> Same:
+        return Same(self.direction, stop - start)
 
     def part(self, start: int, stop: int) -> Same:
         return Same(self.direction[start:stop], self.batch)

@@ -27,5 +27,8 @@ class Dense(Term):
     def dense(self) -> Tensor:
         return self.values
 
+    def some(self, start: int, stop: int) -> Dense:
+        return Dense(self.values[start:stop])
+
     def part(self, start: int, stop: int) -> Dense:
         return Dense(self.values[:, start:stop])

@@ -41,12 +41,17 @@ class Outer(Term):
         input, grad = promoted(self.input, self.grad)
         return grad.mT @ input.conj()
 
+    def some(self, start: int, stop: int) -> Outer:
+        return Outer(self.input[start:stop], self.grad[start:stop])
+
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
             return _squares(wide(self.input)) * _squares(wide(self.grad))
+        if cheaper_way(self.positions, *self.shape) == "dense":
+            return super().squared_norms()
         return self.inner(self)
 
     def inner(self, other: Term) -> Tensor:

@@ -43,6 +43,9 @@ class Patches(Term):
         per_group = grad @ patches.mT.conj()  # (batch, group, out, in * kernel)
         return per_group.flatten(1, 2).unflatten(-1, self.shape[1:])
 
+    def some(self, start: int, stop: int) -> Patches:
+        return replace(self, input=self.input[start:stop], grad=self.grad[start:stop])
+
     def part(self, start: int, stop: int) -> Term:
         each = self.shape[0] // self.groups
         first, last = start // each, -(-stop // each)  # the groups in which these rows lie
@@ -132,6 +135,9 @@ class Cut(Term):
 
     def dense(self) -> Tensor:
         return self.term.dense()[:, self.start : self.stop]
+
+    def some(self, start: int, stop: int) -> Cut:
+        return Cut(self.term.some(start, stop), self.start, self.stop)
 
     def part(self, start: int, stop: int) -> Cut:
         return Cut(self.term, self.start + start, self.start + stop)

@@ -39,6 +39,9 @@ class Rows(Term):
         table.index_add_(0, (sample * self.count + self.ids).flatten(), self.grad.flatten(0, 1))
         return table.unflatten(0, (batch, self.count))
 
+    def some(self, start: int, stop: int) -> Rows:
+        return Rows(self.ids[start:stop], self.grad[start:stop], self.count)
+
     def part(self, start: int, stop: int) -> Rows:
         inside = (self.ids >= start) & (self.ids < stop)
         ids = torch.where(inside, self.ids - start, 0)

@@ -33,6 +33,9 @@ class Sum(Term):
     def dense(self) -> Tensor:
         return dense_sum(self.terms)
 
+    def some(self, start: int, stop: int) -> Sum:
+        return Sum([term.some(start, stop) for term in self.terms])
+
     def part(self, start: int, stop: int) -> Sum:
         return Sum([term.part(start, stop) for term in self.terms])
 
