@@ -26,6 +26,7 @@ class Use:
     call: tuple[Any, Any]  # the emptied arguments
     layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
     results: tuple[Layout | None, ...]  # of each tensor in the result
+    shapes: tuple[torch.Size, ...]  # of each tensor in the result
     tapped: tuple[int, ...]  # which of these can have a gradient
     weights: dict[int, Tensor]  # position among the tensors -> parameter, or what was computed from parameters
     inputs: Sequence[int]  # the positions of activations whose gradient the rule gives
@@ -46,6 +47,7 @@ class Use:
         for i, grad in zip(self.tapped, grads, strict=True):
             layout = self.results[i]
             if grad is not None and layout is not None:
+                grad = grad.reshape(self.shapes[i])
                 self._check_nobodys_rows(grad, layout)
                 grad_rows[i] = samples(grad, layout, self.batch)
         terms = self._terms(rows, grad_rows)

@@ -67,16 +67,25 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
         return result, motion
 
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
+    shapes = tuple(r.shape for r in results)
     inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
-    use = Use(op.func, call, layouts, where, tapped, weights, inputs, rule, around.batch, around.collector)
+    use = Use(op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, around.batch, around.collector)
     factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
     around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
+    chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
     # A result that the op's own backward reads must not count as changed in place; functions with a rule read none.
-    copy = not op.inplace and (rule is None or any(results[i]._base is not None for i in tapped))
-    chosen = [results[i] for i in tapped] + [op.tensors[i] for i in inputs]
-    passed_on = dict(zip(tapped, Tap.apply(use, saved, copy, *chosen, around.anchor), strict=True))
-    supply = iter([passed_on.get(i, r) for i, r in enumerate(results)])
+    copy = not op.inplace and (rule is None or any(c._base is not None for c in chosen))
+    passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in inputs), around.anchor)
+    seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
+    supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
+
+
+def _beneath(result: Tensor) -> Tensor:
+    """What a result is a view of, if it is all of that: a linear layer on sequences gives a view of rows."""
+    base = result._base
+    whole = base is not None and base.numel() == result.numel() and base.is_contiguous() and result.is_contiguous()
+    return base if whole and base is not None and not base.is_leaf else result
 
 
 def check_apart(op: Op, around: Surroundings) -> None:
