@@ -117,6 +117,35 @@ def test_a_second_backward_is_refused(keep: dict[str, Any]) -> None:
         F.cross_entropy(module(x), y).backward()
 
 
+@pytest.mark.parametrize("passes", [None, 1, 2])
+def test_a_second_backward_that_reaches_other_parameters_is_refused(passes: int | None) -> None:
+    module = Calls(lambda m, h: (m.a(h), m.b(h)), a=nn.Linear(D, 3), b=nn.Linear(D, 3))
+    with (
+        pytest.raises(PerSampleError, match="second backward pass"),
+        record(module, keep="clip", max_norm=0.3, passes=passes),
+    ):
+        first, second = module(torch.randn(B, D))
+        first.sum().backward()
+        second.sum().backward()
+
+
+def test_the_clipped_sum_is_the_users_to_change() -> None:
+    module, x, y = small()
+    with record(module, keep="clip", max_norm=0.5) as grads:
+        F.cross_entropy(module(x), y).backward()
+    before = grads.clip()["0.weight"].clone()
+    grads.clip()["0.weight"].add_(1)
+    assert torch.equal(grads.clip()["0.weight"], before)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_an_empty_batch(passes: int) -> None:
+    module = nn.Linear(D, 3)
+    with record(module, keep="clip", max_norm=0.5, passes=passes) as grads:
+        module(torch.randn(0, D)).sum().backward()
+    assert torch.equal(grads.clip()["weight"], torch.zeros(3, D))
+
+
 def test_a_backward_after_the_block() -> None:
     module, x, y = small()
     with record(module, keep="clip", max_norm=0.5) as grads:
@@ -142,6 +171,9 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
         ({"keep": "clip"}, "max_norm"),
         ({"max_norm": 1.0}, "max_norm"),
         ({"keep": "gold"}, "'gold'"),
+        ({"keep": "clip", "max_norm": -1.0}, "positive"),
+        ({"keep": "clip", "max_norm": 1.0, "passes": 3}, "passes"),
+        ({"passes": 2}, "passes"),
         ({"loss_reduction": "max"}, "'max'"),
     ],
 )

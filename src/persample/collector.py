@@ -39,6 +39,7 @@ class Collector:
         self.finished = finished
         self.early = early
         self.factor_bytes = 0  # what all terms would keep
+        self.pulling_back = False
         self._uses: Counter[int] = Counter()
         self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
@@ -67,10 +68,14 @@ class Collector:
 
     def _end(self, backward_pass: int) -> None:
         arrived = self._arrived.pop(backward_pass)
-        for weight, terms in list(arrived.values()):
-            if id(weight) not in self.parameters:
-                for parameter, rows in self._pulled_back(weight, terms):
-                    arrived.setdefault(id(parameter), (parameter, []))[1].append(Dense(rows))
+        self.pulling_back = True
+        try:
+            for weight, terms in list(arrived.values()):
+                if id(weight) not in self.parameters:
+                    for parameter, rows in self._pulled_back(weight, terms):
+                        arrived.setdefault(id(parameter), (parameter, []))[1].append(Dense(rows))
+        finally:
+            self.pulling_back = False
         for weight, terms in arrived.values():
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)

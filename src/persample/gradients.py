@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.errors import PerSampleError
 from persample.terms import Dense, Term, together
+from persample.terms.base import as_double, tensors_of, wide
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 # What gram() and variance() may take for a block of dense gradients, where the user does not say.
@@ -28,6 +29,7 @@ class PerSampleGradients:
         self._names = {id(p): name for name, p in parameters.items()}
         self._loss_reduction = loss_reduction
         self._arrived: dict[str, Term] = {}
+        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self._batch_size: int | None = None
         self._backward_done = False
 
@@ -48,6 +50,7 @@ class PerSampleGradients:
         name = self._names.get(id(parameter))
         if name is not None:
             self._arrived[name] = together([self._arrived[name], term]) if name in self._arrived else term
+            self._versions[name] = [(t, t._version) for t in tensors_of(self._arrived[name])]
 
     def finish(self) -> None:
         """Says that a backward pass has ended."""
@@ -78,11 +81,13 @@ class PerSampleGradients:
 
     # ---- answers ----
 
+    @torch.no_grad()
     def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`{name: (batch, *shape)}`: the gradients themselves, B times the size of the model, or of some names."""
-        chosen = self.names if names is None else list(names)
+        chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
         return {name: self._scaled_dense(name).to(self._parameters[name].dtype) for name in chosen}
 
+    @torch.no_grad()
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
         squares = self._squares()
@@ -90,20 +95,28 @@ class PerSampleGradients:
             return {name: square.sqrt() * self._scale for name, square in squares.items()}
         return self._added_up(squares.values()).sqrt() * self._scale
 
+    @torch.no_grad()
     def sum(self, weights: Tensor | None = None) -> dict[str, Tensor]:
         """`{name: shape}`: the sum of the rows, each times its weight."""
         if weights is None:
-            weights = torch.ones(self.batch_size, device=self._device)
+            weights = torch.ones(self.batch_size, device=self._device, dtype=torch.float32)
+        if weights.shape != (self.batch_size,):
+            raise PerSampleError(
+                f"One weight for each of {self.batch_size} samples is needed, got {tuple(weights.shape)}"
+            )
         return {name: term.sum(weights.to(self._device) * self._scale) for name, term in self._terms().items()}
 
+    @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, which is the gradient of the mean loss."""
-        return {name: total / self.batch_size for name, total in self.sum().items()}
+        return {name: total / max(1, self.batch_size) for name, total in self.sum().items()}
 
+    @torch.no_grad()
     def clip_factors(self, max_norm: float) -> Tensor:
         """`(batch,)`: what each row has to be scaled by so that its norm is at most `max_norm`."""
         return _factors(self._all_norms(), max_norm)
 
+    @torch.no_grad()
     def clip(self, max_norm: float, per_parameter: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the sum of the rows, each scaled down to a norm of at most `max_norm`.
 
@@ -115,14 +128,20 @@ class PerSampleGradients:
         assert isinstance(norms, dict)
         return {name: term.sum(_factors(norms[name], max_norm) * self._scale) for name, term in self._terms().items()}
 
+    @torch.no_grad()
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """`(batch,)`: the inner product of each row with `{name: shape}`; a missing name counts as zeros."""
         unknown = direction.keys() - self._parameters.keys()
         if unknown:
             raise PerSampleError(f"The direction names {sorted(unknown)}, which are no parameters of this recording.")
+        for name, part in direction.items():
+            if part.shape != self._parameters[name].shape:
+                wanted = tuple(self._parameters[name].shape)
+                raise PerSampleError(f"The direction has shape {tuple(part.shape)} for '{name}', which has {wanted}")
         terms = self._terms()
-        return self._added_up(terms[name].dot(part) for name, part in direction.items()) * self._scale
+        return self._added_up(terms[name].dot(part.detach()) for name, part in direction.items()) * self._scale
 
+    @torch.no_grad()
     def gram(self, other: PerSampleGradients | None = None, memory: int = MEMORY) -> Tensor:
         """`(batch, batch of other)`: the inner products of the rows, with each other or with another recording's.
 
@@ -138,6 +157,7 @@ class PerSampleGradients:
             total = total + part
         return total * (self._scale * other._scale)
 
+    @torch.no_grad()
     def project(self, dim: int, seed: int = 0, method: Literal["tensor", "sparse"] = "tensor") -> Tensor:
         """`(batch, dim)`: a random projection of the rows that keeps inner products in the mean.
 
@@ -145,42 +165,56 @@ class PerSampleGradients:
         and processes can be compared. "tensor" never makes a gradient dense; "sparse" does, in blocks, and has
         the smaller spread for the same dim: use it where samples have few positions (T = 1: an MLP) and dim is dear.
         """
+        if method not in ("tensor", "sparse"):
+            raise PerSampleError(f"method must be 'tensor' or 'sparse', got {method!r}")
         parts = []
         for name, term in self._terms().items():
+            if self._parameters[name].is_complex():
+                raise PerSampleError(f"'{name}' is complex; projections are of real gradients")
+            if not self._parameters[name].numel():
+                continue
             sketch: TensorSketch | SparseSketch
             if method == "tensor":
                 sketch = TensorSketch(dim, seed, name, self._parameters[name].shape, self._device)
             else:
                 sketch = SparseSketch(dim, seed, name)
             parts.append(term.project(sketch))
-        total = torch.zeros(self.batch_size, dim, device=self._device)
+        total = torch.zeros(self.batch_size, dim, device=self._device, dtype=torch.float32)
         for part in parts:
             total = total + part
         return total * self._scale
 
+    @torch.no_grad()
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows' squares, entry by entry."""
-        scale = self._scale**2 / self.batch_size
+        scale = self._scale**2 / max(1, self.batch_size)
         return {name: term.square_sum(memory // 4) * scale for name, term in self._terms().items()}
 
+    @torch.no_grad()
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance of the rows, entry by entry; unbiased with the default correction."""
-        mean, second = self.mean(), self.second_moment(memory)
-        factor = self.batch_size / max(0, self.batch_size - correction) if self.batch_size > correction else torch.nan
-        return {name: (second[name] - mean[name].abs().square()).clamp(min=0) * factor for name in second}
+        count = self.batch_size
+        factor = self._scale**2 / (count - correction) if count > correction else torch.nan
+        found = {}
+        for name, term in self._terms().items():
+            exact = as_double(term)  # a difference of squares loses what it is about in float32
+            total = exact.sum(torch.ones(count, device=self._device, dtype=torch.float64))
+            spread = exact.square_sum(memory // 8) - total.abs().square() / max(1, count)
+            found[name] = (spread.clamp(min=0) * factor).to(wide(self._parameters[name]).abs().dtype)
+        return found
 
+    @torch.no_grad()
     def noise_scale(self) -> Tensor:
         """How many samples a batch needs until its gradient's noise is as large as the gradient itself.
 
         The simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both.
         """
-        if self.batch_size < 2:
-            raise PerSampleError("The noise scale takes at least two samples.")
-        squares = self._all_norms().square().mean()
-        of_mean = sum(part.abs().square().sum() for part in self.mean().values())
         size = self.batch_size
-        signal = (size * of_mean - squares) / (size - 1)
-        return (squares - of_mean) / (1 - 1 / size) / signal
+        if size < 2:
+            raise PerSampleError("The noise scale takes at least two samples.")
+        noise = torch.stack([part.sum(dtype=torch.float64) for part in self.variance().values()]).sum()
+        of_mean = torch.stack([part.abs().square().sum(dtype=torch.float64) for part in self.mean().values()]).sum()
+        return (noise / (of_mean - noise / size)).to(self._all_norms().dtype)
 
     # ---- inside ----
 
@@ -198,7 +232,7 @@ class PerSampleGradients:
         return norms
 
     def _added_up(self, parts: Iterable[Tensor]) -> Tensor:
-        total = torch.zeros(self.batch_size, device=self._device)
+        total = torch.zeros(self.batch_size, device=self._device, dtype=torch.float32)
         for part in parts:
             total = total + part
         return total
@@ -208,15 +242,19 @@ class PerSampleGradients:
             raise PerSampleError(f"'{name}' is no parameter of this recording.")
         self._check_done()
         if name in self._arrived:
+            if any(tensor._version != version for tensor, version in self._versions.get(name, ())):
+                raise PerSampleError(
+                    f"An input or activation behind the gradients of '{name}' was changed in place after the backward "
+                    "pass. Ask before you change it, or change a copy."
+                )
             return self._arrived[name]
         p = self._parameters[name]
         return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
 
     def _scaled_dense(self, name: str) -> Tensor:
         term = self._term(name)
-        if self._scale == 1:
-            return term.dense()
-        return term.dense() * self._scale if isinstance(term, Dense) else term.dense().mul_(self._scale)
+        # A dense term gives what it holds, which is not the user's to change.
+        return term.dense() * self._scale if isinstance(term, Dense) else _times(term.dense(), self._scale)
 
     def _check_done(self) -> None:
         if self.batch_size and not self._backward_done:
@@ -236,7 +274,13 @@ class PerSampleGradients:
 
 def _factors(norms: Tensor, max_norm: float) -> Tensor:
     """What makes each norm at most `max_norm`; a norm of zero stays."""
+    if not max_norm > 0:
+        raise PerSampleError(f"max_norm must be positive, got {max_norm}")
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def _times(fresh: Tensor, scale: float) -> Tensor:
+    return fresh if scale == 1 else fresh.mul_(scale)
 
 
 def _bytes(count: float) -> str:

@@ -76,6 +76,13 @@ class Inputs:
         if not tracker.has_inputs:
             raise RuntimeError(NO_TENSOR)
 
+    def check_dims(self) -> None:
+        """Refuses dims for arguments that there are not."""
+        names = list(inspect.signature(self.forward).parameters)
+        for key in self.batch_dim if isinstance(self.batch_dim, Mapping) else ():
+            if isinstance(key, str) and key not in names and key not in self.kwargs:
+                raise RuntimeError(f"batch_dim names an argument '{key}'; the model takes {names}")
+
     def _leaves(self) -> Iterator[tuple[Any, int | None]]:
         """Everything in the arguments that a pytree does not look into, with the dim of its samples."""
         names = list(inspect.signature(self.forward).parameters)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from persample.collector import Collector
 from persample.errors import PerSampleError
@@ -60,6 +61,8 @@ def record(
         raise PerSampleError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
     if not isinstance(model, nn.Module):
         raise PerSampleError(f"record takes an nn.Module, got {type(model).__name__}")
+    if any(isinstance(mode, Tracker) for mode in _get_current_function_mode_stack()):
+        raise PerSampleError("Recordings cannot be nested: leave the one block before the next.")
     recorded = _chosen(model, parameters)
     grads = _gradients(recorded, loss_reduction, keep, max_norm, passes, memory)
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -84,10 +87,12 @@ def record(
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
             inputs = Inputs(model.forward, args, kwargs, batch_dim)
+            inputs.check_dims()
             tracker.batch = grads.start(inputs.batch_size("record") if batch_size is None else batch_size)
             inputs.tell(tracker, told=batch_size is not None)
 
-    hook = model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+    hooks = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+    hooks += [p.register_hook(_unrecorded(name, collector)) for name, p in recorded.items()]
     rng_state = torch.get_rng_state()
     try:
         with tracker:
@@ -97,7 +102,21 @@ def record(
         torch.set_rng_state(rng_state)
         raise
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
+
+
+def _unrecorded(name: str, collector: Collector) -> Callable[[Tensor | None], None]:
+    """Refuses an ordinary gradient of a recorded parameter: it comes by a way that was not recorded."""
+
+    def refuse(grad: Tensor | None) -> None:
+        if grad is not None and not collector.pulling_back:
+            raise PerSampleError(
+                f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
+                "directly, or a penalty on the weights. Call the model itself, and keep penalties out of the block."
+            )
+
+    return refuse
 
 
 def _gradients(
@@ -108,6 +127,10 @@ def _gradients(
     passes: int | None,
     memory: int,
 ) -> PerSampleGradients:
+    if passes not in (None, 1, 2) or (passes and keep != "clip"):
+        raise PerSampleError(f"passes is 1 or 2 and goes with keep='clip', got {passes}")
+    if max_norm is not None and not max_norm > 0:
+        raise PerSampleError(f"max_norm must be positive, got {max_norm}")
     if (max_norm is not None) != (keep == "clip"):
         raise PerSampleError("max_norm goes with keep='clip', and keep='clip' with a max_norm")
     if keep == "clip":

@@ -88,9 +88,9 @@ class StreamedClip(StreamedNorms):
         name = self._names.get(id(parameter))
         if name is None:
             return
+        if self._ended >= (self.passes or 1):
+            raise PerSampleError(_SECOND_PASS.format(name=name, kept=self.kept))
         if self.passes == 2 and self._factors is not None:
-            if name in self._clipped:
-                raise PerSampleError(_SECOND_PASS.format(name=name, kept=self.kept))
             self._clipped[name] = term.sum(self._factors * self._scale)
             return
         super().receive(parameter, term)
@@ -102,7 +102,7 @@ class StreamedClip(StreamedNorms):
         super().finish()
         self._ended += 1
         if self.passes is None:
-            self.passes, self._reason = 1, ": backward was called outside the block"
+            self.passes, self._reason = 1, ": loss.backward() was not called inside the block"
         if self._factors is None:
             self._factors = self.clip_factors(self.max_norm)
             for name, term in self._arrived.items():
@@ -111,12 +111,14 @@ class StreamedClip(StreamedNorms):
 
     def clip(self, max_norm: float | None = None, per_parameter: bool = False) -> dict[str, Tensor]:
         self._check_done()
-        if self.passes == 2 and self._ended < 2:
-            raise PerSampleError("The two passes are made by a backward inside the block, and there was none.")
+        if self.batch_size and self.passes == 2 and self._ended < 2:
+            raise PerSampleError("The two passes are made by loss.backward() inside the block, and there was none.")
         if per_parameter or max_norm not in (None, self.max_norm):
             raise PerSampleError(f"This recording kept the sum clipped at {self.max_norm} only.")
         zeros = {name: torch.zeros_like(p) for name, p in self._parameters.items() if name not in self._clipped}
-        return {name: self._clipped[name] if name in self._clipped else zeros[name] for name in self._parameters}
+        return {
+            name: self._clipped[name].clone() if name in self._clipped else zeros[name] for name in self._parameters
+        }
 
     def __repr__(self) -> str:
         passes = f"{self.passes or 'no'} backward pass{'es' if self.passes == 2 else ''}{self._reason}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -89,8 +90,10 @@ def _verified(
 
 
 def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> Candidates:
-    before = op.run([t.to("meta") for t in op.tensors])
-    after = op.run([_grown(t, where, op.batch) for t, where in zip(op.tensors, op.where, strict=True)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user has not asked for these shapes
+        before = op.run([t.to("meta") for t in op.tensors])
+        after = op.run([_grown(t, where, op.batch) for t, where in zip(op.tensors, op.where, strict=True)])
     candidates: list[list[Layout] | Layout | Reduced | Lost | None] = []
     for result, old, new in zip(results, before, after, strict=True):
         changed = [d for d in range(result.dim()) if old.shape[d] != new.shape[d]]
@@ -139,35 +142,46 @@ Results = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Trials:
-    """Results of an op on some values, and on these with samples changed."""
+    """Results of an op on some values, and on these with some of the samples changed, then all."""
 
     before: Results
-    others_changed: Mapping[int, Results]  # sample -> all samples but this one changed
-    one_changed: Results  # only the first of these samples
+    changed: Mapping[frozenset[int], Results]
     all_changed: Results
     by_values: bool  # the values were the op's own, or could not be changed
+
+
+def _halves(samples: set[int]) -> list[frozenset[int]]:
+    """Sets of samples such that of any two samples, each is in one of the sets without the other.
+
+    >>> [sorted(half) for half in _halves({0, 1, 2})]
+    [[1], [0, 2], [2], [0, 1]]
+    """
+    numbered = list(enumerate(sorted(samples)))
+    halves = []
+    for bit in range(max(1, (len(samples) - 1).bit_length())):
+        for digit in (1, 0):
+            halves.append(frozenset(n for code, n in numbered if (code >> bit) & 1 == digit))
+    return halves
 
 
 def _trials(op: Op, constants: bool) -> Trials | None:
     """Tries the op on invented numbers, if it takes any, else on its own; `constants`: what holds no samples too."""
     present = op.samples() or {0}
     for invent, step in itertools.product((True, False), (1, -1, 0)):
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has not asked for these values
             torch.manual_seed(0)
-            base = [
-                _invented(t, where, constants) if invent else t for t, where in zip(op.tensors, op.where, strict=True)
-            ]
+            places = list(zip(op.tensors, op.where, strict=True))
+            base = [_invented(t, where, constants) if invent else t for t, where in places]
 
-            def changed(samples: set[int], base: Sequence[Tensor] = base, step: int = step) -> Results:
+            def changed(samples: Set[int], base: Sequence[Tensor] = base, step: int = step) -> Results:
                 values = [_changed(t, w, samples, op.batch, step) for t, w in zip(base, op.where, strict=True)]
                 return _seeded_run(op, values)
 
             try:
-                ends = sorted({min(present), max(present)})
                 return Trials(
                     _seeded_run(op, base),
-                    {n: changed(present - {n}) for n in ends},
-                    changed({ends[0]}),
+                    {half: changed(half) for half in _halves(present)},
                     changed(present),
                     by_values=not invent or step == 0,
                 )
@@ -189,7 +203,7 @@ def _invented(tensor: Tensor, where: Where | None, constants: bool) -> Tensor:
     return tensor.detach().clone()
 
 
-def _changed(tensor: Tensor, where: Where | None, samples: set[int], batch: int, step: int) -> Tensor:
+def _changed(tensor: Tensor, where: Where | None, samples: Set[int], batch: int, step: int) -> Tensor:
     """The tensor with other values, of its own range if they differ there, for these samples."""
     if not isinstance(where, Layout):
         return tensor
@@ -208,29 +222,28 @@ def _changed(tensor: Tensor, where: Where | None, samples: set[int], batch: int,
 
 
 def _keeps_apart(layout: Layout, trials: Trials, result: int, batch: int) -> bool:
-    """Whether, by this layout, each of the tried samples kept its entries when all the others changed."""
+    """Whether, by this layout, samples kept their entries when others changed."""
     before = trials.before[result]
     ids = layout.sample_of(before.shape[layout.dim], batch)
-    for sample, results in trials.others_changed.items():
+    for changed, results in trials.changed.items():
         after = results[result]
-        own = torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long, device=before.device)
         if before.shape != after.shape:
             return False
+        kept = [j for j, n in enumerate(ids) if n >= 0 and n not in changed]
+        own = torch.tensor(kept, dtype=torch.long, device=before.device)
         if not _same(before.index_select(layout.dim, own), after.index_select(layout.dim, own)):
             return False
     return True
 
 
 def _adds_up(trials: Trials, result: int) -> bool:
-    """Whether changing one sample makes the same difference whatever the others are."""
-    one = next(iter(trials.others_changed))
-    before, alone, all_but_one, everyone = (
-        results[result].double()
-        for results in (trials.before, trials.one_changed, trials.others_changed[one], trials.all_changed)
-    )
+    """Whether changing some samples makes the same difference whatever the others are."""
     dtype = trials.before[result].dtype
     tolerance = 1e3 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    return torch.allclose(before + everyone, alone + all_but_one, rtol=tolerance, atol=tolerance)
+    whole = trials.before[result].double() + trials.all_changed[result].double()
+    halves = [results[result].double() for results in trials.changed.values()]
+    pairs = zip(halves[::2], halves[1::2], strict=True)  # a set and the rest
+    return all(torch.allclose(whole, half + rest, rtol=tolerance, atol=tolerance) for half, rest in pairs)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -142,6 +143,27 @@ def sum_of(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in a type that can be added up: float32 instead of half or bfloat16."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def tensors_of(term: Term) -> Iterator[Tensor]:
+    """The tensors that a term keeps."""
+    for value in vars(term).values():
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Term):
+                yield from tensors_of(part)
+
+
+def as_double(term: Any) -> Any:
+    """The term with its factors in float64 (or complex128)."""
+    changed: dict[str, Any] = {}
+    for name, value in vars(term).items():
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
+            changed[name] = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        elif name == "terms":
+            changed[name] = [as_double(part) for part in value]
+    return replace(term, **changed)
 
 
 def dense_sum(terms: Sequence[Term]) -> Tensor:

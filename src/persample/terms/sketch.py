@@ -96,10 +96,9 @@ class TensorSketch:
 
     def at(self, rows: Tensor, like: Tensor) -> Tensor:
         """The transform of the sketch of a one in each of these rows."""
-        dtype = like.real.dtype
-        buckets, signs = (part[rows].unsqueeze(-1).to(dtype) for part in self._rows)
-        frequencies = torch.arange(self.size // 2 + 1, device=like.device, dtype=dtype)
-        return signs * torch.exp(-2j * torch.pi / self.size * buckets * frequencies)
+        buckets, signs = (part[rows].unsqueeze(-1) for part in self._rows)
+        turns = buckets * torch.arange(self.size // 2 + 1, device=like.device) % self.size  # exact, in integers
+        return signs * torch.exp(-2j * torch.pi / self.size * turns.to(like.real.dtype))
 
     def rows_sum(self, columns: Tensor, start: int) -> Tensor:
         """The sum over rows `(batch, rows, frequencies)` of what `columns` gave, each put at its row."""
