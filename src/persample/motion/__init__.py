@@ -5,8 +5,8 @@ the number of its sample: the result says exactly where each sample went. Any ot
 
 1.  on shapes: run on the meta device with a batch of B and of B + 1, one dim of the result grows: the samples lie
     there. None: they were reduced together. Two: they were crossed.
-2.  on values: run with invented numbers, and again with all samples but one changed. The entries that are said
-    to be of that one sample must stay the same. This is what notices a softmax over the batch, a `cumsum` along it, or
+2.  on values: run with invented numbers, and again with half of the samples changed. The entries that are said to be
+    of the others must stay the same. This is what notices a softmax over the batch, a `cumsum` along it, or
     attention from one sample to the others, all of which keep their shapes.
 
 What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`).

@@ -1,4 +1,4 @@
-"""How any op moves the samples: tried on shapes with one sample more, and on values with all but one changed."""
+"""How any op moves the samples: tried on shapes with one sample more, and on values with half of them changed."""
 
 from __future__ import annotations
 
