@@ -101,6 +101,6 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Terms:
-    if training:  # the forward pass has refused it
+    if training:  # a batch of one, which the forward pass could not refuse
         raise SamplesMixed("batch_norm in training combines samples")
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats=False, eps=eps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -40,7 +41,7 @@ class Rule:
     batched: frozenset[str]
     whole: bool
 
-    @property
+    @cached_property
     def names(self) -> list[str]:
         """The names of the function's arguments, in order."""
         return list(inspect.signature(self.terms).parameters)[1:]
