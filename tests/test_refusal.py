@@ -201,6 +201,22 @@ def test_an_index_is_followed_by_its_values_not_by_its_shape() -> None:
         call_for_per_sample_grads(module, batch_size=B)(h, torch.tensor([1, 2, 0])).sum().backward()
 
 
+def test_samples_may_tell_an_order_but_make_no_choice() -> None:
+    def chosen(m: Any, h: Tensor) -> Tensor:
+        pairs = torch.cat([h, h.sin()])  # of the two rows of each sample, those that another sample's rank tells
+        rank = h[:, 0].argsort()
+        return m.a(pairs[torch.arange(len(h)) + len(h) * (rank > 0)])
+
+    ordered = Calls(lambda m, h: m.a(h[h[:, 0].argsort()]), **linear())
+    h = torch.randn(4, D)
+    call_for_per_sample_grads(ordered)(h).sin().sum().backward()
+    for n in range(4):
+        (expected,) = torch.autograd.grad(ordered(h[n : n + 1]).sin().sum(), ordered.a.weight)
+        torch.testing.assert_close(ordered.a.weight.grad_sample[n], expected)
+    with pytest.raises(SamplesMixed):
+        call_for_per_sample_grads(Calls(chosen, **linear()))(h).sum().backward()
+
+
 def test_an_output_of_weights_alone_is_refused() -> None:
     module = Calls(lambda m, h: (m.a(h), (m.a.weight**2).sum()), **linear())
     output, penalty = call_for_per_sample_grads(module)(torch.randn(B, D))

@@ -151,11 +151,8 @@ class PerSampleGradients:
         if other.names != self.names:
             raise PerSampleError("The two recordings are of different parameters.")
         others = other._terms()
-        parts = [term.gram(others[name], memory // 4) for name, term in self._terms().items()]
-        total = parts[0] if parts else torch.zeros(self.batch_size, other.batch_size, device=self._device)
-        for part in parts[1:]:
-            total = total + part
-        return total * (self._scale * other._scale)
+        parts = (term.gram(others[name], memory // 4) for name, term in self._terms().items())
+        return self._added_up(parts, other.batch_size) * (self._scale * other._scale)
 
     @torch.no_grad()
     def project(self, dim: int, seed: int = 0, method: Literal["tensor", "sparse"] = "tensor") -> Tensor:
@@ -179,10 +176,7 @@ class PerSampleGradients:
             else:
                 sketch = SparseSketch(dim, seed, name)
             parts.append(term.project(sketch))
-        total = torch.zeros(self.batch_size, dim, device=self._device, dtype=torch.float32)
-        for part in parts:
-            total = total + part
-        return total * self._scale
+        return self._added_up(parts, dim) * self._scale
 
     @torch.no_grad()
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
@@ -231,8 +225,9 @@ class PerSampleGradients:
         assert isinstance(norms, Tensor)
         return norms
 
-    def _added_up(self, parts: Iterable[Tensor]) -> Tensor:
-        total = torch.zeros(self.batch_size, device=self._device, dtype=torch.float32)
+    def _added_up(self, parts: Iterable[Tensor], *more: int) -> Tensor:
+        """The sum of tensors `(batch, *more)`, of which there may be none."""
+        total = torch.zeros(self.batch_size, *more, device=self._device, dtype=torch.float32)
         for part in parts:
             total = total + part
         return total

@@ -152,7 +152,7 @@ class Tracker(TorchFunctionMode):
 
     def _follow(self, op: Op, result: Any) -> None:
         """Finds where the samples of the result lie."""
-        results = results_of(result, op.args)
+        results = results_of(result, op.args) if result is not None or op.inplace else ()
         if not results or op.func in _UNTOUCHED:
             return
         for made, where in zip(results, motion_of(op, results).results, strict=True):

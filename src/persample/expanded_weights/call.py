@@ -71,7 +71,8 @@ def call_for_per_sample_grads(
             tracker.restore()
             torch.set_rng_state(rng_state)
             raise
-        if any(output is not tracker.guarded(output) for output in tensors_within(outputs)):
+        replaced = [output is not tracker.guarded(output) for output in tensors_within(outputs)]
+        if any(replaced):
             outputs = pytree.tree_map_only(Tensor, tracker.guarded, outputs)  # parameters themselves are returned
         return outputs
 

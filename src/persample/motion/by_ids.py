@@ -22,7 +22,7 @@ def by_ids(op: Op) -> Motion | None:
     moved = _moved(op, ids)
     found: list[Where | None] = [from_ids(m, op.batch) for m in moved]
     told_by_samples = any(where for i, where in enumerate(op.where) if i not in carriers)
-    if told_by_samples and not _is_own_mask(op, moved[0]) and not _only_reorders(op, found):
+    if told_by_samples and not _is_own_mask(op, moved[0]) and not _only_reorders(op, found[0], moved[0]):
         return None
     first = op.where[0]
     if isinstance(first, Layout) and first.others and carriers == [0] and op.func in MOVES:
@@ -39,13 +39,13 @@ def _with_others(op: Op, first: Layout, found: Where | None) -> Where | None:
     return replace(found, others=others) if isinstance(found, Layout) else found
 
 
-def _only_reorders(op: Op, found: Sequence[Where | None]) -> bool:
+def _only_reorders(op: Op, where: Where | None, moved: Tensor) -> bool:
     """Whether the samples are all still there, in another order. Samples may tell an order, but not make a choice."""
-    first, where = op.where[0], found[0]
+    first = op.where[0]
     if op.func in WRITES or not isinstance(first, Layout) or not isinstance(where, Layout) or first.dim != where.dim:
         return False
-    size = op.tensors[0].shape[first.dim]
-    return sorted(first.sample_of(size, op.batch)) == sorted(where.ids or first.sample_of(size, op.batch))
+    before = first.sample_of(op.tensors[0].shape[first.dim], op.batch)
+    return sorted(before) == sorted(where.sample_of(moved.shape[where.dim], op.batch))
 
 
 def _is_own_mask(op: Op, moved: Tensor) -> bool:
