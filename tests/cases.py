@@ -169,6 +169,47 @@ def made_then_written(m: Any, h: Tensor, there: Tensor) -> Tensor:
     return m.a(out)
 
 
+def written_through_a_view(m: Any, h: Tensor) -> Tensor:
+    out = torch.zeros(len(h), 3, D, dtype=h.dtype)
+    seen_before = out[:, 1]
+    out[:, 1].copy_(h)
+    out[:, 2] += h.sin()
+    return m.a(out) + m.a(seen_before).cos().unsqueeze(1)
+
+
+def experts(m: Any, h: Tensor, pick: Callable[[Tensor], Any]) -> Tensor:
+    """Each row goes to the expert that it prefers."""
+    rows, out = h.flatten(0, 1), torch.zeros_like(h.flatten(0, 1))
+    chosen = m.gate(rows).argmax(-1)
+    for i in chosen.unique():
+        at = pick(chosen == i)
+        out[at] = m.w[i].mul(rows[at]).tanh()
+    return out.view_as(h)
+
+
+def experts_added_up(m: Any, h: Tensor) -> Tensor:
+    rows = h.flatten(0, 1)
+    out = torch.zeros(len(rows), D, dtype=h.dtype)
+    weight, chosen = m.gate(rows).softmax(-1).topk(2)
+    hit = torch.nn.functional.one_hot(chosen, 3).permute(2, 1, 0)
+    for i in (hit.sum((1, 2)) > 0).nonzero():
+        place, row = torch.where(hit[i[0]])
+        out.index_add_(0, row, F.linear(rows[row], m.w[i[0]]) * weight[row, place, None])
+    return out.view_as(h)
+
+
+def experts_sorted(m: Any, h: Tensor) -> Tensor:
+    rows = h.flatten(0, 1)
+    chosen, order = m.gate(rows).argmax(-1).sort()
+    parts = rows[order].split(chosen.bincount(minlength=3).tolist())
+    out = torch.cat([part @ w for part, w in zip(parts, m.w, strict=True)])
+    return out[order.argsort()].view_as(h)
+
+
+def one_after_the_other(m: Any, h: Tensor) -> Tensor:
+    return torch.stack([m.a(row).square().sum() * m.w[row.detach().sum().long() % 2] for row in h])
+
+
 def into_out(m: Any, h: Tensor) -> Tensor:
     out = torch.empty(0, dtype=h.dtype)
     torch.cat([h, h.sin()], -1, out=out)
@@ -378,6 +419,13 @@ def written_cases() -> list[Case]:
         Case("a part that some samples lack, in zeros", lambda: Calls(made_then_written, a=a(), b=b()), samples_and_flags),
         Case("doubled with constants", lambda: Calls(lambda m, h: sum(m.a(torch.cat([h, torch.ones(len(h), D, dtype=h.dtype)])).tanh().chunk(2)), a=a()), x(B, D)),
         Case("doubled with a learned null", lambda: Calls(lambda m, h: torch.sub(*m.a(torch.cat([h, m.n.expand(len(h), D)])).tanh().chunk(2)), a=a(), n=param(1, D)), x(B, D)),
+        Case("written through a view", lambda: Calls(written_through_a_view, a=a()), x(B, D)),
+        Case("experts by a mask", lambda: Calls(lambda m, h: experts(m, h, lambda mask: mask), gate=nn.Linear(D, 3), w=param(3, D)), x(B, T, D)),
+        Case("experts by nonzero", lambda: Calls(lambda m, h: experts(m, h, lambda mask: mask.nonzero().squeeze(1)), gate=nn.Linear(D, 3), w=param(3, D)), x(B, T, D)),
+        Case("experts added up", lambda: Calls(experts_added_up, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, T, D)),
+        Case("experts added up, T == B", lambda: Calls(experts_added_up, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, B, D)),
+        Case("experts sorted", lambda: Calls(experts_sorted, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, T, D)),
+        Case("numbers of one sample after the other", lambda: Calls(one_after_the_other, a=a(), w=param(2)), x(B, D)),
         Case("cat into out=", lambda: Calls(into_out, a=nn.Linear(2 * D, 5)), x(B, D)),
         Case("a weight in the type of a sample", lambda: Calls(lambda m, h: h * m.w.type_as(h) + m.v.to(h), w=param(D), v=param(D)), x(B, D)),
         Case("conv of each sample without a batch", lambda: Calls(lambda m, h: torch.stack([m.c(i) for i in h]), c=nn.Conv1d(D, 5, 3)), x(B, D, 7)),

@@ -85,7 +85,7 @@ def test_mean_undoes_the_mean(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_gradient_of_the_input_is_the_plain_one(case: Case) -> None:
     module, args, kwargs = case.build()
-    if not isinstance(args[0], torch.Tensor) or not args[0].dtype.is_floating_point:
+    if not isinstance(args[0], torch.Tensor) or not args[0].dtype.is_floating_point or "out=" in case.name:
         pytest.skip("no gradient of the first argument to compare")
     inputs = args[0].detach().clone().requires_grad_()
     loss_of(copy.deepcopy(module)(inputs, *args[1:], **kwargs), case.out_dim).backward()

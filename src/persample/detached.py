@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample.motion import Op
 from persample.tree import map_tensors
@@ -36,8 +37,15 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
     return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
 
 
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """As torch does where the mask requires grad, which is the only weight that attention takes: without fusing."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+
+
 _FOLDING: dict[Callable[..., Any], Callable[..., Any]] = {
     F.linear: _linear,
+    F.scaled_dot_product_attention: _attention,
     torch.matmul: _matmul,
     Tensor.matmul: _matmul,
     Tensor.__matmul__: _matmul,

@@ -35,4 +35,4 @@ def op_name(func: object) -> str:
     >>> op_name(torch.add)
     'add'
     """
-    return getattr(func, "__name__", repr(func))
+    return getattr(func, "__name__", None) or repr(func)

@@ -18,12 +18,20 @@ class Layout:
     that belongs to none.
 
     `others` are layouts that an input's shape allows just as well; only a function that knows better asks for them.
+
+    A tensor of one number has no dim; if it is of one sample, that sample is in `ids`.
+
+    `loose`: which row stands at which index depends on all samples (rows picked by a mask, or sorted), so nothing may be
+    chosen by its index; `ids` is given. `places`: the tensor's values are indices of a loose tensor's rows, so they may
+    be used as an index of such, and for nothing else.
     """
 
     dim: int
     inner: int = 1
     ids: tuple[int, ...] | None = None
     others: tuple[Layout, ...] = ()
+    loose: bool = False
+    places: bool = False
 
     def sample_of(self, size: int, batch: int) -> tuple[int, ...]:
         """The sample of each of the `size` indices along `dim`."""
@@ -42,10 +50,15 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Lost:
-    """It is not known which sample an entry belongs to; `cause` and `place` say why and since where."""
+    """It is not known which sample an entry belongs to; `cause` and `place` say why and since where.
+
+    `listed`: it lists what occurs in the batch (the experts that any token goes to). To go through such a list is control
+    flow: what stands in it is a constant then.
+    """
 
     cause: str
     place: str = ""
+    listed: bool = False
 
 
 Where = Layout | Reduced | Lost
@@ -62,6 +75,8 @@ def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
     tensor([3, 4, 5])
     """
     dim = layout.dim
+    if tensor.dim() == 0:  # of one sample
+        return samples(tensor.unsqueeze(0), layout, batch).squeeze(1)
     if layout.ids is None:
         outer = tensor.shape[dim] // (batch * layout.inner)
         rows = tensor.unflatten(dim, (outer, batch, layout.inner)).movedim(dim + 1, 0)
@@ -82,6 +97,8 @@ def joined(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tenso
     True
     """
     dim = layout.dim
+    if not shape:
+        return joined(rows.unsqueeze(1), layout, torch.Size([1]), batch).squeeze(0)
     if layout.ids is None:
         return rows.unflatten(dim + 1, (-1, layout.inner)).movedim(0, dim + 1).reshape(shape)
     where, filled = _positions(layout.ids, batch)
@@ -119,33 +136,55 @@ def _positions(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[
     return where, filled
 
 
-def from_ids(ids: Tensor, batch: int) -> Layout | Lost | None:
+def sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
+    """For each entry of `tensor` the sample it belongs to, -1 for none.
+
+    >>> sample_ids(torch.zeros(2, 3), Layout(1), batch=3)
+    tensor([[0, 1, 2],
+            [0, 1, 2]], dtype=torch.int32)
+    """
+    if not isinstance(where, Layout):
+        return torch.full(tensor.shape, -1, dtype=torch.int32, device=tensor.device)
+    size = tensor.shape[where.dim] if tensor.dim() else 1
+    row = torch.tensor(where.sample_of(size, batch), dtype=torch.int32, device=tensor.device)
+    if tensor.dim() == 0:
+        return row.squeeze(0)
+    return row.view(size, *[1] * (tensor.dim() - where.dim - 1)).expand(tensor.shape)
+
+
+def from_ids(ids: Tensor, batch: int, loose: bool = False) -> Layout | Lost | None:
     """The layout that a tensor of sample ids (-1 where an entry belongs to none) describes; None: to none at all.
 
-    >>> from_ids(torch.tensor([[0, 0], [1, 1], [2, 2]]), batch=3)
-    Layout(dim=0, inner=1, ids=None, others=())
+    A tensor without entries has its no samples where it has no entries.
+
+    >>> from_ids(torch.tensor([[0, 0], [1, 1], [2, 2]]), batch=3).dim
+    0
     """
-    if ids.numel() == 0 or int(ids.max()) < 0:
+    if ids.numel() == 0:
+        return Layout(list(ids.shape).index(0), ids=(), loose=loose)
+    if int(ids.max()) < 0:
         return None
     if ids.dim() == 0:
-        return Lost("it is one number of one sample")
+        return Layout(0, ids=(int(ids),))
     for dim in range(ids.dim()):
         rest = [d for d in range(ids.dim()) if d != dim]
         most = ids.amax(rest) if rest else ids
         least = torch.where(ids < 0, batch, ids).amin(rest) if rest else ids
         if bool(((most == least) | (most < 0)).all()):
-            return regular(dim, tuple(most.tolist()), batch)
+            return regular(dim, tuple(most.tolist()), batch, loose)
     return Lost("its entries of one sample do not lie along one dim")
 
 
-def regular(dim: int, ids: tuple[int, ...], batch: int) -> Layout:
-    """`ids` along `dim`, as a pattern where they follow one, and only one.
+def regular(dim: int, ids: tuple[int, ...], batch: int, loose: bool = False) -> Layout:
+    """`ids` along `dim`, as a pattern where they follow one, and only one; loose rows follow none, but by chance.
 
     Rows that belong to no sample by what is in them (a constant written over a sample) belong to one by where they are.
 
-    >>> regular(0, (0, -1, 2), batch=3)
-    Layout(dim=0, inner=1, ids=None, others=())
+    >>> regular(0, (0, -1, 2), batch=3) == Layout(dim=0)
+    True
     """
+    if loose:
+        return Layout(dim, ids=ids, loose=True)
     each = len(ids) // batch
     patterns = (
         [Layout(dim, inner) for inner in range(1, each + 1) if each % inner == 0] if each * batch == len(ids) else []

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from persample.collector import Collector
 from persample.errors import PerSampleError, op_name
-from persample.layout import Layout, joined, place, samples
+from persample.layout import Layout, joined, place, sample_ids, samples
+from persample.motion import Op
 from persample.rules.generic import generic
+from persample.rules.moves import moved_terms
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term
 from persample.tree import filled, slots_in
@@ -30,7 +32,8 @@ class Use:
     tapped: tuple[int, ...]  # which of these can have a gradient
     weights: dict[int, Tensor]  # position among the tensors -> parameter, or what was computed from parameters
     inputs: Sequence[int]  # the positions of activations whose gradient the rule gives
-    rule: Rule | None  # None: the generic rule
+    rule: Rule | None  # None: the generic rule, or that of moves
+    moves: bool
     batch: int
     collector: Collector
 
@@ -39,18 +42,13 @@ class Use:
         if self.batch == 0:
             return [None] * len(self.inputs)
         tensors = [t.detach() for t in tensors]
-        rows = [
-            t if layout is None else samples(t, layout, self.batch)
-            for t, layout in zip(tensors, self.layouts, strict=True)
-        ]
-        grad_rows: list[Tensor | None] = [None] * len(self.results)
+        own_grads: list[Tensor | None] = [None] * len(self.results)
         for i, grad in zip(self.tapped, grads, strict=True):
             layout = self.results[i]
             if grad is not None and layout is not None:
-                grad = grad.reshape(self.shapes[i])
-                self._check_nobodys_rows(grad, layout)
-                grad_rows[i] = samples(grad, layout, self.batch)
-        terms = self._terms(rows, grad_rows)
+                own_grads[i] = grad.reshape(self.shapes[i])
+                self._check_nobodys_rows(own_grads[i], layout)  # type: ignore[arg-type]
+        terms = self._moved_terms(tensors, own_grads) if self.moves else self._terms(tensors, own_grads)
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
                 self.collector.receive(weight, self._placed(terms[position], position))
@@ -74,8 +72,22 @@ class Use:
         assert layout is not None
         return joined(term.dense(), layout, shape, self.batch)
 
-    def _terms(self, rows: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
+    def _moved_terms(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
+        args, kwargs = filled(self.call, tensors)
+        op = Op(self.func, args, kwargs, tuple(tensors), self.layouts, self.batch)
+        (grad,) = grads
+        return {} if grad is None else moved_terms(op, self.weights, grad, sample_ids(grad, self.results[0], self.batch))
+
+    def _terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms by the positions of the tensors they belong to."""
+        rows = [
+            t if layout is None else samples(t, layout, self.batch)
+            for t, layout in zip(tensors, self.layouts, strict=True)
+        ]
+        grads = [
+            samples(grad, layout, self.batch) if grad is not None and layout is not None else None
+            for grad, layout in zip(own_grads, self.results, strict=True)
+        ]
         positions = list(self.weights)
         if self.rule is None:
             batched = [layout is not None for layout in self.layouts]

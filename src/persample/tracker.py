@@ -16,10 +16,10 @@ from persample.checkpointing import Memory, prepare_recomputation, prepare_reent
 from persample.collector import Collector
 from persample.errors import PerSampleError, SamplesMixed, op_name, place_in
 from persample.graph import leaves_behind, nodes_behind
-from persample.layout import Lost, Reduced, Where
+from persample.layout import Layout, Lost, Reduced, Where, from_ids, sample_ids
 from persample.motion import Op, motion_of, results_of
 from persample.opened import opened
-from persample.rules import HANDLED_FUNCTIONS, Rewrite
+from persample.rules import Rewrite, handler_of
 from persample.tree import tensors_in
 from persample.uses import REMEDY, check_apart, run_use
 
@@ -29,8 +29,9 @@ _UNTOUCHED = {
     torch.autograd.grad,
 }  # fmt: skip
 
-# Ops that take a tensor for its type.
+# Ops that take a tensor for its type, or for its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
+_SHAPED = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
 
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -65,14 +66,18 @@ class Tracker(TorchFunctionMode):
     # ---- what is known of a tensor ----
 
     def add_input(self, tensor: Tensor, where: Where) -> None:
-        """Says where the samples lie in a tensor from outside."""
+        """Says where the samples lie in a tensor from outside; what is known of one from within stays."""
         self.has_inputs = True
-        self._known[tensor] = (where, tensor.requires_grad)
+        if tensor not in self._known:
+            self._known[tensor] = (where, tensor.requires_grad)
 
     def where(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None where it does not depend on the batch."""
         known = self._known.get(tensor)
         if known is None:
+            base = tensor._base
+            if base is not None and base in self._known:
+                return self._seen_through(tensor, base)
             return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
         where, had_grad = known
         if where is not None and tensor.grad_fn is not None and not had_grad:
@@ -115,10 +120,15 @@ class Tracker(TorchFunctionMode):
         if func in _TYPED and len(tensors) > 1:  # nothing is read of the second but its type
             func, args = Tensor.to, (args[0], tensors[1].device, tensors[1].dtype)
             tensors, where = tensors[:1], where[:1]
+        elif func in _SHAPED:
+            func, args, kwargs = _SHAPED[func], (tensors[0], tensors[1].shape), {}
+            tensors, where = tensors[:1], where[:1]
         batched = any(where)
-        if batched and isinstance(handler := HANDLED_FUNCTIONS.get(func), Rewrite):
+        if batched and isinstance(handler := handler_of(func), Rewrite):
             with self:
-                return handler.function(*args, **kwargs)
+                result = handler.function(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         weights = {i: t for i, t in enumerate(tensors) if where[i] is None and self.is_weight(t)}
         op = Op(func, args, kwargs, tensors, where, self.batch)
         if weights and batched and torch.is_grad_enabled():
@@ -134,7 +144,8 @@ class Tracker(TorchFunctionMode):
         return result
 
     def _use(self, op: Op, weights: dict[int, Tensor]) -> Any:
-        handler = HANDLED_FUNCTIONS.get(op.func)
+        handler = handler_of(op.func)
+        handler = None if isinstance(handler, Rewrite) else handler  # it has declined
         if handler is None and isinstance(op.func, FunctionType):
             with self:
                 return opened(op.func)(*op.args, **op.kwargs)
@@ -156,12 +167,33 @@ class Tracker(TorchFunctionMode):
         if not results or op.func in _UNTOUCHED:
             return
         for made, where in zip(results, motion_of(op, results).results, strict=True):
-            if where is not None:
+            if op.inplace and made._base is not None and where != op.where[0]:
+                self._wrote_through(made, where)
+            if where is not None or made._base is not None:
                 self.tell(made, where)
-            base = made._base
-            if where is not None and op.inplace and base is not None and self.where(base) is None:
-                shape = tuple(base.shape)
-                self.tell(base, Lost(f"{op_name(op.func)} wrote samples through a view of a tensor of {shape}"))
+
+    def _wrote_through(self, view: Tensor, where: Where | None) -> None:
+        """Notes that the entries of a view, which are some of its base's, now belong to others."""
+        base = view._base
+        assert base is not None
+        if not isinstance(where, (Lost, Reduced)):
+            before = self._known.get(base, _UNKNOWN)[0]
+            ids = torch.empty_strided(base.shape, base.stride(), dtype=torch.int32)
+            ids.copy_(sample_ids(base, before, self.batch))
+            offset = view.storage_offset() - base.storage_offset()
+            ids.as_strided(view.shape, view.stride(), offset).copy_(sample_ids(view, where, self.batch))
+            where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
+        self.tell(base, where)
+
+    def _seen_through(self, view: Tensor, base: Tensor) -> Where | None:
+        """Where the samples lie in a view that was made before they were written into its base."""
+        where = self._known[base][0]
+        if not isinstance(where, Layout):
+            return None if isinstance(where, Lost) and where.listed else where
+        ids = torch.empty_strided(base.shape, base.stride(), dtype=torch.int32)
+        ids.copy_(sample_ids(base, where, self.batch))
+        offset = view.storage_offset() - base.storage_offset()
+        return from_ids(ids.as_strided(view.shape, view.stride(), offset), self.batch, where.loose)
 
     def _keep_buffers(self, op: Op) -> None:
         """Copies the model's buffers before an op changes them, for `restore`."""

@@ -14,6 +14,7 @@ from persample.errors import PerSampleError, SamplesMixed, op_name
 from persample.layout import Layout, Lost, Reduced
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.rules import Rule
+from persample.rules.moves import moves
 from persample.tap import Tap, Use
 from persample.tree import emptied, map_tensors, slots_in
 
@@ -69,16 +70,24 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     shapes = tuple(r.shape for r in results)
     inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
-    use = Use(op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, around.batch, around.collector)
+    moving = rule is None and moves(op)
+    use = Use(
+        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving, around.batch, around.collector
+    )
     factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
     around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
     # A result that the op's own backward reads must not count as changed in place; functions with a rule read none.
-    copy = not op.inplace and (rule is None or any(c._base is not None for c in chosen))
+    copy = not op.inplace and ((rule is None and not moving) or any(c._base is not None for c in chosen))
+    copy = copy or (moving and not op.inplace and any(_same_memory(c, w) for c in chosen for w in weights.values()))
     passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in inputs), around.anchor)
     seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _beneath(result: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Layout, Lost, Reduced, Where
+from persample.layout import Layout, Lost, Reduced, Where, sample_ids
 from persample.motion.kinds import ADDITIVE
 from persample.motion.motion import Motion
 from persample.motion.op import Op
@@ -28,18 +28,27 @@ def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
         found, by_values = _verified(op, candidates, results, _trials(reading, constants=True))
         if any(isinstance(where, Reduced) for where in found):  # a loss may be flat for targets that are no targets
             found, by_values = _verified(op, found, results, _trials(op, constants=False))
+        if _in_other_orders(op) and not _is_told_by_each(op):
+            found = tuple(Lost(f"{op_name(op.func)} takes the samples in different orders") for _ in results)
         if not any(isinstance(where, Lost) for where in found):
             return Motion(found, following, by_values)
         failure = failure or Motion(found, by_values=by_values)
     if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
-        everywhere = [list(_all_layouts(result, op.batch)) for result in results]
-        return Motion(_verified(op, everywhere, results, _trials(op, constants=False))[0], by_values=True)
+        everywhere = [list(_all_layouts(result, op)) for result in results]
+        trials = _trials(op, constants=False)
+        if trials is not None:  # of what stays the same whoever changes, nobody can say whose it is
+            everywhere = [options if trials.tells(i) else [] for i, options in enumerate(everywhere)]
+        if _is_loose(op) and any(w is None and t.numel() > 1 for t, w in zip(op.tensors, op.where, strict=True)):
+            everywhere = [[] for _ in results]  # each of the constants would meet whom all samples say
+        return Motion(_verified(op, everywhere, results, trials)[0], by_values=True)
     return failure
 
 
 def _readings(op: Op) -> Iterator[tuple[Op, tuple[tuple[int, Layout], ...]]]:
     """The op as it was given; then with rows of other arguments going with the batch."""
     yield op, ()
+    if _is_loose(op):
+        return
     options = [[where] if where else _soft_layouts(t, op.batch) for t, where in zip(op.tensors, op.where, strict=True)]
     # Parameters vary last: of them it is the least likely that their rows go with the batch.
     parameters = [t.requires_grad and t.is_leaf for t in op.tensors]
@@ -53,6 +62,31 @@ def _readings(op: Op) -> Iterator[tuple[Op, tuple[tuple[int, Layout], ...]]]:
             (i, new) for i, (new, old) in enumerate(zip(choice, op.where, strict=True)) if new and not old
         )
         yield replace(op, where=choice), following  # type: ignore[misc]
+
+
+def _in_other_orders(op: Op) -> bool:
+    """Whether the samples lie in different orders in two arguments."""
+    orders = {
+        (t.shape[w.dim], w.sample_of(t.shape[w.dim], op.batch))
+        for t, w in zip(op.tensors, op.where, strict=True)
+        if isinstance(w, Layout) and t.dim()
+    }
+    return len({size for size, _ in orders}) < len(orders)
+
+
+def _is_told_by_each(op: Op) -> bool:
+    """Whether the result changes with each of the arguments: only then can it be seen which samples meet in it."""
+    for i, where in enumerate(op.where):
+        if isinstance(where, Layout):
+            alone = replace(op, where=tuple(w if i == j else None for j, w in enumerate(op.where)))
+            trials = _trials(alone, constants=True)
+            if trials is None or not any(trials.tells(r) for r in range(len(trials.before))):
+                return False
+    return True
+
+
+def _is_loose(op: Op) -> bool:
+    return any(isinstance(where, Layout) and where.loose for where in op.where)
 
 
 def _soft_layouts(tensor: Tensor, batch: int) -> list[Layout | None]:
@@ -111,19 +145,25 @@ def _candidates_by_shape(op: Op, results: Sequence[Tensor]) -> Candidates:
 def _grown(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     """A meta tensor of the shape that `tensor` would have with one sample more."""
     shape = list(tensor.shape)
-    if isinstance(where, Layout):
+    if isinstance(where, Layout) and shape:
         shape[where.dim] += shape[where.dim] // batch if where.ids is None else 1
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
 def _layouts_at(dim: int, size: int, grown: int, op: Op) -> Iterator[Layout]:
     """The layouts that samples in a dim of this size may have, those of the arguments first."""
-    known = [
-        (where, t.shape[where.dim]) for t, where in zip(op.tensors, op.where, strict=True) if isinstance(where, Layout)
-    ]
-    yield from dict.fromkeys(Layout(dim, w.inner, w.ids) for w, own in known if own == size)
+    yield from _same_as_arguments(dim, size, op)
     if size * (op.batch + 1) == grown * op.batch:
         yield from _regular_layouts(dim, size, op.batch)
+
+
+def _same_as_arguments(dim: int, size: int, op: Op) -> Iterator[Layout]:
+    known = [
+        where
+        for t, where in zip(op.tensors, op.where, strict=True)
+        if isinstance(where, Layout) and t.dim() and t.shape[where.dim] == size
+    ]
+    yield from dict.fromkeys(replace(where, dim=dim, others=(), places=False) for where in known)
 
 
 def _regular_layouts(dim: int, size: int, batch: int) -> Iterator[Layout]:
@@ -131,10 +171,11 @@ def _regular_layouts(dim: int, size: int, batch: int) -> Iterator[Layout]:
     yield from (Layout(dim, inner) for inner in range(1, each + 1) if each % inner == 0)
 
 
-def _all_layouts(result: Tensor, batch: int) -> Iterator[Layout]:
+def _all_layouts(result: Tensor, op: Op) -> Iterator[Layout]:
     for dim, size in enumerate(result.shape):
-        if size and size % batch == 0:
-            yield from _regular_layouts(dim, size, batch)
+        yield from _same_as_arguments(dim, size, op)
+        if size and size % op.batch == 0:
+            yield from _regular_layouts(dim, size, op.batch)
 
 
 Results = tuple[Tensor, ...]
@@ -148,6 +189,11 @@ class Trials:
     changed: Mapping[frozenset[int], Results]
     all_changed: Results
     by_values: bool  # the values were the op's own, or could not be changed
+
+    def tells(self, result: int) -> bool:
+        """Whether a result changes at all when the samples do."""
+        before, after = self.before[result], self.all_changed[result]
+        return before.shape != after.shape or not _same(before, after)
 
 
 def _halves(samples: set[int]) -> list[frozenset[int]]:
@@ -164,18 +210,26 @@ def _halves(samples: set[int]) -> list[frozenset[int]]:
     return halves
 
 
+# What the invented numbers may be: any between 0.1 and 0.9, which logarithms, roots and probabilities take too; or well
+# conditioned matrices, which inverses and factorizations need; or the op's own.
+_KINDS = ("numbers", "matrices", "own")
+
+
 def _trials(op: Op, constants: bool) -> Trials | None:
     """Tries the op on invented numbers, if it takes any, else on its own; `constants`: what holds no samples too."""
     present = op.samples() or {0}
-    for invent, step in itertools.product((True, False), (1, -1, 0)):
+    halved = any(t.dtype in _HALVES for t in op.tensors)
+    for kind, step, precise in itertools.product(_KINDS, (1, -1, 0), (True, False) if halved else (False,)):
         with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the user has not asked for these values
             torch.manual_seed(0)
-            places = list(zip(op.tensors, op.where, strict=True))
-            base = [_invented(t, where, constants) if invent else t for t, where in places]
+            given = [t.float() if precise and t.dtype in _HALVES else t for t in op.tensors]
+            base = [_invented(t, where, constants, kind) for t, where in zip(given, op.where, strict=True)]
 
-            def changed(samples: Set[int], base: Sequence[Tensor] = base, step: int = step) -> Results:
-                values = [_changed(t, w, samples, op.batch, step) for t, w in zip(base, op.where, strict=True)]
+            def changed(
+                samples: Set[int], base: Sequence[Tensor] = base, kind: str = kind, step: int = step
+            ) -> Results:
+                values = [_changed(t, w, samples, op.batch, kind, step) for t, w in zip(base, op.where, strict=True)]
                 return _seeded_run(op, values)
 
             try:
@@ -183,11 +237,14 @@ def _trials(op: Op, constants: bool) -> Trials | None:
                     _seeded_run(op, base),
                     {half: changed(half) for half in _halves(present)},
                     changed(present),
-                    by_values=not invent or step == 0,
+                    by_values=kind == "own" or step == 0,
                 )
             except Exception:  # the op does not take such numbers
                 continue
     return None
+
+
+_HALVES = {torch.float16, torch.bfloat16}
 
 
 def _seeded_run(op: Op, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -195,30 +252,33 @@ def _seeded_run(op: Op, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return op.run([t.clone() for t in tensors])
 
 
-def _invented(tensor: Tensor, where: Where | None, constants: bool) -> Tensor:
-    """Numbers between 0.1 and 0.9, which logarithms, roots and probabilities take too; of integers their own."""
+def _invented(tensor: Tensor, where: Where | None, constants: bool, kind: str) -> Tensor:
+    """Other numbers in the shape of a tensor; of integers its own."""
     of_interest = constants or isinstance(where, Layout) or tensor.requires_grad
-    if of_interest and (tensor.is_floating_point() or tensor.is_complex()):
-        return torch.rand(tensor.shape, device=tensor.device).mul_(0.8).add_(0.1).to(tensor.dtype)
-    return tensor.detach().clone()
+    if kind == "own" or not of_interest or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor.detach().clone()
+    numbers = torch.rand(tensor.shape, device=tensor.device).mul_(0.8).add_(0.1).to(tensor.dtype)
+    if kind == "matrices" and tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]:
+        unit = torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)
+        return unit + (numbers + numbers.mT) * (0.1 / tensor.shape[-1])
+    return numbers
 
 
-def _changed(tensor: Tensor, where: Where | None, samples: Set[int], batch: int, step: int) -> Tensor:
+def _changed(tensor: Tensor, where: Where | None, samples: Set[int], batch: int, kind: str, step: int) -> Tensor:
     """The tensor with other values, of its own range if they differ there, for these samples."""
     if not isinstance(where, Layout):
         return tensor
     if tensor.dtype == torch.bool:
         other = ~tensor
     elif tensor.is_floating_point() or tensor.is_complex():
-        other = 1 - tensor if not tensor.isinf().any() else tensor.flip(where.dim)
-    elif tensor.numel():
-        other = tensor.max() + tensor.min() - tensor
-        other = other + step if torch.equal(other, tensor) else other
+        flipped = tensor.flip(where.dim) if tensor.dim() else tensor
+        other = flipped if tensor.isinf().any() else 1.5 * tensor if kind == "matrices" else 1 - tensor
     else:
-        other = tensor
-    ids = where.sample_of(tensor.shape[where.dim], batch)
-    chosen = torch.tensor([n in samples for n in ids], device=tensor.device, dtype=torch.bool)
-    return torch.where(chosen.view(-1, *[1] * (tensor.dim() - where.dim - 1)), other, tensor)
+        other = tensor.flatten().roll(1).view_as(tensor)
+        other = tensor + step if torch.equal(other, tensor) else other
+    mine = torch.tensor([n in samples for n in range(batch)], device=tensor.device)
+    owner = sample_ids(tensor, where, batch)
+    return torch.where(mine[owner] & (owner >= 0), other, tensor)
 
 
 def _keeps_apart(layout: Layout, trials: Trials, result: int, batch: int) -> bool:

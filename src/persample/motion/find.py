@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,12 +12,24 @@ from torch import Tensor
 
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Reduced, Where, regular
-from persample.motion.by_ids import by_ids, is_moved
+from persample.motion.by_ids import by_ids
+from persample.motion.by_index import by_index, by_order, listed
 from persample.motion.by_trial import by_trial, reduced
-from persample.motion.kinds import BILINEAR, DIVISIONS, INDEX_DTYPES, LIKES, LINEAR, MAKERS, MOVES, WRITES
+from persample.motion.kinds import (
+    BILINEAR,
+    DIVISIONS,
+    INDEX_DTYPES,
+    LIKES,
+    LINEAR,
+    LISTS,
+    MAKERS,
+    MOVES,
+    PICKS,
+    SORTS,
+    WRITES,
+)
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op
-from persample.tree import map_tensors
 
 _MOST_REMEMBERED = 20_000
 _found: dict[Any, Motion] = {}
@@ -51,9 +64,13 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
 
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
-    for i, where in enumerate(op.where):
-        if isinstance(where, Lost) and not (op.func in MOVES and not is_moved(op, i)):
-            return everywhere(where, results)
+    lists = op.func in LISTS and (op.func is not torch.where or len(op.args) == 1)
+    for where in op.where:
+        if isinstance(where, Lost) and not lists:
+            gone_through = where.listed and op.func in (torch.unbind, Tensor.unbind)
+            return everywhere(None if gone_through else where, results)
+    if lists:
+        return listed(op, results)
     if any(isinstance(where, Reduced) for where in op.where):
         return everywhere(_after_reduction(op), results)
     if op.func in MAKERS:
@@ -65,28 +82,32 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     owners = op.samples()
     if len(owners) == 1 and not op.has_nobodys_rows():  # there is nobody to be mixed with
         (owner,) = owners
-        return Motion(tuple(_all_of(owner, r, op) for r in results))
+        loose = any(isinstance(where, Layout) and where.loose for where in op.where)
+        return Motion(tuple(_all_of(owner, r, op, loose) for r in results))
+    if op.func in LINEAR - MOVES - BILINEAR and not any(t.dim() for t in op.tensors):
+        return everywhere(reduced(op), results)  # the losses of some samples, added up
     with torch.no_grad():
-        if op.func in MOVES or op.func in WRITES:
-            motion = by_ids(op)
-            if motion is not None:
-                return motion
-        for where in op.where:
-            if isinstance(where, Lost):
-                return everywhere(where, results)
-        return by_trial(op, results)
+        if op.func in WRITES or (op.func in PICKS and any(op.where[1:])):
+            return by_index(op)
+        if op.func in MOVES:
+            return by_ids(op)
+        if any(isinstance(where, Layout) and where.places for where in op.where):
+            cause = f"{op_name(op.func)} uses the places of rows whose order depends on all samples as numbers"
+            return everywhere(Lost(cause), results)
+        ordered = by_order(op, results) if op.func in SORTS else None
+        return ordered or by_trial(op, results)
 
 
-def _all_of(sample: int, result: Tensor, op: Op) -> Where:
+def _all_of(sample: int, result: Tensor, op: Op, loose: bool) -> Where:
     """Where the samples lie in something that is all of one sample."""
-    if result.dim():
-        return regular(0, (sample,) * result.shape[0], op.batch)
-    return reduced(op) if op.batch == 1 else Lost("it is one number of one sample")
+    if not result.dim():
+        return Layout(0, ids=(sample,))
+    return regular(0, (sample,) * result.shape[0], op.batch, loose and op.batch > 1)
 
 
 def _after_reduction(op: Op) -> Where:
     reduced = [where for where in op.where if isinstance(where, Reduced)]
-    apart = any(isinstance(where, Layout) for where in op.where)
+    apart = any(isinstance(where, Layout) and t.dim() for t, where in zip(op.tensors, op.where, strict=True))
     divides_by_it = op.func in DIVISIONS and not isinstance(op.where[0], Reduced)
     if apart or op.func not in LINEAR or (op.func in BILINEAR and len(reduced) > 1) or divides_by_it:
         return Lost(f"{reduced[0].cause} (in {reduced[0].place}), and {op_name(op.func)} is not linear in that sum")
@@ -99,13 +120,18 @@ _BY_INDEX = re.compile(
 )
 
 
+@cache
+def _goes_by_index(func: Callable[..., Any]) -> bool:
+    return _BY_INDEX.search(op_name(func)) is not None
+
+
 def _key(op: Op) -> Any:
     """What the motion depends on, or None where that includes values."""
-    if _BY_INDEX.search(op_name(op.func)) and any(t.dtype in INDEX_DTYPES for t in op.tensors):
+    if _goes_by_index(op.func) and any(t.dtype in INDEX_DTYPES for t in op.tensors):
         return None
-    described = [(t.shape, t.dtype, t.requires_grad, where) for t, where in zip(op.tensors, op.where, strict=True)]
-    supply = iter(described)
-    key = (op.func, op.batch, _hashable(map_tensors(lambda _: next(supply), (op.args, op.kwargs))))
+    parts = [op.func, op.batch]
+    _describe((op.args, op.kwargs), iter(op.where), parts)
+    key = tuple(parts)
     try:
         hash(key)
     except TypeError:
@@ -113,13 +139,20 @@ def _key(op: Op) -> Any:
     return key
 
 
-def _hashable(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return (type(value), *map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((key, _hashable(part)) for key, part in value.items())
-    if isinstance(value, slice):
-        return (slice, value.start, value.stop, value.step)
-    if isinstance(value, (int, float)):
-        return (type(value), value)
-    return value
+def _describe(value: Any, where: Iterator[Where | None], parts: list[Any]) -> None:
+    """Adds to `parts` all that matters of some arguments: of a tensor its shape and type, and where its samples lie."""
+    if isinstance(value, Tensor):
+        parts += (value.shape, value.dtype, value.requires_grad, next(where))
+    elif isinstance(value, (tuple, list)):
+        parts += (type(value), len(value))
+        for part in value:
+            _describe(part, where, parts)
+    elif isinstance(value, dict):
+        parts += (dict, len(value))
+        for name, part in value.items():
+            parts.append(name)
+            _describe(part, where, parts)
+    elif isinstance(value, slice):
+        _describe((slice, value.start, value.stop, value.step), where, parts)
+    else:
+        parts += (type(value), value)

@@ -26,8 +26,26 @@ MOVES: set[Any] = {
     torch.column_stack, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
 }  # fmt: skip
 
-# Ops that write entries of one tensor into another, in place.
-WRITES: set[Any] = {T.__setitem__, T.copy_, T.index_copy_, T.masked_scatter_}
+# Of these, the ones that may go by an index.
+PICKS: set[Any] = {
+    T.__getitem__, T.index_select, T.gather, T.take_along_dim, T.masked_select, T.repeat_interleave,
+    torch.index_select, torch.gather, torch.take_along_dim, torch.masked_select, torch.repeat_interleave,
+}  # fmt: skip
+
+# Ops that write entries of one tensor into another, or add them to it.
+WRITES: set[Any] = {
+    T.__setitem__, T.copy_, T.index_copy_, T.index_copy, T.index_add_, T.index_add, T.index_put_, T.index_put,
+    T.scatter_, T.scatter, T.scatter_add_, T.scatter_add, T.scatter_reduce_, T.scatter_reduce, T.masked_scatter_,
+    T.masked_scatter, torch.index_copy, torch.index_add, torch.index_put_, torch.index_put, torch.scatter,
+    torch.scatter_add, torch.scatter_reduce, torch.masked_scatter,
+}  # fmt: skip
+
+# Ops that list where something is, or what there is; and those that put entries in order.
+LISTS: set[Any] = {
+    T.nonzero, T.argwhere, T.unique, T.unique_consecutive, torch.nonzero, torch.argwhere, torch.unique,
+    torch.unique_consecutive, torch.where,
+}  # fmt: skip
+SORTS: set[Any] = {T.sort, T.argsort, T.topk, torch.sort, torch.argsort, torch.topk}
 
 # Ops that make a tensor like their argument, of which they read the shape alone.
 LIKES: set[Any] = {

@@ -73,10 +73,10 @@ def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return inspect.signature(_packed_call if packed else _tensor_call).bind(*args, **kwargs).arguments
 
 
-def packed_layout(sizes: Tensor, order: Tensor | None, batch: int) -> Layout:
+def packed_layout(sizes: Tensor, order: Tensor | None, batch: int, loose: bool = False) -> Layout:
     """Where the samples lie in the rows of a PackedSequence: step by step, the longest sample first."""
     samples = list(range(int(sizes[0]))) if order is None else order.tolist()
-    return regular(0, tuple(n for size in sizes.tolist() for n in samples[:size]), batch)
+    return regular(0, tuple(n for size in sizes.tolist() for n in samples[:size]), batch, loose)
 
 
 def _rewritten(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,7 +162,7 @@ def _motion_of_layer(op: Op) -> Motion:
     if not isinstance(where, Layout):
         return Motion((where,) * (1 + len(state)))
     ids = where.sample_of(input.shape[where.dim], op.batch)
-    rows = regular(1, ids[: state[0].shape[1]], op.batch)
+    rows = regular(1, ids[: state[0].shape[1]], op.batch, where.loose)
     for own in op.where[1 : 1 + len(state)]:
         if own is not None and own != rows:
             lost = Lost(f"{op_name(func)} has the samples of its input and of its state in different places")
@@ -181,7 +181,7 @@ def _motion_of_packing(op: Op) -> Motion:
         return Motion((Lost("sequences were packed along another dim than that of the samples"), None))
     sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths[0]))])
     order = torch.tensor(where.sample_of(input.shape[dim], op.batch))
-    return Motion((packed_layout(sizes, order, op.batch), None))
+    return Motion((packed_layout(sizes, order, op.batch, where.loose), None))
 
 
 @motion(torch._pad_packed_sequence)
@@ -191,7 +191,7 @@ def _motion_of_padding(op: Op) -> Motion:
     if not isinstance(where, Layout):
         return Motion((where, None))
     ids = where.sample_of(len(data), op.batch)
-    return Motion((regular(0 if batch_first else 1, ids[: int(sizes[0])], op.batch), None))
+    return Motion((regular(0 if batch_first else 1, ids[: int(sizes[0])], op.batch, where.loose), None))
 
 
 # ---- the rule ----

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from persample.terms import Term
@@ -15,13 +16,25 @@ from persample.terms import Term
 Terms = Mapping[str, "Term | Sequence[Term]"]
 Accepts = Callable[[Tensor, int], bool]
 
-# torch function -> its Rule or Rewrite, or an `autograd.Function` that somebody gave to `implements_per_sample_grads`
-HANDLED_FUNCTIONS: dict[Callable[..., Any], Any] = {}
+# torch function -> its Rule or Rewrite, or an `autograd.Function` that somebody gave to `implements_per_sample_grads`.
+# An operator of another library stands there by its name, "library::operator", so that the library need not be there.
+HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
+
+
+def handler_of(func: Callable[..., Any]) -> Any:
+    """What is known of a torch function, None if nothing is."""
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+        return HANDLED_FUNCTIONS.get(packet._qualified_op_name)
+    return HANDLED_FUNCTIONS.get(func)
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """`function` computes the same as a torch function, from others whose uses of weights are then seen one by one."""
+    """`function` computes the same as a torch function, from others whose uses of weights are then seen one by one.
+
+    For arguments that it does not know it returns NotImplemented.
+    """
 
     function: Callable[..., Any]
 

@@ -1,0 +1,26 @@
+"""Matrix products of groups of rows, each with its own matrix: what mixtures of experts are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite
+
+
+def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
+    """Rows of `input` up to `offs[0]` times `weight[0]`, up to `offs[1]` times `weight[1]`, and so on; then zeros."""
+    if input.dim() != 2 or weight.dim() != 3 or offs is None or any(v is not None for v in others.values()):
+        return NotImplemented
+    ends = offs.tolist()
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    *parts, rest = input.split([*sizes, len(input) - ends[-1]])
+    products = [part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)]
+    return torch.cat([*products, (rest @ weight[0]) * 0] if len(rest) else products)
+
+
+for name in (F.grouped_mm, torch._grouped_mm, "transformers::grouped_mm_fallback"):
+    HANDLED_FUNCTIONS[name] = Rewrite(grouped_mm)
