@@ -206,6 +206,30 @@ def experts_sorted(m: Any, h: Tensor) -> Tensor:
     return out[order.argsort()].view_as(h)
 
 
+def written_into_weights(m: Any, h: Tensor) -> Tensor:
+    out = torch.zeros(len(h), T + 1, D, dtype=h.dtype)
+    out[:, 0] = m.c
+    out[:, 1:] = m.a(h).tanh()
+    state = m.c.expand(len(h), D).clone()
+    state += h[:, 0]
+    return out * state.unsqueeze(1)
+
+
+def ragged(m: Any, h: Tensor) -> Tensor:
+    rows = [row[: 2 + int(row[0, 0] > 0)] for row in h]
+    return m.a(nn.utils.rnn.pad_sequence(rows, batch_first=True)).tanh().sum(1)
+
+
+def unpadded(m: Any, h: Tensor) -> Tensor:
+    at = (h[..., 0] > 0).flatten().nonzero().flatten()
+    return torch.zeros(h.shape[0] * T, D, dtype=h.dtype).index_put((at,), m.a(h.flatten(0, 1)[at])).view_as(h).cos()
+
+
+def picked_and_put_back(m: Any, h: Tensor) -> Tensor:
+    mask = (h[..., :1] > 0).expand_as(h)
+    return h.masked_scatter(mask, m.a(h.masked_select(mask).view(-1, D)).tanh())
+
+
 def one_after_the_other(m: Any, h: Tensor) -> Tensor:
     return torch.stack([m.a(row).square().sum() * m.w[row.detach().sum().long() % 2] for row in h])
 
@@ -425,6 +449,14 @@ def written_cases() -> list[Case]:
         Case("experts added up", lambda: Calls(experts_added_up, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, T, D)),
         Case("experts added up, T == B", lambda: Calls(experts_added_up, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, B, D)),
         Case("experts sorted", lambda: Calls(experts_sorted, gate=nn.Linear(D, 3), w=param(3, D, D)), x(B, T, D)),
+        Case("written into weights", lambda: Calls(written_into_weights, a=nn.Linear(D, D), c=param(D)), x(B, T, D)),
+        Case("ragged", lambda: Calls(ragged, a=nn.Linear(D, 5, bias=False)), x(B, T, D)),
+        Case("unpadded", lambda: Calls(unpadded, a=nn.Linear(D, D)), x(B, T, D)),
+        Case("picked and put back", lambda: Calls(picked_and_put_back, a=nn.Linear(D, D)), x(B, T, D)),
+        Case("gru on windows", lambda: Calls(lambda m, h: m.r(h.flatten(0, 1))[0].unflatten(0, h.shape[:2]), r=nn.GRU(D, 2, batch_first=True, bidirectional=True)), x(B, 2, T, D)),
+        Case("parts of a weight", lambda: Calls(lambda m, h: sum(h @ w.T * k for k, w in enumerate(m.w.chunk(3), 1)) + h @ m.w[1:5].t() + F.linear(h, m.v[1]) - h @ m.v.mT.unbind()[0], w=param(12, D), v=param(3, 4, D)), x(B, T, D)),
+        Case("windows by strides", lambda: Calls(lambda m, h: m.a(h.as_strided((len(h), 4, 2, D), (T * D, D, D, 1))), a=a()), x(B, T, D)),
+        Case("inverse of a matrix of each sample", lambda: Calls(lambda m, h: m.a(torch.linalg.cholesky(h @ h.mT + 3 * torch.eye(D, dtype=h.dtype)).mT), a=a()), x(B, D, D)),
         Case("numbers of one sample after the other", lambda: Calls(one_after_the_other, a=a(), w=param(2)), x(B, D)),
         Case("cat into out=", lambda: Calls(into_out, a=nn.Linear(2 * D, 5)), x(B, D)),
         Case("a weight in the type of a sample", lambda: Calls(lambda m, h: h * m.w.type_as(h) + m.v.to(h), w=param(D), v=param(D)), x(B, D)),

@@ -291,11 +291,12 @@ def test_a_token_frozen_then_trained() -> None:
             p.grad_sample = None
 
 
-def test_samples_written_into_weights_are_refused() -> None:
+def test_samples_written_into_weights_that_are_used_otherwise_are_refused() -> None:
     def forward(m: Any, h: Tensor) -> Tensor:
         out = m.c.expand(len(h), 2, D).clone()
+        before = h.unsqueeze(1) * out
         out[:, 1] = h
-        return m.a(out)
+        return m.a(out) + before
 
     module = Calls(forward, c=param(1, 1, D), **linear())
     with pytest.raises(PerSampleError, match="__setitem__"):

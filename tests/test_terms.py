@@ -18,7 +18,7 @@ from torch import Tensor
 
 from persample.rules.conv import conv
 from persample.rules.embedding import embedding
-from persample.terms import Dense, Outer, Patches, Rows, Sum, Term, together
+from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
 from persample.terms.cost import Way, cheaper_way, forced_way
 from persample.terms.sketch import SparseSketch, TensorSketch
 
@@ -82,6 +82,20 @@ def sum_of(*factories: Factory) -> Factory:
     return make
 
 
+def blocks(factory: Factory, *starts: int, count: int, single: bool = False) -> Factory:
+    """Terms of a kind as blocks of a weight of `count` rows."""
+
+    def make(batch: int) -> tuple[Term, Tensor]:
+        parts = [factory(batch) for _ in starts]
+        first = parts[0][1]
+        expected = first.new_zeros(batch, count, *first.shape[1 if single else 2 :])
+        for start, (_, values) in zip(starts, parts, strict=True):
+            expected[:, start if single else slice(start, start + values.shape[1])] = values
+        return Blocks([term for term, _ in parts], starts, count, single), expected
+
+    return make
+
+
 TERMS: dict[str, Factory] = {
     "outer, one position": outer(1),
     "outer, few positions": outer(2),
@@ -102,6 +116,14 @@ TERMS: dict[str, Factory] = {
     "dense, a vector": dense(7),
     "dense, a number": dense(),
     "dense, 3-D": dense(3, 2, 4),
+    "blocks": blocks(outer(2), 1, 6, count=12),
+    "a block": blocks(outer(2), 1, count=7),
+    "single blocks": blocks(outer(2), 0, 3, count=4, single=True),
+    "blocks of vectors": blocks(dense(3), 0, 3, count=6),
+    "the same blocks": sum_of(blocks(outer(2), 0, 5, count=10), blocks(outer(3), 5, 0, count=10)),
+    "overlapping blocks": sum_of(blocks(outer(2), 0, count=9), blocks(outer(3), 3, count=9)),
+    "other blocks": sum_of(blocks(outer(2), 0, count=10), blocks(rows(), 5, count=10)),
+    "blocks and the whole": sum_of(blocks(outer(2), 0, count=8), outer(3, wide=8)),
     "two uses": sum_of(outer(2), outer(3)),
     "two lookups": sum_of(rows(), rows(4)),
     "tied embedding and head": sum_of(rows(), outer(3)),

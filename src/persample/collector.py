@@ -10,7 +10,8 @@ from torch import Tensor
 
 from persample.errors import PerSampleError
 from persample.graph import leaves_behind
-from persample.terms import Dense, Term, dense_sum
+from persample.parts import of_a_part
+from persample.terms import Dense, Term, dense_sum, together
 
 Deliver = Callable[[Tensor, Sequence[Term]], None]
 
@@ -54,6 +55,10 @@ class Collector:
             if self.early and id(weight) not in self.parameters:
                 self._entangled |= {id(leaf) for leaf in leaves_behind(weight)}
 
+    def uses(self, weight: Tensor) -> int:
+        """How many uses of a weight there have been."""
+        return self._uses[id(weight)]
+
     def receive(self, weight: Tensor, term: Term) -> None:
         """Takes a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
         backward_pass = torch._C._current_graph_task_id()
@@ -72,8 +77,8 @@ class Collector:
         try:
             for weight, terms in list(arrived.values()):
                 if id(weight) not in self.parameters:
-                    for parameter, rows in self._pulled_back(weight, terms):
-                        arrived.setdefault(id(parameter), (parameter, []))[1].append(Dense(rows))
+                    for parameter, term in self._pulled_back(weight, terms):
+                        arrived.setdefault(id(parameter), (parameter, []))[1].append(term)
         finally:
             self.pulling_back = False
         for weight, terms in arrived.values():
@@ -81,8 +86,11 @@ class Collector:
                 self.deliver(weight, terms)
         self.finished()
 
-    def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Tensor]]:
-        """The per-sample gradients of the parameters that `derived` was computed from."""
+    def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Term]]:
+        """The terms of the parameters that `derived` was computed from."""
+        found = of_a_part(derived, together(terms))
+        if found is not None and id(found[0]) in self.parameters:
+            return [found]
         leaves = leaves_behind(derived)
         foreign = [leaf for leaf in leaves if id(leaf) not in self.parameters]
         if foreign:
@@ -100,4 +108,4 @@ class Collector:
         except RuntimeError:  # a function on the way that vmap does not know
             each = [torch.autograd.grad(derived, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
             grads = tuple(None if None in column else torch.stack(column) for column in zip(*each, strict=True))
-        return [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        return [(leaf, Dense(grad)) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]

@@ -18,7 +18,8 @@ def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
     """The result of `op`, from which autograd reaches the activations but no weights; nothing if `whole`."""
     activations = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
     if op.inplace or (activations and not whole):
-        args, kwargs = op.filled([t.detach() if i in weights else t for i, t in enumerate(op.tensors)])
+        changed = 0 if op.inplace else None
+        args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
         return _FOLDING.get(op.func, op.func)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
 

@@ -113,7 +113,8 @@ def _unrecorded(name: str, collector: Collector) -> Callable[[Tensor | None], No
         if grad is not None and not collector.pulling_back:
             raise PerSampleError(
                 f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
-                "directly, or a penalty on the weights. Call the model itself, and keep penalties out of the block."
+                "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and keep penalties "
+                "out of the block."
             )
 
     return refuse

@@ -34,6 +34,7 @@ class Use:
     inputs: Sequence[int]  # the positions of activations whose gradient the rule gives
     rule: Rule | None  # None: the generic rule, or that of moves
     moves: bool
+    autocast: tuple[str, torch.dtype] | None
     batch: int
     collector: Collector
 
@@ -91,7 +92,9 @@ class Use:
         positions = list(self.weights)
         if self.rule is None:
             batched = [layout is not None for layout in self.layouts]
-            found = generic(self.func, self.call, rows, batched, positions, grads)
+            device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
+            with torch.autocast(device, dtype, enabled=self.autocast is not None):
+                found = generic(self.func, self.call, rows, batched, positions, grads)
             return dict(zip(positions, map(Dense, found), strict=True))
         args, kwargs = filled(self.call, rows)
         terms = self.rule.terms(grads[0] if len(grads) == 1 else grads, *args, **kwargs)

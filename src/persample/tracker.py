@@ -31,7 +31,7 @@ _UNTOUCHED = {
 
 # Ops that take a tensor for its type, or for its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
-_SHAPED = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
+_SHAPED: dict[Any, Any] = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
 
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -61,6 +61,7 @@ class Tracker(TorchFunctionMode):
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
+        self._of_hidden_weights: Any = WeakIdKeyDictionary()  # computed from weights and samples without grad
         self._known: Any = WeakIdKeyDictionary()  # tensor -> where its samples lie, and whether it then required grad
 
     # ---- what is known of a tensor ----
@@ -115,6 +116,8 @@ class Tracker(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward and self.on_backward is not None:
             return self.on_backward(func, args, kwargs)
+        if func is torch.autograd.grad:
+            self._refuse_ordinary_gradients(args, kwargs)
         tensors = tuple(tensors_in((args, kwargs)))
         where = tuple(map(self.where, tensors))
         if func in _TYPED and len(tensors) > 1:  # nothing is read of the second but its type
@@ -135,6 +138,8 @@ class Tracker(TorchFunctionMode):
             return self._use(op, weights)
         self._keep_buffers(op)
         result = func(*args, **kwargs)
+        if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
+            self._of_hidden_weights.update(dict.fromkeys(tensors_in(result), True))
         if batched:
             self._follow(op, result)
         elif weights:
@@ -142,6 +147,14 @@ class Tracker(TorchFunctionMode):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.tell(made, None)
         return result
+
+    def _refuse_ordinary_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
+            raise PerSampleError(
+                "autograd.grad asks for the gradients of parameters in a recording, where they are kept for each sample. "
+                "Call backward(), and read the recording."
+            )
 
     def _use(self, op: Op, weights: dict[int, Tensor]) -> Any:
         handler = handler_of(op.func)
@@ -214,6 +227,12 @@ class Tracker(TorchFunctionMode):
         """A tensor that was computed without grad and now has one: an `autograd.Function` has returned it."""
         if not prepare_reentrant(self, tensor.grad_fn):
             self._refuse_hidden_weight(tensor)
+            if tensor in self._of_hidden_weights:
+                raise PerSampleError(
+                    f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses weights "
+                    "without recording them (a reversible layer, or a checkpoint of its own): their gradients would "
+                    "arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off."
+                )
         elif self.collector.early:
             raise PerSampleError(
                 "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known: "

@@ -37,14 +37,11 @@ class Surroundings(Protocol):
 def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surroundings) -> tuple[Any, Motion]:
     """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie."""
     check_apart(op, around)
-    if op.inplace and 0 in weights:
-        raise PerSampleError(
-            f"{op_name(op.func)}, in {around.place()}, writes samples into a tensor of {tuple(op.tensors[0].shape)} "
-            "that was computed from weights. Put them together with torch.cat, torch.where or arithmetic instead."
-        )
     saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
     if op.inplace:
         saved[0] = saved[0].clone()
+        if 0 in weights:
+            weights = {**weights, 0: _moved_aside(op, around)}
     rng_state = torch.get_rng_state() if rule is None else None
     whole = rule is not None and rule.whole
     result = run_detached(op, weights, whole)
@@ -72,8 +69,9 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
     moving = rule is None and moves(op)
     use = Use(
-        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving, around.batch, around.collector
-    )
+        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving, _autocast(op.tensors[0].device.type),
+        around.batch, around.collector,
+    )  # fmt: skip
     factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
     around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
@@ -84,6 +82,24 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
+
+
+def _autocast(device: str) -> tuple[str, torch.dtype] | None:
+    """The type that operations are run in, if it is not that of their arguments."""
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+
+
+def _moved_aside(op: Op, around: Surroundings) -> Tensor:
+    """The weights that samples are about to be written into, for the tensor itself will be the samples'."""
+    weight = op.tensors[0]
+    if weight.is_leaf or weight._base is not None or around.collector.uses(weight):
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {around.place()}, writes samples into a tensor of {tuple(weight.shape)} that was "
+            "computed from weights, and is also used otherwise. Write into a clone of it."
+        )
+    aside = weight.clone()
+    weight.detach_()
+    return aside
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

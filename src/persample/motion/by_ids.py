@@ -9,7 +9,7 @@ from torch import Tensor
 
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, sample_ids
-from persample.motion.kinds import T
+from persample.motion.kinds import PICKS, T
 from persample.motion.motion import Motion
 from persample.motion.op import Op, results_of
 from persample.tree import tensors_in
@@ -53,13 +53,26 @@ def _still_loose(op: Op, found: Where | None, results: int) -> Where | None:
     before, after = where.ids or (), found.ids or ()
     if after == before:
         return found
-    if results == 1 and (after if before else not after) and len(after) % max(1, len(before)) == 0:
+    # Rows may be divided, and entries put together to rows that have one owner each.
+    whole = max(len(before), len(after)) % max(1, min(len(before), len(after))) == 0
+    if results == 1 and bool(before) == bool(after) and whole and op.func not in PICKS:
         return found
     return Lost(f"{op_name(op.func)} chooses by their place among rows whose order depends on all samples")
 
 
 def _moved(op: Op, ids: dict[int, Tensor]) -> tuple[Tensor, ...]:
     """The results of the op on tensors of numbers."""
-    args, kwargs = op.filled([ids[i].clone() if i in ids else t for i, t in enumerate(op.tensors)])
+    numbers = {i: (_as_it_lies(n, op.tensors[i]) if op.func in _BY_STRIDE else n.clone()) for i, n in ids.items()}
+    args, kwargs = op.filled([numbers.get(i, t) for i, t in enumerate(op.tensors)])
     kwargs.pop("out", None)
     return results_of(op.func(*args, **kwargs), args)
+
+
+_BY_STRIDE = {torch.as_strided, T.as_strided}
+
+
+def _as_it_lies(ids: Tensor, tensor: Tensor) -> Tensor:
+    """The numbers, in memory where the entries of `tensor` are in its own."""
+    memory = torch.full((tensor.untyped_storage().nbytes() // tensor.element_size(),), -1, dtype=ids.dtype)
+    lying = memory.to(ids.device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return lying.copy_(ids)

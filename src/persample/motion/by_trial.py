@@ -34,7 +34,11 @@ def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
             return Motion(found, following, by_values)
         failure = failure or Motion(found, by_values=by_values)
     if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
-        everywhere = [list(_all_layouts(result, op)) for result in results]
+        everywhere: list[list[Layout] | Reduced]
+        everywhere = [
+            list(_all_layouts(result, op)) if result.dim() or op.func not in ADDITIVE else reduced(op)
+            for result in results
+        ]
         trials = _trials(op, constants=False)
         if trials is not None:  # of what stays the same whoever changes, nobody can say whose it is
             everywhere = [options if trials.tells(i) else [] for i, options in enumerate(everywhere)]

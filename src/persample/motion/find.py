@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Layout, Lost, Reduced, Where, regular
+from persample.layout import Layout, Lost, Reduced, Where, regular, sample_ids
 from persample.motion.by_ids import by_ids
 from persample.motion.by_index import by_index, by_order, listed
 from persample.motion.by_trial import by_trial, reduced
 from persample.motion.kinds import (
+    ADDITIVE,
     BILINEAR,
     DIVISIONS,
     INDEX_DTYPES,
@@ -26,6 +28,7 @@ from persample.motion.kinds import (
     MOVES,
     PICKS,
     SORTS,
+    SUMS,
     WRITES,
 )
 from persample.motion.motion import Motion, everywhere
@@ -52,10 +55,17 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         return everywhere(Layout(0), results)
     if op.func in _known:
         return _known[op.func](op)
+    if op.func in _MEANS_OF_THE_VALID and (fair := _with_fair_divisor(op)) is not op:
+        return fair if isinstance(fair, Motion) else motion_of(fair, results)
+    if (lost := _unequal_rows(op)) is not None:
+        return everywhere(lost, results)
     key = _key(op)
     if key in _found:
         return _found[key]
-    motion = _motion_of(op, results)
+    try:
+        motion = _motion_of(op, results)
+    except Exception as error:  # the op itself has run: what it does to the samples is what could not be found
+        motion = everywhere(Lost(f"{op_name(op.func)} could not be followed ({error})"), results)
     if key is not None and not motion.by_values:
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
@@ -84,7 +94,7 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         (owner,) = owners
         loose = any(isinstance(where, Layout) and where.loose for where in op.where)
         return Motion(tuple(_all_of(owner, r, op, loose) for r in results))
-    if op.func in LINEAR - MOVES - BILINEAR and not any(t.dim() for t in op.tensors):
+    if op.func in SUMS and not any(t.dim() for t in op.tensors):
         return everywhere(reduced(op), results)  # the losses of some samples, added up
     with torch.no_grad():
         if op.func in WRITES or (op.func in PICKS and any(op.where[1:])):
@@ -114,10 +124,64 @@ def _after_reduction(op: Op) -> Where:
     return reduced[0]
 
 
+# ---- means over unequal parts: no sum of the samples' own means ----
+
+_MEANS_OF_THE_VALID = {torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss}
+_DIVISOR = "so its divisor depends on the batch: reduce by 'sum', or take each sample's mean first"
+
+
+def _with_fair_divisor(op: Op) -> Op | Motion:
+    """A mean over targets of which some are ignored, as a sum if each sample has as many that are not."""
+    where = op.where[0]
+    if op.kwargs.get("reduction", "mean") != "mean" or len(op.args) > 2 or not isinstance(where, Layout):
+        return op
+    if len(op.samples()) == 1:
+        return op
+    logits, target = op.tensors[:2]
+    if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
+        return op
+    valid = target != op.kwargs.get("ignore_index", -100)
+    owner = sample_ids(target, replace(where, dim=max(0, where.dim - 1)), op.batch)
+    counts = owner[valid & (owner >= 0)].bincount(minlength=op.batch)
+    if bool((counts != counts[0]).any()):
+        cause = f"{op_name(op.func)} is a mean over {counts.tolist()} targets of the samples that are not ignored"
+        return everywhere(Lost(f"{cause}, {_DIVISOR}"), op.tensors[:1])
+    return op if bool(valid.all()) else replace(op, kwargs={**op.kwargs, "reduction": "sum"})
+
+
+def _unequal_rows(op: Op) -> Lost | None:
+    """Why a mean over rows is no sum of the samples' means, where they have different numbers of rows."""
+    if op.func not in ADDITIVE or op.kwargs.get("reduction", "mean") != "mean" or op_name(op.func) in _PLAIN_SUMS:
+        return None
+    if len(op.samples()) == 1:
+        return None
+    for tensor, where in zip(op.tensors, op.where, strict=True):
+        if isinstance(where, Layout) and where.ids is not None and tensor.dim():
+            counts = [where.ids.count(n) for n in range(op.batch)]
+            averaged = op_name(op.func) != "mean" or _averages(op, where.dim, tensor.dim())
+            if len(set(counts)) > 1 and averaged:
+                return Lost(f"{op_name(op.func)} is a mean over {counts} rows of the samples, {_DIVISOR}")
+    return None
+
+
+_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum"}
+
+
+def _averages(op: Op, dim: int, dims: int) -> bool:
+    """Whether a call of `mean` goes over this dim."""
+    given = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", op.kwargs.get("axis"))
+    chosen = range(dims) if given is None or given == () else (given,) if isinstance(given, int) else given
+    return any(d % dims == dim for d in chosen)
+
+
 # Functions of such names put entries where an index tells, so its values matter, not its shape alone.
 _BY_INDEX = re.compile(
-    "item|index|gather|scatter|select|take|put|mask|repeat_interleave|segment|bincount|bucket|search"
+    "item|index|gather|scatter|select|take|put|mask|repeat_interleave|segment|bincount|bucket|search|embedding"
 )
+
+
+# Of these, the ones that put things where the index is, if the index is the samples' own.
+_LOOKUPS = {torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag, torch.embedding_bag}
 
 
 @cache
@@ -127,7 +191,10 @@ def _goes_by_index(func: Callable[..., Any]) -> bool:
 
 def _key(op: Op) -> Any:
     """What the motion depends on, or None where that includes values."""
-    if _goes_by_index(op.func) and any(t.dtype in INDEX_DTYPES for t in op.tensors):
+    if _goes_by_index(op.func) and any(
+        t.dtype in INDEX_DTYPES and (where is None or op.func not in _LOOKUPS)
+        for t, where in zip(op.tensors, op.where, strict=True)
+    ):
         return None
     parts = [op.func, op.batch]
     _describe((op.args, op.kwargs), iter(op.where), parts)

@@ -16,6 +16,7 @@ MOVES: set[Any] = {
     T.broadcast_to, T.repeat, T.tile, T.repeat_interleave, T.chunk, T.split, T.split_with_sizes, T.tensor_split,
     T.unbind, T.narrow, T.select, T.unfold, T.flip, T.fliplr, T.flipud, T.roll, T.index_select, T.gather,
     T.take_along_dim, T.masked_select, T.diagonal, T.squeeze_, T.unsqueeze_, T.transpose_, T.t_, T.contiguous,
+    T.as_strided, torch.as_strided, T.hsplit, T.vsplit, T.dsplit, torch.hsplit, torch.vsplit, torch.dsplit,
     T.clone, T.detach, T.detach_, T.ravel, T.T.__get__, T.mT.__get__, T.data.__get__,
     torch.reshape, torch.flatten, torch.unflatten, torch.squeeze, torch.unsqueeze, torch.transpose, torch.swapaxes,
     torch.swapdims, torch.t, torch.permute, torch.movedim, torch.moveaxis, torch.broadcast_to, torch.tile,
@@ -54,7 +55,7 @@ LIKES: set[Any] = {
 }  # fmt: skip
 
 # Ops that read nothing of their tensor but its dtype and device.
-MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full}
+MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor}
 
 # Reductions that add up what each sample gives, so that each sample's share has its own gradient.
 ADDITIVE: set[Any] = {
@@ -63,7 +64,7 @@ ADDITIVE: set[Any] = {
     F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss,
     F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
     F.soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-    F.ctc_loss,
+    F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum,
 }  # fmt: skip
 
 # What keeps such a sum one: adding two, scaling by a constant, changing the shape or type of the number.
@@ -75,6 +76,7 @@ LINEAR: set[Any] = {
 }  # fmt: skip
 DIVISIONS: set[Any] = {torch.div, T.div, T.div_, T.__truediv__, T.__itruediv__}
 BILINEAR: set[Any] = {torch.mul, T.mul, T.mul_, T.__mul__, T.__rmul__, T.__imul__, *DIVISIONS}
+SUMS: set[Any] = LINEAR - BILINEAR - MOVES
 
 # What an index or a mask can be made of.
 INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}

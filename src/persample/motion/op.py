@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -30,8 +31,7 @@ class Op:
     @property
     def inplace(self) -> bool:
         """Whether the op changes its first argument."""
-        name = op_name(self.func)
-        return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+        return is_inplace(self.func)
 
     def samples(self) -> set[int]:
         """The samples that take part in the op."""
@@ -55,6 +55,13 @@ class Op:
         """The arguments with other values in the place of the tensors."""
         supply = iter(tensors)
         return map_tensors(lambda _: next(supply), (self.args, self.kwargs))
+
+
+@cache
+def is_inplace(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument."""
+    name = op_name(func)
+    return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def results_of(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:

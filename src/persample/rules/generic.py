@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.motion import results_of
+from persample.errors import PerSampleError, op_name
+from persample.motion import is_inplace, results_of
 from persample.tree import filled
 
 
@@ -26,6 +27,7 @@ def generic(
     `call` is the emptied call; `tensors` fill it, with the samples in front where `batched`; `grads` are the
     gradients of the tensors in the result, samples in front, None where there is none.
     """
+    inplace = is_inplace(func)
     moving = [i for i, there in enumerate(batched) if there]
     wanted = [i for i, grad in enumerate(grads) if grad is not None]
     own_grads = [grad for grad in grads if grad is not None]
@@ -33,7 +35,7 @@ def generic(
     def run(own: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The function of one sample, of which it is given its own tensors, and of the weights."""
         given = dict(enumerate(tensors)) | dict(zip(moving, own, strict=True)) | dict(zip(weights, chosen, strict=True))
-        args, kwargs = filled(call, given)
+        args, kwargs = filled(call, {i: t.clone() if i == 0 else t for i, t in given.items()} if inplace else given)
         results = results_of(func(*args, **kwargs), args)
         return tuple(results[i] for i in wanted)
 
@@ -48,10 +50,11 @@ def generic(
             warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's own loop is as good as ours
             return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
     except RuntimeError:  # no batching rule, control flow on values, a write in place: one sample after the other
-        return _loop(run, own, chosen, dims, own_grads)
+        return _loop(func, run, own, chosen, dims, own_grads)
 
 
 def _loop(
+    func: Callable[..., Any],
     run: Callable[..., tuple[Tensor, ...]],
     own: Sequence[Tensor],
     chosen: Sequence[Tensor],
@@ -65,5 +68,11 @@ def _loop(
                 (w if dim is None else w[n]).detach().requires_grad_() for w, dim in zip(chosen, dims, strict=True)
             ]
             results = run([t[n].detach().clone() for t in own], leaves)
-        rows.append(torch.autograd.grad(results, leaves, [g[n] for g in grads]))
+        own_grads = [g[n] for g in grads]
+        if any(r.shape != g.shape for r, g in zip(results, own_grads, strict=True)):
+            raise PerSampleError(
+                f"{op_name(func)} gives {[tuple(r.shape) for r in results]} for one sample, and "
+                f"{[tuple(g.shape) for g in own_grads]} for it in a batch: its weights' gradients cannot be told apart."
+            )
+        rows.append(torch.autograd.grad(results, leaves, own_grads))
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -209,6 +209,8 @@ def layer_terms(
     has_biases: bool,
     bidirectional: bool,
 ) -> Terms:
+    if sizes is None and input.shape[2] > 1:
+        return _merged(grads, func, input, state, weights, has_biases, bidirectional)
     shape, input = input.shape, input.detach().flatten(1, -2)  # (batch, T, in)
     length = torch.full((len(input),), input.shape[1], device=input.device)
     if valid is not None:
@@ -233,6 +235,41 @@ def layer_terms(
         states.append(state_grads)
     rows = [torch.stack(parts, 1).unsqueeze(2) for parts in zip(*states, strict=True)]
     return {"input": Dense(input_grad.view(shape)), "weights": terms, "state": [Dense(r) for r in rows]}
+
+
+def _merged(
+    grads: Sequence[Tensor | None],
+    func: Callable[..., Any],
+    input: Tensor,
+    state: State,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    bidirectional: bool,
+) -> Terms:
+    """The terms where each sample has several sequences: those of every sequence, put together."""
+    batch, _, each, _ = input.shape
+
+    def apart(rows: Tensor) -> Tensor:
+        return rows.movedim(2, 1).flatten(0, 1).unsqueeze(2)  # (batch, T, each, in) -> (batch * each, T, 1, in)
+
+    def together(rows: Tensor) -> Tensor:
+        return rows.squeeze(2).unflatten(0, (batch, each)).movedim(1, 2)
+
+    def of_samples(term: Term) -> Term:
+        if isinstance(term, Outer):
+            factors = (t.unflatten(0, (batch, each)).flatten(1, 2) for t in (term.input, term.grad))
+            return Outer(*factors)
+        return Dense(term.dense().unflatten(0, (batch, each)).sum(1))
+
+    found: Any = layer_terms(
+        [None if g is None else apart(g) for g in grads], func, apart(input), tuple(map(apart, state)), weights, None,
+        None, has_biases, bidirectional,
+    )  # fmt: skip
+    return {
+        "input": Dense(together(found["input"].dense())),
+        "weights": [of_samples(term) for term in found["weights"]],
+        "state": [Dense(together(term.dense())) for term in found["state"]],
+    }
 
 
 def _direction(

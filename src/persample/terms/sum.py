@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.terms.base import BLOCK, Term, dense_sum, promoted, sum_of
+from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.outer import Outer
 from persample.terms.rows import Rows
@@ -93,4 +95,20 @@ def _merged(terms: list[Any]) -> list[Term]:
         return [Rows(ids, torch.cat(promoted(*(t.grad for t in terms)), 1), first.count)]
     if isinstance(first, Dense):
         return [Dense(dense_sum(terms))]
+    if isinstance(first, Blocks):
+        return _merged_blocks(terms)
     return terms
+
+
+def _merged_blocks(several: Sequence[Blocks]) -> list[Term]:
+    """Those of the same rows together; what overlaps in part stays apart."""
+    found: dict[tuple[int, torch.Size], list[Term]] = {}
+    for blocks in several:
+        for term, start in zip(blocks.terms, blocks.starts, strict=True):
+            found.setdefault((start, term.shape), []).append(term)
+    first = several[0]
+    ends = [(start, start + (1 if first.single else shape[0])) for start, shape in sorted(found)]
+    if any(b.single != first.single for b in several) or any(a[1] > b[0] for a, b in itertools.pairwise(ends)):
+        return list(several)
+    keys = sorted(found)
+    return [Blocks([together(found[key]) for key in keys], [key[0] for key in keys], first.count, first.single)]

@@ -1,0 +1,40 @@
+"""Ops whose motion no trial shows."""
+
+from __future__ import annotations
+
+import torch
+
+from persample.layout import Layout, Lost, regular
+from persample.motion.find import motion
+from persample.motion.kinds import T
+from persample.motion.motion import Motion
+from persample.motion.op import Op
+
+
+@motion(torch.renorm)
+@motion(T.renorm)
+@motion(T.renorm_)
+def _renorm(op: Op) -> Motion:
+    """Each index along a dim is scaled down if it is too long: small numbers stay as they are."""
+    where = op.where[0]
+    dim = op.args[2] if len(op.args) > 2 else op.kwargs["dim"]
+    if isinstance(where, Layout) and len(op.samples()) > 1 and dim % op.tensors[0].dim() != where.dim:
+        where = Lost(f"renorm takes the norm over the samples of {tuple(op.tensors[0].shape)}")
+    return Motion((where,))
+
+
+@motion(torch._C._nn.pad_sequence)
+def _pad_sequence(op: Op) -> Motion:
+    """Sequences of any lengths, each of one sample."""
+    owners = [set(w.sample_of(t.shape[w.dim], op.batch)) for t, w in zip(op.tensors, op.where, strict=True) if isinstance(w, Layout)]
+    if len(owners) < len(op.tensors) or any(len(owner) > 1 for owner in owners):
+        return Motion((Lost("pad_sequence takes sequences that are not of one sample each"),))
+    batch_first = op.args[1] if len(op.args) > 1 else op.kwargs.get("batch_first", False)
+    return Motion((regular(0 if batch_first else 1, tuple(n for owner in owners for n in owner), op.batch),))
+
+
+@motion(T.set_)
+@motion(T.data.__set__)
+def _set(op: Op) -> Motion:
+    """A tensor becomes another."""
+    return Motion((op.where[1] if len(op.where) > 1 else None,))
