@@ -467,6 +467,85 @@ def written_cases() -> list[Case]:
     ]  # fmt: skip
 
 
+def bag_cases() -> list[Case]:
+    def bag(**options: Any) -> Callable[[], nn.Module]:
+        return lambda: nn.EmbeddingBag(7, D, **options)
+
+    def weighted(m: Any, tokens: Tensor) -> Tensor:
+        return m.e(tokens, per_sample_weights=m.w[tokens])
+
+    def by_offsets(m: Any, tokens: Tensor) -> Tensor:
+        width = tokens.shape[1]
+        return m.e(tokens.flatten(), torch.arange(0, tokens.numel() + 1, width)[: None if m.e.include_last_offset else -1])
+
+    def two_bags(m: Any, tokens: Tensor) -> Tensor:
+        return m.e(tokens.flatten(), torch.arange(0, tokens.numel(), 2)).unflatten(0, (len(tokens), -1)).sin()
+
+    tokens = ids(B, T)
+    return [
+        *(Case(f"bag, {mode}", bag(mode=mode), tokens) for mode in ("sum", "mean", "max")),
+        *(Case(f"bag, {mode}, padding", bag(mode=mode, padding_idx=2), tokens) for mode in ("sum", "mean", "max")),
+        Case("bag scaled by frequency of embedding", bag(mode="sum", scale_grad_by_freq=True), tokens),
+        Case("bag, T == B", bag(mode="mean"), ids(B, B)),
+        Case("bag, learned weights of rows", lambda: Calls(weighted, e=nn.EmbeddingBag(7, D, mode="sum"), w=param(7)), tokens),
+        Case("bag, learned weights of places", lambda: Calls(lambda m, t: m.e(t, per_sample_weights=m.w.expand(len(t), -1)), e=nn.EmbeddingBag(7, D, mode="sum"), w=param(T)), tokens),
+        Case("bag by offsets", lambda: Calls(by_offsets, e=nn.EmbeddingBag(7, D, mode="max")), tokens),
+        Case("bag by offsets, last included", lambda: Calls(by_offsets, e=nn.EmbeddingBag(7, D, include_last_offset=True)), tokens),
+        Case("two bags of each sample", lambda: Calls(two_bags, e=nn.EmbeddingBag(7, D, mode="mean")), ids(B, 4)),
+    ]  # fmt: skip
+
+
+def product_cases() -> list[Case]:
+    """Functions with a rule of their own beside those of torch's layers."""
+    def calls(forward: Callable[..., Any], *shape: int, **members: Callable[[], Any]) -> tuple[Any, ...]:
+        return (lambda: Calls(forward, **{name: make() for name, make in members.items()})), x(*shape)
+
+    def w(*shape: int) -> Callable[[], nn.Parameter]:
+        return lambda: param(*shape)
+
+    return [
+        Case("addmm", *calls(lambda m, h: torch.addmm(m.b, h, m.w, beta=0.5, alpha=2), B, D, b=w(5), w=w(D, 5))),
+        Case("addmm of rows", *calls(lambda m, h: h.flatten(0, 1).addmm(h.flatten(0, 1), m.w).view_as(h), B, T, D, w=w(D, D))),
+        Case("mm", *calls(lambda m, h: torch.mm(h, m.w), B, D, w=w(D, 5))),
+        Case("matmul, weight last", *calls(lambda m, h: h.unsqueeze(1) @ m.w, B, T, D, w=w(D, 5))),
+        Case("matmul, weight first", *calls(lambda m, h: m.w @ h, B, D, T, w=w(5, D))),
+        Case("matmul, weight first, batch last", *calls(lambda m, h: (m.w @ h.T).T, B, D, w=w(5, D))),
+        Case("matmul by a vector", *calls(lambda m, h: h @ m.w, B, T, D, w=w(D))),
+        Case("matmul by a stack", *calls(lambda m, h: h.unsqueeze(1) @ m.w, B, T, D, w=w(2, D, 3))),
+        Case("bmm by heads", *calls(lambda m, h: torch.bmm(h.transpose(0, 1).flatten(2), m.w).transpose(0, 1), B, 2, D, w=w(2, D, 3))),
+        Case("bmm by heads, rows", *calls(lambda m, h: torch.bmm(h.permute(2, 0, 1, 3).flatten(1, 2), m.w).tanh().unflatten(1, (-1, T)).transpose(0, 1), B, T, 2, D, w=w(2, D, 3))),
+        Case("baddbmm", *calls(lambda m, h: torch.baddbmm(m.b, h, m.w.expand(len(h), -1, -1)), B, T, D, b=w(1, 1, 3), w=w(D, 3))),
+        Case("einsum", *calls(lambda m, h: torch.einsum("btd,de->bte", h, m.w), B, T, D, w=w(D, 5))),
+        Case("einsum to heads", *calls(lambda m, h: torch.einsum("dhe,btd->bhte", m.w, h), B, T, D, w=w(D, 2, 3))),
+        Case("einsum from heads", *calls(lambda m, h: torch.einsum("bthe,hed->btd", h, m.w), B, T, 2, 3, w=w(2, 3, D))),
+        Case("einsum to heads and back", *calls(lambda m, h: torch.einsum("hed,bhte->tbd", m.w, torch.einsum("btd,hed->bhte", h, m.w).tanh()).transpose(0, 1), B, T, D, w=w(2, 3, D))),
+        Case("einsum, sums over a dim", *calls(lambda m, h: torch.einsum("btd,de->be", h, m.w), B, T, D, w=w(D, 5))),
+        Case("einsum, by entry", *calls(lambda m, h: torch.einsum("btd,d->btd", h, m.w), B, T, D, w=w(D))),
+        Case("einsum of three", *calls(lambda m, h: torch.einsum("btd,de,ef->btf", h, m.w, m.v), B, T, D, w=w(D, 3), v=w(3, 5))),
+        Case("tensordot", *calls(lambda m, h: torch.tensordot(h, m.w, ([1, 2], [1, 0])), B, T, D, w=w(D, T, 3))),
+        Case("bilinear", lambda: Calls(lambda m, h: m.l(h, h.sin()), l=nn.Bilinear(D, D, 5)), x(B, T, D)),
+        Case("sums and products", *calls(lambda m, h: (h + m.a) * m.b - m.c / (2 + h * h) - (m.d - h) / m.e, B, T, D, a=w(D), b=w(T, 1), c=w(1, 1, D), d=w(), e=w(T, D))),
+        Case("sums and products in place", *calls(lambda m, h: h.clone().add_(m.a, alpha=2).mul_(m.b).sub_(m.c).div_(m.d), B, T, D, a=w(D), b=w(T, 1), c=w(1, 1, D), d=w(1))),
+        Case("products of more dims than the samples", *calls(lambda m, h: (h * m.w).transpose(0, 1), B, D, w=w(3, 1, D))),
+        Case("prelu", lambda: nn.PReLU(D), x(B, D, T)),
+        Case("prelu, one number", lambda: nn.PReLU(), x(B, D, T)),
+        Case("prelu of rows", lambda: nn.PReLU(D), x(B, D)),
+        Case("rms norm", lambda: nn.RMSNorm(D), x(B, T, D)),
+        Case("rms norm of two dims", lambda: nn.RMSNorm([T, D], eps=1e-3), x(B, T, D)),
+        *(Case(f"transposed convolution {d}d", lambda d=d: (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[d - 1](4, 6, 3, stride=2, padding=1, output_padding=1, groups=2), x(B, 4, *(4, 3, 3)[:d])) for d in (1, 2, 3)),
+        Case("transposed convolution, dilated", lambda: nn.ConvTranspose2d(4, 6, (3, 2), stride=(1, 2), dilation=(3, 1), output_padding=(2, 1), bias=False), x(B, 4, 4, 3)),
+        *(Case(f"steps of {kind.__name__}", lambda kind=kind: Calls(stepped, r=kind(D, 3)), x(B, T, D)) for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+        Case("a step of relu", lambda: Calls(stepped, r=nn.RNNCell(D, 3, nonlinearity="relu", bias=False)), x(B, T, D)),
+    ]  # fmt: skip
+
+
+def stepped(m: Any, h: Tensor) -> Any:
+    state = None
+    for step in h.unbind(1):
+        state = m.r(step, state)
+    return state
+
+
 def attention_cases() -> list[Case]:
     return [
         Case("attention from one projection", lambda: Calls(attention, qkv=nn.Linear(D, 3 * D), out=nn.Linear(D, D)), x(B, T, D)),
@@ -513,6 +592,6 @@ CASES: list[Case] = [
     *recurrent_cases(),
     *derived_cases(),
     *written_cases(),
-    *attention_cases(),
+    *bag_cases(), *product_cases(), *attention_cases(),
     *checkpoint_cases(),
 ]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from persample.rules.conv import conv
 from persample.rules.embedding import embedding
-from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
+from persample.rules.matmul import einsum_with_weight_first
+from persample.terms import Blocks, Dense, Folded, Outer, Patches, Rows, Sum, Term, together
 from persample.terms.cost import Way, cheaper_way, forced_way
 from persample.terms.sketch import SparseSketch, TensorSketch
 
@@ -74,6 +75,19 @@ def dense(*shape: int) -> Factory:
     return make
 
 
+def folded(equation: str, shape: tuple[int, ...]) -> Factory:
+    def make(batch: int) -> tuple[Term, Tensor]:
+        weight = torch.randn(shape, dtype=f64)
+        label = equation.split(",")[1].split("->")[0][-1]
+        x = torch.randn(batch, 1, 5, shape[equation.index(label)], dtype=f64)
+        g = torch.randn(batch, *torch.einsum(equation, weight, torch.zeros(x.shape[1:], dtype=f64)).shape, dtype=f64)
+        term = einsum_with_weight_first(g, equation, weight, x)["first"]
+        assert isinstance(term, Folded)
+        return term, loop(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
+
+    return make
+
+
 def sum_of(*factories: Factory) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         terms, expected = zip(*(factory(batch) for factory in factories), strict=True)
@@ -124,6 +138,10 @@ TERMS: dict[str, Factory] = {
     "overlapping blocks": sum_of(blocks(outer(2), 0, count=9), blocks(outer(3), 3, count=9)),
     "other blocks": sum_of(blocks(outer(2), 0, count=10), blocks(rows(), 5, count=10)),
     "blocks and the whole": sum_of(blocks(outer(2), 0, count=8), outer(3, wide=8)),
+    "folded": folded("dhe,btd->bthe", (4, 2, 3)),
+    "folded, rows first": folded("hed,btd->bthe", (2, 3, 4)),
+    "folded twice": sum_of(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,btd->bhet", (4, 2, 3))),
+    "folded in two ways": sum_of(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,bth->btde", (4, 2, 3))),
     "two uses": sum_of(outer(2), outer(3)),
     "two lookups": sum_of(rows(), rows(4)),
     "tied embedding and head": sum_of(rows(), outer(3)),

@@ -20,6 +20,8 @@ def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
     if op.inplace or (activations and not whole):
         changed = 0 if op.inplace else None
         args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
+        if op.func is F.scaled_dot_product_attention and 3 not in weights:
+            return op.func(*args, **kwargs)
         return _FOLDING.get(op.func, op.func)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
 
@@ -39,7 +41,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """As torch does where the mask requires grad, which is the only weight that attention takes: without fusing."""
+    """As torch does where the mask, the fourth of the tensors, requires grad: without fusing."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
 

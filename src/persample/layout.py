@@ -21,9 +21,9 @@ class Layout:
 
     A tensor of one number has no dim; if it is of one sample, that sample is in `ids`.
 
-    `loose`: which row stands at which index depends on all samples (rows picked by a mask, or sorted), so nothing may be
-    chosen by its index; `ids` is given. `places`: the tensor's values are indices of a loose tensor's rows, so they may
-    be used as an index of such, and for nothing else.
+    `loose`: which row stands at which index depends on all samples (rows picked by a mask, or sorted), so nothing may
+    be chosen by its index; `ids` is given. `places`: the tensor's values are indices of a loose tensor's rows, so they
+    may be used as an index of such, and for nothing else.
     """
 
     dim: int
@@ -52,8 +52,8 @@ class Reduced:
 class Lost:
     """It is not known which sample an entry belongs to; `cause` and `place` say why and since where.
 
-    `listed`: it lists what occurs in the batch (the experts that any token goes to). To go through such a list is control
-    flow: what stands in it is a constant then.
+    `listed`: it lists what occurs in the batch (the experts that any token goes to). To go through such a list is
+    control flow: what stands in it is a constant then.
     """
 
     cause: str
@@ -62,6 +62,14 @@ class Lost:
 
 
 Where = Layout | Reduced | Lost
+
+
+@dataclass(frozen=True)
+class Owners:
+    """The sample of each entry of a tensor (-1: of none), and how many samples there are."""
+
+    ids: Tensor
+    batch: int
 
 
 def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample.collector import Collector
 from persample.errors import PerSampleError, op_name
-from persample.layout import Layout, joined, place, sample_ids, samples
+from persample.layout import Layout, Owners, joined, place, sample_ids, samples
 from persample.motion import Op
 from persample.rules.generic import generic
 from persample.rules.moves import moved_terms
@@ -38,6 +38,13 @@ class Use:
     batch: int
     collector: Collector
 
+    @property
+    def source(self) -> str:
+        """The name of the rule, for reports; a layer of a recurrent net is called with the function it stands for."""
+        first = self.call[0][0] if self.call[0] else None
+        name = op_name(first if callable(first) else self.func).strip("_")
+        return name if self.rule is not None else f"moves ({name})" if self.moves else f"generic ({name})"
+
     def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
         """Hands the terms of all weights to the collector, if they are wanted; gives the gradients of `inputs`."""
         if self.batch == 0:
@@ -52,7 +59,7 @@ class Use:
         terms = self._moved_terms(tensors, own_grads) if self.moves else self._terms(tensors, own_grads)
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
-                self.collector.receive(weight, self._placed(terms[position], position))
+                self.collector.receive(weight, self._placed(terms[position], position), self.source)
         return [self._joined(terms[i], i, tensors[i].shape) if i in terms else None for i in self.inputs]
 
     def _check_nobodys_rows(self, grad: Tensor, layout: Layout) -> None:
@@ -77,7 +84,9 @@ class Use:
         args, kwargs = filled(self.call, tensors)
         op = Op(self.func, args, kwargs, tuple(tensors), self.layouts, self.batch)
         (grad,) = grads
-        return {} if grad is None else moved_terms(op, self.weights, grad, sample_ids(grad, self.results[0], self.batch))
+        if grad is None:
+            return {}
+        return moved_terms(op, self.weights, grad, sample_ids(grad, self.results[0], self.batch))
 
     def _terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms by the positions of the tensors they belong to."""
@@ -96,12 +105,20 @@ class Use:
             with torch.autocast(device, dtype, enabled=self.autocast is not None):
                 found = generic(self.func, self.call, rows, batched, positions, grads)
             return dict(zip(positions, map(Dense, found), strict=True))
+        if self.rule.as_they_lie:
+            rows, grads = list(tensors), list(own_grads)
         args, kwargs = filled(self.call, rows)
-        terms = self.rule.terms(grads[0] if len(grads) == 1 else grads, *args, **kwargs)
+        given: list[Any] = [grads[0] if len(grads) == 1 else grads]
+        if self.rule.as_they_lie:
+            given.append(Owners(sample_ids(given[0], self.results[0], self.batch), self.batch))
+        terms = self.rule.terms(*given, *args, **kwargs)
         named = self.rule.bind(*self.call)
         matched: dict[int, Term] = {}
         for name, term in terms.items():
             matched |= zip(slots_in(named.get(name)), [term] if isinstance(term, Term) else term, strict=False)
+        missing = [name for name, value in named.items() if {*slots_in(value)} & (self.weights.keys() - matched.keys())]
+        if missing:
+            raise PerSampleError(f"The rule of {op_name(self.func)} gives no term for {missing}, which are weights.")
         return matched
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -14,12 +15,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector
-from persample.errors import PerSampleError, SamplesMixed, op_name, place_in
+from persample.distributed import Processes
+from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, sample_ids
 from persample.motion import Op, motion_of, results_of
+from persample.motion.kinds import MOVES
 from persample.opened import opened
-from persample.rules import Rewrite, handler_of
+from persample.rules import Rewrite, handler_of, rules_of
 from persample.tree import tensors_in
 from persample.uses import REMEDY, check_apart, run_use
 
@@ -31,7 +34,9 @@ _UNTOUCHED = {
 
 # Ops that take a tensor for its type, or for its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
-_SHAPED: dict[Any, Any] = {Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape}
+_SHAPED: dict[Any, Any] = {
+    Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
+}  # fmt: skip
 
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -57,6 +62,7 @@ class Tracker(TorchFunctionMode):
         self.legacy = legacy
         self.anchor = torch.empty(0, requires_grad=True)
         self.on_backward: Callable[..., Any] | None = None
+        self.over = Processes()
         self.has_inputs = False
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
@@ -137,7 +143,11 @@ class Tracker(TorchFunctionMode):
         if weights and batched and torch.is_grad_enabled():
             return self._use(op, weights)
         self._keep_buffers(op)
-        result = func(*args, **kwargs)
+        if func in MOVES and op.inplace:  # then its argument has another shape afterwards
+            before = tensors[0].detach()
+            op = replace(op, args=(before, *args[1:]), tensors=(before, *tensors[1:]))
+        with self.over.saving_weights() if weights and not batched else nullcontext():
+            result = func(*args, **kwargs)
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
             self._of_hidden_weights.update(dict.fromkeys(tensors_in(result), True))
         if batched:
@@ -152,14 +162,13 @@ class Tracker(TorchFunctionMode):
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
             raise PerSampleError(
-                "autograd.grad asks for the gradients of parameters in a recording, where they are kept for each sample. "
-                "Call backward(), and read the recording."
+                "autograd.grad asks for the gradients of parameters in a recording, where they are kept for each "
+                "sample. Call backward(), and read the recording."
             )
 
     def _use(self, op: Op, weights: dict[int, Tensor]) -> Any:
-        handler = handler_of(op.func)
-        handler = None if isinstance(handler, Rewrite) else handler  # it has declined
-        if handler is None and isinstance(op.func, FunctionType):
+        handler, rules = handler_of(op.func), rules_of(op.func)
+        if not rules and not isinstance(handler, type) and isinstance(op.func, FunctionType):
             with self:
                 return opened(op.func)(*op.args, **op.kwargs)
         self._keep_buffers(op)
@@ -169,7 +178,7 @@ class Tracker(TorchFunctionMode):
             self._follow(op, result)
             return result
         prepare_recomputation(self)
-        result, motion = run_use(op, weights, handler, self)
+        result, motion = run_use(op, weights, rules, self)
         for made, where in zip(results_of(result, op.args), motion.results, strict=True):
             self.tell(made, where)
         return result
@@ -249,6 +258,7 @@ class Tracker(TorchFunctionMode):
             self.tell(tensor, lost)
             return lost
         if self._parameters_behind(tensor):
+            self.over.check_saved(tensor)
             self.tell(tensor, None)
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +34,7 @@ class Surroundings(Protocol):
     def place(self) -> str: ...
 
 
-def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surroundings) -> tuple[Any, Motion]:
+def run_use(op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: Surroundings) -> tuple[Any, Motion]:
     """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie."""
     check_apart(op, around)
     saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
@@ -42,8 +42,8 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
         saved[0] = saved[0].clone()
         if 0 in weights:
             weights = {**weights, 0: _moved_aside(op, around)}
-    rng_state = torch.get_rng_state() if rule is None else None
-    whole = rule is not None and rule.whole
+    rng_state = None if rules else torch.get_rng_state()
+    whole = any(rule.whole for rule in rules)
     result = run_detached(op, weights, whole)
     if rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state):
         raise PerSampleError(
@@ -57,10 +57,9 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     _check_results(op, [motion.results[i] for i in tapped], around)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
     call = emptied((op.args, op.kwargs))
-    if rule is not None and not _holds(rule, call, op.tensors, layouts):
-        if whole:
-            raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
-        rule = None
+    rule = next((r for r in rules if _holds(r, op, call, layouts, weights)), None)
+    if whole and rule is None:
+        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
     if not tapped:
         return result, motion
 
@@ -69,14 +68,15 @@ def run_use(op: Op, weights: dict[int, Tensor], rule: Rule | None, around: Surro
     inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
     moving = rule is None and moves(op)
     use = Use(
-        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving, _autocast(op.tensors[0].device.type),
-        around.batch, around.collector,
+        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving,
+        _autocast(op.tensors[0].device.type), around.batch, around.collector,
     )  # fmt: skip
     factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
     around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
-    # A result that the op's own backward reads must not count as changed in place; functions with a rule read none.
-    copy = not op.inplace and ((rule is None and not moving) or any(c._base is not None for c in chosen))
+    # A result that the op's own backward reads must not count as changed in place.
+    read = not moving and (rule is None or rule.reads_result)
+    copy = not op.inplace and (read or any(c._base is not None for c in chosen))
     copy = copy or (moving and not op.inplace and any(_same_memory(c, w) for c in chosen for w in weights.values()))
     passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in inputs), around.anchor)
     seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
@@ -130,13 +130,18 @@ def _check_results(op: Op, results: Sequence[Any], around: Surroundings) -> None
             raise SamplesMixed(f"The samples of the batch are mixed in {around.place()}: {cause}. {REMEDY}")
 
 
-def _holds(rule: Rule, call: tuple[Any, Any], tensors: Sequence[Tensor], layouts: Sequence[Layout | None]) -> bool:
-    """Whether the samples lie in all arguments of a call where a rule expects them, and in no others."""
-    for name, value in rule.bind(*call).items():
+def _holds(
+    rule: Rule, op: Op, call: tuple[Any, Any], layouts: Sequence[Layout | None], weights: Container[int]
+) -> bool:
+    """Whether a rule is for this call, and the samples lie where it expects them, and in no other arguments."""
+    named = rule.bind(*call)
+    if not named.keys() <= set(rule.names) or not rule.when(*op.args, **op.kwargs):
+        return False
+    for name, value in named.items() if not rule.as_they_lie else ():
         for slot in slots_in(value):
             layout = layouts[slot]
-            if (layout is not None) != (name in rule.batched):
+            if (layout is not None) != (name in rule.batched) or (slot in weights and layout and not rule.whole):
                 return False
-            if layout is not None and not rule.accepts(tensors[slot], layout.dim):
+            if layout is not None and not rule.accepts(op.tensors[slot], layout.dim):
                 return False
     return True

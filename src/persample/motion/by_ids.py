@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,14 +11,16 @@ from torch import Tensor
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, sample_ids
 from persample.motion.kinds import PICKS, T
-from persample.motion.motion import Motion
+from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op, results_of
 from persample.tree import tensors_in
 
 
-def by_ids(op: Op) -> Motion:
+def by_ids(op: Op, results: Sequence[Tensor]) -> Motion:
     """Exactly where a move put each entry."""
     carriers = range(len(list(tensors_in(op.args[0] if op.args else next(iter(op.kwargs.values()))))))
+    if any(op.where[len(carriers) :]):
+        return everywhere(Lost(f"{op_name(op.func)} moves entries to where samples say"), results)
     moved = _moved(op, {i: sample_ids(op.tensors[i], op.where[i], op.batch) for i in carriers})
     layouts = [where for i in carriers if isinstance(where := op.where[i], Layout)]
     loose = any(where.loose for where in layouts)
@@ -45,7 +48,7 @@ _GROUPS = {T.split, T.split_with_sizes, torch.split, torch.split_with_sizes}
 
 def _still_loose(op: Op, found: Where | None, results: int) -> Where | None:
     """What a move makes of loose rows, of which it has to keep all: a choice by place would be one by all samples."""
-    where, tensor = op.where[0], op.tensors[0]
+    where = op.where[0]
     puts_together = isinstance(op.args[0], (list, tuple))
     counted = op.func in _GROUPS and any(isinstance(a, (list, tuple)) for a in (*op.args[1:], *op.kwargs.values()))
     if puts_together or counted or not isinstance(where, Layout) or not isinstance(found, Layout):

@@ -4,8 +4,8 @@ Every such op is `source[item]` or `base[item] = value` (or `+=`), with an item 
 The numbers of the samples are moved in the same way. Where the samples themselves give the index or the mask, each may
 choose among its own entries only: the owner of an entry and of the index that chose it must be the same.
 
-Rows that a mask picked, or a sort ordered, are *loose*: at which index they stand depends on everybody. An index of such
-rows (the `places` of a sort's inverse, `nonzero` of a loose mask) may be used for them alone.
+Rows that a mask picked, or a sort ordered, are *loose*: at which index they stand depends on everybody. An index of
+such rows (the `places` of a sort's inverse, `nonzero` of a loose mask) may be used for them alone.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Indexing:
         )
 
     def _known(self, made: Tensor, like: Tensor) -> Tensor:
-        """A tensor of the same samples as `like`, which it is a view of; shapes grow in front and shrink at ends only."""
+        """A tensor of the same samples as `like`, of which it is a view: grown in front, or cut at its ends."""
         where = self.owner.get(id(like))
         if isinstance(where, Layout):
             where = replace(where, dim=where.dim + made.dim() - like.dim()) if like.dim() else where
@@ -137,7 +137,7 @@ class Indexing:
             if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
                 own = sample_ids(part, where, batch)[part.bool()]
                 found = part.nonzero(as_tuple=True)
-                by_mask |= isinstance(where, Layout)
+                by_mask |= isinstance(where, Layout) and not bool(part.all())  # who all stay, stay in their places
             elif isinstance(part, Tensor):
                 own, found = sample_ids(part, where, batch), (part,)
             else:
@@ -156,7 +156,8 @@ class Indexing:
             numbers = torch.arange(told.numel(), device=self.base.device).view(told.shape)
             probe = [numbers if isinstance(p, Tensor) else p for p in parts]
             first = next(i for i, p in enumerate(parts) if isinstance(p, Tensor))
-            probe = [torch.zeros_like(numbers) if isinstance(p, Tensor) and i != first else p for i, p in enumerate(probe)]
+            none = torch.zeros_like(numbers)
+            probe = [none if isinstance(p, Tensor) and i != first else p for i, p in enumerate(probe)]
             counted = torch.arange(max(1, told.numel()), device=self.base.device)
             counted = counted.view(-1, *[1] * (len(shape) - dims[0] - 1))
             numbered = counted.expand(*shape[: dims[0]], -1, *shape[dims[0] + 1 :])
@@ -168,7 +169,8 @@ class Indexing:
         parts = [
             torch.tensor(p, device=self.base.device) if isinstance(p, (list, range)) else p for p in self.item
         ]
-        used = sum(p.dim() if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) else 1 for p in parts if p is not None and p is not ...)  # noqa: E501
+        masks = [p.dim() if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) else 1 for p in parts]
+        used = sum(dims for dims, p in zip(masks, parts, strict=True) if p is not None and p is not ...)
         for part in parts:
             if part is ...:
                 yield from [slice(None)] * (self.base.dim() - used)
@@ -228,7 +230,9 @@ def _written(call: Indexing) -> Where | None:
     base[call.item] = owner = torch.where(ids >= 0, ids, torch.where(chosen.told >= 0, chosen.told, before))
     if not torch.equal(base[call.item], owner):
         return _mixed(call.op, "writes entries of several samples into one")
-    counted = value is not None and given is None and chosen.loose and value.numel() > 1
+    # Constants that differ from row to row: who gets which depends on how many there are of the others.
+    varies = value is not None and value.numel() > 1 and (call.in_order or value.dim() == before.dim())
+    counted = varies and given is None and (chosen.loose or chosen.by_mask)
     if counted and value is not None and value.is_floating_point():
         return _mixed(call.op, "writes constants to places that depend on other samples")
     (mask,) = call.item if len(call.item) == 1 else (None,)

@@ -13,38 +13,38 @@ from torch import Tensor
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Reduced, Where, sample_ids
 from persample.motion.kinds import ADDITIVE
-from persample.motion.motion import Motion
+from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op
 
 
 def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
     """The first reading of the arguments under which shapes and values agree that the samples stay apart."""
+    if _in_other_orders(op):  # which a trial may miss: equal numbers are rare
+        return everywhere(Lost(f"{op_name(op.func)} takes the samples in different orders"), results)
     failure: Motion | None = None
     for reading, following in _readings(op):
         try:
-            candidates = _candidates_by_shape(reading, results)
+            by_shape = _candidates_by_shape(reading, results)
         except Exception:  # not with these arguments growing
             continue
-        found, by_values = _verified(op, candidates, results, _trials(reading, constants=True))
+        found, by_values = _verified(op, by_shape, results, _trials(reading, constants=True))
         if any(isinstance(where, Reduced) for where in found):  # a loss may be flat for targets that are no targets
-            found, by_values = _verified(op, found, results, _trials(op, constants=False))
-        if _in_other_orders(op) and not _is_told_by_each(op):
-            found = tuple(Lost(f"{op_name(op.func)} takes the samples in different orders") for _ in results)
+            found, by_values = _verified(op, found, results, _trials(op, constants=False, kinds=("wide", "own")))
         if not any(isinstance(where, Lost) for where in found):
             return Motion(found, following, by_values)
         failure = failure or Motion(found, by_values=by_values)
     if failure is None:  # sizes given as numbers, or no kernel for meta tensors: the values alone have to tell
-        everywhere: list[list[Layout] | Reduced]
-        everywhere = [
+        candidates: list[list[Layout] | Reduced]
+        candidates = [
             list(_all_layouts(result, op)) if result.dim() or op.func not in ADDITIVE else reduced(op)
             for result in results
         ]
         trials = _trials(op, constants=False)
         if trials is not None:  # of what stays the same whoever changes, nobody can say whose it is
-            everywhere = [options if trials.tells(i) else [] for i, options in enumerate(everywhere)]
+            candidates = [options if trials.tells(i) else [] for i, options in enumerate(candidates)]
         if _is_loose(op) and any(w is None and t.numel() > 1 for t, w in zip(op.tensors, op.where, strict=True)):
-            everywhere = [[] for _ in results]  # each of the constants would meet whom all samples say
-        return Motion(_verified(op, everywhere, results, trials)[0], by_values=True)
+            candidates = [[] for _ in results]  # each of the constants would meet whom all samples say
+        return Motion(_verified(op, candidates, results, trials)[0], by_values=True)
     return failure
 
 
@@ -78,17 +78,6 @@ def _in_other_orders(op: Op) -> bool:
     return len({size for size, _ in orders}) < len(orders)
 
 
-def _is_told_by_each(op: Op) -> bool:
-    """Whether the result changes with each of the arguments: only then can it be seen which samples meet in it."""
-    for i, where in enumerate(op.where):
-        if isinstance(where, Layout):
-            alone = replace(op, where=tuple(w if i == j else None for j, w in enumerate(op.where)))
-            trials = _trials(alone, constants=True)
-            if trials is None or not any(trials.tells(r) for r in range(len(trials.before))):
-                return False
-    return True
-
-
 def _is_loose(op: Op) -> bool:
     return any(isinstance(where, Layout) and where.loose for where in op.where)
 
@@ -120,7 +109,7 @@ def _verified(
             fits = (layout for layout in options if _keeps_apart(layout, trials, i, op.batch))
             shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
             found.append(next(fits, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
-        elif isinstance(options, Reduced) and not _adds_up(trials, i):
+        elif isinstance(options, Reduced) and not (trials.tells(i) and _adds_up(trials, i)):
             found.append(Lost(f"{op_name(op.func)} is no sum of what each sample gives"))
         else:
             found.append(options)
@@ -197,7 +186,7 @@ class Trials:
     def tells(self, result: int) -> bool:
         """Whether a result changes at all when the samples do."""
         before, after = self.before[result], self.all_changed[result]
-        return before.shape != after.shape or not _same(before, after)
+        return before.shape != after.shape or (not _same(before, after) and not bool(before.isnan().any()))
 
 
 def _halves(samples: set[int]) -> list[frozenset[int]]:
@@ -214,46 +203,53 @@ def _halves(samples: set[int]) -> list[frozenset[int]]:
     return halves
 
 
-# What the invented numbers may be: any between 0.1 and 0.9, which logarithms, roots and probabilities take too; or well
-# conditioned matrices, which inverses and factorizations need; or the op's own.
-_KINDS = ("numbers", "matrices", "own")
-
-
-def _trials(op: Op, constants: bool) -> Trials | None:
-    """Tries the op on invented numbers, if it takes any, else on its own; `constants`: what holds no samples too."""
-    present = op.samples() or {0}
-    halved = any(t.dtype in _HALVES for t in op.tensors)
-    for kind, step, precise in itertools.product(_KINDS, (1, -1, 0), (True, False) if halved else (False,)):
-        with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the user has not asked for these values
-            torch.manual_seed(0)
-            given = [t.float() if precise and t.dtype in _HALVES else t for t in op.tensors]
-            base = [_invented(t, where, constants, kind) for t, where in zip(given, op.where, strict=True)]
-
-            def changed(
-                samples: Set[int], base: Sequence[Tensor] = base, kind: str = kind, step: int = step
-            ) -> Results:
-                values = [_changed(t, w, samples, op.batch, kind, step) for t, w in zip(base, op.where, strict=True)]
-                return _seeded_run(op, values)
-
-            try:
-                return Trials(
-                    _seeded_run(op, base),
-                    {half: changed(half) for half in _halves(present)},
-                    changed(present),
-                    by_values=kind == "own" or step == 0,
-                )
-            except Exception:  # the op does not take such numbers
-                continue
-    return None
-
-
+# What the invented numbers may be: any between 0.1 and 0.9, which logarithms, roots and probabilities take too; well
+# conditioned matrices, which inverses and factorizations need; numbers of all sizes, for what is flat or straight
+# between 0.1 and 0.9; or the op's own.
+_KINDS = ("numbers", "matrices", "wide", "own")
 _HALVES = {torch.float16, torch.bfloat16}
 
 
-def _seeded_run(op: Op, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    torch.manual_seed(1)
-    return op.run([t.clone() for t in tensors])
+def _trials(op: Op, constants: bool, kinds: Sequence[str] = _KINDS) -> Trials | None:
+    """Tries the op on the first kind of numbers that it takes and that make a difference, or on the first it takes.
+
+    `constants`: what holds no samples is invented too.
+    """
+    first: Trials | None = None
+    halved = any(t.dtype in _HALVES for t in op.tensors)
+    for kind, step, precise in itertools.product(kinds, (1, -1, 0), (True, False) if halved else (False,)):
+        trials = _tried(op, constants, kind, step, precise)
+        if trials is not None and all(trials.tells(i) for i in range(len(trials.before))):
+            return trials
+        first = first or trials
+    return first
+
+
+def _tried(op: Op, constants: bool, kind: str, step: int, precise: bool) -> Trials | None:
+    present = op.samples() or {0}
+    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the user has not asked for these values
+        _seed(0)
+        given = [t.float() if precise and t.dtype in _HALVES else t for t in op.tensors]
+        base = [_invented(t, where, constants, kind) for t, where in zip(given, op.where, strict=True)]
+
+        def run(samples: Set[int]) -> Results:
+            values = [_changed(t, w, samples, op.batch, kind, step) for t, w in zip(base, op.where, strict=True)]
+            _seed(1)
+            return op.run([t.clone() for t in values])
+
+        try:
+            halves = {half: run(half) for half in _halves(present)}
+            return Trials(run(set()), halves, run(present), by_values=kind == "own" or step == 0)
+        except Exception:  # the op does not take such numbers
+            return None
+
+
+def _seed(number: int) -> None:
+    """As torch.manual_seed does, which takes far longer than what is tried."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def _invented(tensor: Tensor, where: Where | None, constants: bool, kind: str) -> Tensor:
@@ -261,6 +257,8 @@ def _invented(tensor: Tensor, where: Where | None, constants: bool, kind: str) -
     of_interest = constants or isinstance(where, Layout) or tensor.requires_grad
     if kind == "own" or not of_interest or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.detach().clone()
+    if kind == "wide":
+        return torch.randn(tensor.shape, device=tensor.device).mul_(8).to(tensor.dtype)
     numbers = torch.rand(tensor.shape, device=tensor.device).mul_(0.8).add_(0.1).to(tensor.dtype)
     if kind == "matrices" and tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]:
         unit = torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)

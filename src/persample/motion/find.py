@@ -100,7 +100,7 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         if op.func in WRITES or (op.func in PICKS and any(op.where[1:])):
             return by_index(op)
         if op.func in MOVES:
-            return by_ids(op)
+            return by_ids(op, results)
         if any(isinstance(where, Layout) and where.places for where in op.where):
             cause = f"{op_name(op.func)} uses the places of rows whose order depends on all samples as numbers"
             return everywhere(Lost(cause), results)

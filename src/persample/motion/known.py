@@ -26,15 +26,33 @@ def _renorm(op: Op) -> Motion:
 @motion(torch._C._nn.pad_sequence)
 def _pad_sequence(op: Op) -> Motion:
     """Sequences of any lengths, each of one sample."""
-    owners = [set(w.sample_of(t.shape[w.dim], op.batch)) for t, w in zip(op.tensors, op.where, strict=True) if isinstance(w, Layout)]
+    owners = [
+        set(where.sample_of(tensor.shape[where.dim], op.batch))
+        for tensor, where in zip(op.tensors, op.where, strict=True)
+        if isinstance(where, Layout)
+    ]
     if len(owners) < len(op.tensors) or any(len(owner) > 1 for owner in owners):
         return Motion((Lost("pad_sequence takes sequences that are not of one sample each"),))
     batch_first = op.args[1] if len(op.args) > 1 else op.kwargs.get("batch_first", False)
     return Motion((regular(0 if batch_first else 1, tuple(n for owner in owners for n in owner), op.batch),))
 
 
-@motion(T.set_)
+def _cast(op: Op) -> Motion:
+    """The same entries in another type or on another device, which a meta tensor has not."""
+    return Motion((op.where[0],))
+
+
+for _name in ("to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "int", "long", "short", "bool"):
+    motion(getattr(T, _name))(_cast)
+
+
+@motion(T.resize_)
+@motion(T.resize_as_)
+def _resize(op: Op) -> Motion:
+    return Motion((Lost("resize_ lets entries lie where they do in memory"),))
+
+
 @motion(T.data.__set__)
 def _set(op: Op) -> Motion:
-    """A tensor becomes another."""
+    """A tensor becomes another (`x.data = y`)."""
     return Motion((op.where[1] if len(op.where) > 1 else None,))

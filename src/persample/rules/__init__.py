@@ -1,18 +1,21 @@
 """Which terms the weights of a torch function receive, a few lines each."""
 
-from persample.rules import conv, embedding, grouped, linear, norm, recurrent
-from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite, Rule, handler_of, rule
+from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent
+from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite, Rule, handler_of, rule, rules_of
 
 __all__ = [
     "HANDLED_FUNCTIONS",
     "Rewrite",
     "Rule",
     "conv",
+    "elementwise",
     "embedding",
     "grouped",
     "handler_of",
     "linear",
+    "matmul",
     "norm",
     "recurrent",
     "rule",
+    "rules_of",
 ]

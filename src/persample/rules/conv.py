@@ -11,9 +11,9 @@ from persample.rules.registry import Terms, rule
 from persample.terms import Dense, Patches
 
 
-@rule(torch.conv1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3)
-@rule(torch.conv2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4)
-@rule(torch.conv3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5)
+@rule(torch.conv1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False, further=False)
+@rule(torch.conv2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False, further=False)
+@rule(torch.conv3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False, further=False)
 def conv(
     grad: Tensor,
     input: Tensor,
@@ -28,6 +28,28 @@ def conv(
     gaps = _each(dilation, kernel)
     patches = Patches(input, grad, kernel, _each(stride, kernel), _paddings(padding, kernel, gaps), gaps, groups)
     return {"weight": patches, "bias": Dense(grad.flatten(3).sum((1, 3)))}
+
+
+@rule(torch.conv_transpose1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False)
+@rule(torch.conv_transpose2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False)
+@rule(torch.conv_transpose3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False)
+def conv_transpose(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Terms:
+    """A convolution the other way round: of the gradients, with the input for its gradient."""
+    kernel = weight.shape[2:]
+    widths = zip(_each(padding, kernel), _each(output_padding, kernel), strict=True)
+    cut = [(width, width - more) for width, more in widths]
+    term = Patches(grad.conj(), input.conj(), kernel, _each(stride, kernel), cut, _each(dilation, kernel), groups)
+    return {"weight": term, "bias": Dense(grad.flatten(3).sum((1, 3)))}
 
 
 def _each(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:

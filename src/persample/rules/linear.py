@@ -9,7 +9,7 @@ from persample.rules.registry import Terms, rule
 from persample.terms import Dense, Outer
 
 
-@rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1)
+@rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
 def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
     return {"weight": Outer(input, grad), "bias": Dense(grad.sum(1))}

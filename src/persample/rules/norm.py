@@ -20,7 +20,7 @@ def _affine(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
     return {"weight": Dense(over_rest(normalised.conj() * grad)), "bias": Dense(over_rest(grad))}
 
 
-@rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True)
+@rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
 def layer_norm(
     grad: Tensor,
     input: Tensor,
@@ -34,7 +34,19 @@ def layer_norm(
     return _affine(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
 
 
-@rule(F.group_norm, torch.group_norm)
+@rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False)
+def rms_norm(
+    grad: Tensor,
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Terms:
+    last = range(grad.dim() - len(normalized_shape), grad.dim())
+    return {"weight": _affine(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
+
+
+@rule(F.group_norm, torch.group_norm, reads_result=False, further=False)
 def group_norm(
     grad: Tensor,
     input: Tensor,
@@ -53,7 +65,7 @@ def _channels(statistic: Tensor, like: Tensor) -> Tensor:
     return statistic.view(-1, *[1] * (like.dim() - 3))
 
 
-@rule(F.instance_norm)
+@rule(F.instance_norm, reads_result=False, further=False)
 def instance_norm(
     grad: Tensor,
     input: Tensor,
@@ -73,7 +85,7 @@ def instance_norm(
     return _affine(grad, normalised, keep=[2])
 
 
-@rule(torch.instance_norm)
+@rule(torch.instance_norm, reads_result=False, further=False)
 def instance_norm_with_the_weight_first(
     grad: Tensor,
     input: Tensor,
@@ -89,7 +101,7 @@ def instance_norm_with_the_weight_first(
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-@rule(F.batch_norm)
+@rule(F.batch_norm, reads_result=False, further=False)
 def batch_norm(
     grad: Tensor,
     input: Tensor,

@@ -197,7 +197,14 @@ def _motion_of_padding(op: Op) -> Motion:
 # ---- the rule ----
 
 
-@rule(layer, accepts=lambda input, dim: True, batched=("input", "state", "valid"), whole=True)
+@rule(
+    layer,
+    accepts=lambda input, dim: True,
+    batched=("input", "state", "valid"),
+    whole=True,
+    reads_result=False,
+    further=False,
+)
 def layer_terms(
     grads: Sequence[Tensor | None],
     func: Callable[..., Any],
@@ -330,3 +337,39 @@ def _reversal(length: Tensor, steps: int) -> Tensor:
 def _take(values: Tensor, order: Tensor | None) -> Tensor:
     """`values[n, order[n, t]]`."""
     return values if order is None else values.gather(1, order.unsqueeze(-1).expand_as(values))
+
+
+# ---- single steps ----
+
+
+def _step(cell: Cell) -> Callable[..., Terms]:
+    """The rule of one step: `grads` is that of the next state, or of each of its parts."""
+
+    def terms(
+        grads: Any,
+        input: Tensor,
+        hx: Any,
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Terms:
+        state: State = tuple(hx) if isinstance(hx, (tuple, list)) else (hx,)
+        with torch.enable_grad():
+            zx = F.linear(input, w_ih, b_ih).detach().requires_grad_()
+            zh = F.linear(state[0], w_hh, b_hh).detach().requires_grad_()
+            after = cell(zx, zh, state)
+        pairs = zip(after, grads if isinstance(grads, (tuple, list)) else [grads], strict=True)
+        outputs, given = zip(*((h, g) for h, g in pairs if g is not None), strict=True)
+        dx, dh = torch.autograd.grad(outputs, [zx, zh], given)
+        return {
+            "w_ih": Outer(input, dx), "w_hh": Outer(state[0], dh), "b_ih": Dense(dx.sum(1)), "b_hh": Dense(dh.sum(1)),
+        }  # fmt: skip
+
+    return terms
+
+
+for _function, _cell in (
+    (torch.lstm_cell, _lstm), (torch.gru_cell, _gru), (torch.rnn_tanh_cell, _tanh), (torch.rnn_relu_cell, _relu),
+):  # fmt: skip
+    rule(_function, batched=("input", "hx"), accepts=lambda input, dim: dim == 0 and input.dim() == 2)(_step(_cell))

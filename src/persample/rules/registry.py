@@ -21,12 +21,27 @@ Accepts = Callable[[Tensor, int], bool]
 HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
 
 
+# Further rules of torch functions, of which the first that holds for a call is taken; a bare ExpandedWeight has none of
+# these, as torch's has none.
+FURTHER: dict[Callable[..., Any] | str, list[Rule]] = {}
+
+
 def handler_of(func: Callable[..., Any]) -> Any:
-    """What is known of a torch function, None if nothing is."""
+    """What HANDLED_FUNCTIONS knows of a torch function, None if nothing."""
+    return HANDLED_FUNCTIONS.get(_key(func))
+
+
+def rules_of(func: Callable[..., Any]) -> list[Rule]:
+    """The rules that a torch function has."""
+    first = handler_of(func)
+    return [*([first] if isinstance(first, Rule) else []), *FURTHER.get(_key(func), [])]
+
+
+def _key(func: Callable[..., Any]) -> Callable[..., Any] | str:
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
-        return HANDLED_FUNCTIONS.get(packet._qualified_op_name)
-    return HANDLED_FUNCTIONS.get(func)
+        return str(packet._qualified_op_name)
+    return func
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,10 @@ class Rewrite:
     function: Callable[..., Any]
 
 
+def _always(*args: Any, **kwargs: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Rule:
     """How the weights of one torch function get their terms.
@@ -46,18 +65,22 @@ class Rule:
     `terms(grad, *args, **kwargs)` is called with the gradient of the function's result and with its arguments. Every
     tensor that depends on the batch comes with its samples in front (see `layout.samples`). It gives a
     term for each weight, by the name of the argument. `accepts(input, dim)` says whether the rule holds for an input
-    with its samples in `dim`; where it does not, the generic rule does.
+    with its samples in `dim`, and `when(*args, **kwargs)` whether it holds for such a call; where it does not, another
+    or the generic rule does.
     """
 
     terms: Callable[..., Terms]
     accepts: Accepts
     batched: frozenset[str]
-    whole: bool
+    when: Callable[..., bool] = _always
+    whole: bool = False
+    as_they_lie: bool = False
+    reads_result: bool = True
 
     @cached_property
     def names(self) -> list[str]:
         """The names of the function's arguments, in order."""
-        return list(inspect.signature(self.terms).parameters)[1:]
+        return list(inspect.signature(self.terms).parameters)[2 if self.as_they_lie else 1 :]
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by their names."""
@@ -65,21 +88,48 @@ class Rule:
 
 
 def rule(
-    *functions: Callable[..., Any],
+    *functions: Callable[..., Any] | str,
     accepts: Accepts = lambda input, dim: dim == 0,
     batched: Sequence[str] = ("input",),
+    when: Callable[..., bool] = _always,
     whole: bool = False,
+    as_they_lie: bool = False,
+    reads_result: bool = True,
+    further: bool = True,
 ) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
     """Registers a function as the rule of some torch functions, which share its signature after `grad`.
 
-    `batched` names the arguments in which samples may lie; all others are weights or the same for the whole batch.
-    `whole`: the rule is the function's whole backward and gives the `batched` arguments a term too, which is their
-    gradient. All other rules leave that to the function's own backward.
+    A torch function is one that a `torch.overrides` mode sees: of torch itself, of one's own with
+    `handle_torch_function`, or an operator of a library, by its name "library::operator". The rule is called in the
+    backward pass with the gradient of the function's result and its arguments, and gives a term for each argument that
+    may be a weight, by its name. Tensors that depend on the batch come with the samples in front: `(T, B, D)` as
+    `(B, T, 1, D)`, for a sample is a batch of one. All rules leave the gradients of the samples to the function's own
+    backward; `reads_result=False` says that this one does not read the function's result, which saves a copy of it.
+
+    `batched` names the arguments in which samples lie; all others are weights, or the same for the whole batch.
+    `accepts(input, dim)` says in which dims the samples may lie there, `when(*args, **kwargs)` which calls the rule is
+    for. For all other calls the function's derivative is taken for each sample by itself, which needs no rule.
+
+    >>> import torch
+    >>> from persample.terms import Dense
+    >>> @rule(torch.nn.functional.hardtanh, when=lambda *args, **kwargs: False)  # of which nothing is a weight
+    ... def hardtanh(grad, input, min_val=-1.0, max_val=1.0, inplace=False):
+    ...     return {}
+    >>> FURTHER.pop(torch.nn.functional.hardtanh)[0].names
+    ['input', 'min_val', 'max_val', 'inplace']
+
+    Used inside of this library: `whole`, for a rule that is the function's whole backward and gives the `batched`
+    arguments a term too, which is their gradient; `as_they_lie`, for one that takes its tensors as they are, and after
+    `grad` the `Owners` of its entries; `further=False` for those that a bare ExpandedWeight has too.
     """
 
     def register(terms: Callable[..., Terms]) -> Callable[..., Terms]:
+        made = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
         for function in functions:
-            HANDLED_FUNCTIONS[function] = Rule(terms, accepts, frozenset(batched), whole)
+            if further:
+                FURTHER.setdefault(function, []).insert(0, made)
+            else:
+                HANDLED_FUNCTIONS[function] = made
         return terms
 
     return register

@@ -3,9 +3,10 @@
 from persample.terms.base import Term, dense_sum
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
+from persample.terms.folded import Folded
 from persample.terms.outer import Outer
 from persample.terms.patches import Patches
 from persample.terms.rows import Rows
 from persample.terms.sum import Sum, together
 
-__all__ = ["Blocks", "Dense", "Outer", "Patches", "Rows", "Sum", "Term", "dense_sum", "together"]
+__all__ = ["Blocks", "Dense", "Folded", "Outer", "Patches", "Rows", "Sum", "Term", "dense_sum", "together"]

@@ -161,6 +161,8 @@ def as_double(term: Any) -> Any:
     for name, value in vars(term).items():
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
             changed[name] = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        elif isinstance(value, Term):
+            changed[name] = as_double(value)
         elif name == "terms":
             changed[name] = [as_double(part) for part in value]
     return replace(term, **changed)

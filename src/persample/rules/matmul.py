@@ -1,0 +1,125 @@
+"""Products of matrices: x W for samples x, W x, and the same in stacks and by einsum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.rules.registry import Terms, rule
+from persample.rules.shapes import summed_to
+from persample.terms import Blocks, Dense, Folded, Outer
+
+T: Any = torch.Tensor
+
+
+def _product(input: Tensor, grad: Tensor) -> Outer:
+    """The term of W in y = x W, which lies the other way round than that of a linear layer: `(in, out)`."""
+    return Outer(grad.conj(), input.conj())
+
+
+@rule(
+    torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
+    accepts=lambda input, dim: dim < input.dim() - 1,
+    when=lambda input, other: other.dim() == 2 and input.dim() >= 2,
+    reads_result=False,
+)  # fmt: skip
+def samples_times_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
+    return {"other": _product(input.flatten(1, -2), grad.flatten(1, -2))}
+
+
+@rule(
+    torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
+    accepts=lambda other, dim: dim != other.dim() - 2,
+    batched=("other",),
+    when=lambda input, other: input.dim() == 2 and other.dim() >= 2,
+    reads_result=False,
+)  # fmt: skip
+def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
+    return {"input": Outer(other.mT.flatten(1, -2), grad.mT.flatten(1, -2))}
+
+
+@rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
+def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: float = 1) -> Terms:
+    return {"input": Dense(summed_to(grad, input.shape) * beta), "mat2": _product(mat1, grad * alpha)}
+
+
+@rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
+def bmm(grad: Tensor, input: Tensor, mat2: Tensor) -> Terms:
+    each = [_product(x, g) for x, g in zip(input.unbind(1), grad.unbind(1), strict=True)]
+    return {"mat2": Blocks(each, range(len(mat2)), len(mat2), single=True)}
+
+
+@rule(F.bilinear, batched=("input1", "input2"), accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False)
+def bilinear(grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
+    pairs = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2).flatten(1, -2)
+    grad = grad.flatten(1, -2)
+    return {"weight": Folded(Outer(pairs, grad), weight.shape, range(1)), "bias": Dense(grad.sum(1))}
+
+
+# ---- einsum ----
+
+
+def _labels(equation: str) -> tuple[str, str, str] | None:
+    """The labels of two operands and of the result, if each has none twice and nothing is left open."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow or "." in equation or operands.count(",") != 1:
+        return None
+    first, second = operands.split(",")
+    return None if any(len(set(part)) < len(part) for part in (first, second, result)) else (first, second, result)
+
+
+def _is_product(equation: Any, operands: Any, weight: int) -> bool:
+    """Whether each label of the weight is one of the samples or of the result, but not of both."""
+    labels = _labels(equation) if isinstance(equation, str) and len(operands) == 2 else None
+    if labels is None or not all(isinstance(t, Tensor) for t in operands):
+        return False
+    of_weight, of_samples, of_result = labels[weight], labels[1 - weight], labels[2]
+    return all((label in of_samples) != (label in of_result) for label in of_weight)
+
+
+def _einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int) -> Folded:
+    of_weight, of_samples, of_result = labels[position], labels[1 - position], labels[2]
+    inner = [label for label in of_weight if label in of_samples]
+    outer = [label for label in of_weight if label in of_result]
+    shared = [label for label in of_samples if label in of_result]
+    for dim in reversed([d for d, label in enumerate(of_samples) if label not in shared and label not in inner]):
+        samples = samples.sum(1 + dim)
+        of_samples = of_samples.replace(of_samples[dim], "")
+
+    def ordered(rows: Tensor, has: str, last: list[str]) -> Tensor:
+        """`(batch, positions, last)`."""
+        rows = rows.permute(0, *(1 + has.index(label) for label in [*shared, *last]))
+        return rows.flatten(1, len(shared)).flatten(2) if shared else rows.flatten(1).unsqueeze(1)
+
+    out_dims = [of_weight.index(label) for label in outer]
+    term = Outer(ordered(samples, of_samples, inner), ordered(grad, of_result, outer))
+    return Folded(term, weight.shape, out_dims)
+
+
+@rule(
+    torch.einsum,
+    accepts=lambda input, dim: True,
+    batched=("first",),
+    when=lambda equation, *operands: _is_product(equation, operands, weight=1),
+    reads_result=False,
+)
+def einsum_with_weight_last(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
+    labels = _labels(equation)
+    assert labels is not None
+    return {"second": _einsum_term(grad, labels, first, second, 1)}
+
+
+@rule(
+    torch.einsum,
+    accepts=lambda input, dim: True,
+    batched=("second",),
+    when=lambda equation, *operands: _is_product(equation, operands, weight=0),
+    reads_result=False,
+)
+def einsum_with_weight_first(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
+    labels = _labels(equation)
+    assert labels is not None
+    return {"first": _einsum_term(grad, labels, second, first, 0)}
