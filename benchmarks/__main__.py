@@ -14,21 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import _per_sample_grad
 
 import persample
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import WORKLOADS, Workload, loss_of
 
 Answer = dict[str, Tensor]
 Engine = Callable[[nn.Module, Tensor, Tensor], Answer]
-
-
-def loss_of(output: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the samples' losses; a language model's is the mean over a sample's positions."""
-    losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
-    return losses.view(len(labels), -1).mean(1).sum()
 
 
 def plain(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:

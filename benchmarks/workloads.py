@@ -18,6 +18,12 @@ class Workload:
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
 
 
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the samples' losses; a language model's is the mean over a sample's positions."""
+    losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
+    return losses.view(len(labels), -1).mean(1).sum()
+
+
 class Block(nn.Module):
     """A pre-norm transformer block with causal attention."""
 

@@ -17,6 +17,7 @@ from persample.checkpointing import Memory, prepare_recomputation, prepare_reent
 from persample.collector import Collector
 from persample.distributed import Processes
 from persample.errors import PerSampleError, SamplesMixed, place_in
+from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, sample_ids
 from persample.motion import Op, motion_of, results_of
@@ -67,8 +68,22 @@ class Tracker(TorchFunctionMode):
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
+        self._depth = 0
+        self._whole_modules: WholeModules | None = None
         self._of_hidden_weights: Any = WeakIdKeyDictionary()  # computed from weights and samples without grad
         self._known: Any = WeakIdKeyDictionary()  # tensor -> where its samples lie, and whether it then required grad
+
+    def __enter__(self) -> Any:
+        if self._depth == 0 and self.model is not None:
+            self._whole_modules = WholeModules(self)
+        self._depth += 1
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._whole_modules is not None:
+            self._whole_modules.remove()
+        super().__exit__(*error)
 
     # ---- what is known of a tensor ----
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Layout, Lost, Reduced, Where, sample_ids
+from persample.layout import Layout, Lost, Reduced, Where
 from persample.motion.kinds import ADDITIVE
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op
@@ -186,7 +186,7 @@ class Trials:
     def tells(self, result: int) -> bool:
         """Whether a result changes at all when the samples do."""
         before, after = self.before[result], self.all_changed[result]
-        return before.shape != after.shape or (not _same(before, after) and not bool(before.isnan().any()))
+        return before.shape != after.shape or not (torch.equal(before, after) or bool(before.isnan().any()))
 
 
 def _halves(samples: set[int]) -> list[frozenset[int]]:
@@ -217,7 +217,11 @@ def _trials(op: Op, constants: bool, kinds: Sequence[str] = _KINDS) -> Trials | 
     """
     first: Trials | None = None
     halved = any(t.dtype in _HALVES for t in op.tensors)
-    for kind, step, precise in itertools.product(kinds, (1, -1, 0), (True, False) if halved else (False,)):
+    counts = any(w and not t.is_floating_point() for t, w in zip(op.tensors, op.where, strict=True))
+    square = any(t.dim() > 1 and t.shape[-1] == t.shape[-2] for t in op.tensors)
+    kinds = [kind for kind in kinds if square or kind != "matrices"]
+    steps = (1, -1, 0) if counts else (1,)  # for integers only
+    for kind, step, precise in itertools.product(kinds, steps, (True, False) if halved else (False,)):
         trials = _tried(op, constants, kind, step, precise)
         if trials is not None and all(trials.tells(i) for i in range(len(trials.before))):
             return trials
@@ -233,10 +237,13 @@ def _tried(op: Op, constants: bool, kind: str, step: int, precise: bool) -> Tria
         given = [t.float() if precise and t.dtype in _HALVES else t for t in op.tensors]
         base = [_invented(t, where, constants, kind) for t, where in zip(given, op.where, strict=True)]
 
+        others = [_other(t, where, kind, step) for t, where in zip(base, op.where, strict=True)]
+
         def run(samples: Set[int]) -> Results:
-            values = [_changed(t, w, samples, op.batch, kind, step) for t, w in zip(base, op.where, strict=True)]
+            places = zip(base, others, op.where, strict=True)
+            values = [_changed(t, other, where, samples, op.batch) for t, other, where in places]
             _seed(1)
-            return op.run([t.clone() for t in values])
+            return op.run(values)
 
         try:
             halves = {half: run(half) for half in _halves(present)}
@@ -266,21 +273,30 @@ def _invented(tensor: Tensor, where: Where | None, constants: bool, kind: str) -
     return numbers
 
 
-def _changed(tensor: Tensor, where: Where | None, samples: Set[int], batch: int, kind: str, step: int) -> Tensor:
-    """The tensor with other values, of its own range if they differ there, for these samples."""
+def _other(tensor: Tensor, where: Where | None, kind: str, step: int) -> Tensor:
+    """Other values for a tensor that holds samples, of its own range if they differ there."""
     if not isinstance(where, Layout):
         return tensor
     if tensor.dtype == torch.bool:
-        other = ~tensor
-    elif tensor.is_floating_point() or tensor.is_complex():
-        flipped = tensor.flip(where.dim) if tensor.dim() else tensor
-        other = flipped if tensor.isinf().any() else 1.5 * tensor if kind == "matrices" else 1 - tensor
-    else:
-        other = tensor.flatten().roll(1).view_as(tensor)
-        other = tensor + step if torch.equal(other, tensor) else other
-    mine = torch.tensor([n in samples for n in range(batch)], device=tensor.device)
-    owner = sample_ids(tensor, where, batch)
-    return torch.where(mine[owner] & (owner >= 0), other, tensor)
+        return ~tensor
+    if tensor.is_floating_point() or tensor.is_complex():
+        if kind == "matrices":
+            return 1.5 * tensor
+        endless = kind == "own" and bool(tensor.isinf().any())
+        return tensor.flip(where.dim) if endless and tensor.dim() else 1 - tensor
+    other = tensor.flatten().roll(1).view_as(tensor)
+    return tensor + step if torch.equal(other, tensor) else other
+
+
+def _changed(tensor: Tensor, other: Tensor, where: Where | None, samples: Set[int], batch: int) -> Tensor:
+    """A copy of the tensor with the other values for these samples."""
+    if not isinstance(where, Layout) or not samples:
+        return tensor.clone()
+    if not tensor.dim():
+        return (other if set(where.ids or ()) <= samples else tensor).clone()
+    mine = [n in samples for n in where.sample_of(tensor.shape[where.dim], batch)]
+    rows = torch.tensor(mine, device=tensor.device, dtype=torch.bool).view(-1, *[1] * (tensor.dim() - where.dim - 1))
+    return torch.where(rows, other, tensor)
 
 
 def _keeps_apart(layout: Layout, trials: Trials, result: int, batch: int) -> bool:
@@ -309,7 +325,7 @@ def _adds_up(trials: Trials, result: int) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    if not (a.is_floating_point() or a.is_complex()):
+    if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     tolerance = 16 * torch.finfo(a.dtype).eps
     return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -196,14 +196,19 @@ def _key(op: Op) -> Any:
         for t, where in zip(op.tensors, op.where, strict=True)
     ):
         return None
-    parts = [op.func, op.batch]
-    _describe((op.args, op.kwargs), iter(op.where), parts)
-    key = tuple(parts)
+    key = described(op)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def described(op: Op) -> tuple[Any, ...]:
+    """All that matters of a call, but the values of its tensors."""
+    parts: list[Any] = [op.func, op.batch]
+    _describe((op.args, op.kwargs), iter(op.where), parts)
+    return tuple(parts)
 
 
 def _describe(value: Any, where: Iterator[Where | None], parts: list[Any]) -> None:
