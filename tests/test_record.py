@@ -435,3 +435,58 @@ def test_large_projections_are_exact() -> None:
         module(ids).sin().sum().backward()
     size = 2**18
     torch.testing.assert_close(grads.project(size).norm(dim=1), grads.norms(), rtol=0.02, atol=0)
+
+
+def test_a_mean_over_unequal_parts_is_refused_whatever_came_before() -> None:
+    module, x = nn.Linear(D, 4), torch.randn(B, T, D)
+    labels = torch.randint(0, 4, (B, T))
+    for ignored, fair in (([], True), ([(0, 1)], False), ([(0, 1), (1, 4), (2, 2)], True), ([(0, 1), (0, 2)], False)):
+        own = labels.clone()
+        for at in ignored:
+            own[at] = -100
+        with record(module) as grads:
+            loss = F.cross_entropy(module(x).flatten(0, 1), own.flatten())
+            if not fair:
+                with pytest.raises(SamplesMixed, match="divisor depends on the batch"):
+                    loss.backward()
+                continue
+            loss.backward()
+        for n in range(B):
+            (expected,) = torch.autograd.grad(F.cross_entropy(module(x[n]), own[n]), module.weight)
+            torch.testing.assert_close(grads.dense()["weight"][n], expected)
+    with record(module), pytest.raises(SamplesMixed, match="mean"):
+        module(x)[x[..., 0] > 0].square().mean().backward()
+
+
+def test_what_is_known_of_an_output_stays_when_it_is_an_input() -> None:
+    module, x = nn.Linear(D, D), torch.randn(B, D)
+    with record(module, loss_reduction="sum") as grads:
+        module(module(x).flip(0)).square().sum().backward()
+    for n in range(B):
+        (expected,) = torch.autograd.grad(module(module(x[n])).square().sum(), module.weight)
+        torch.testing.assert_close(grads.dense()["weight"][n], expected)
+    with record(module), pytest.raises(SamplesMixed):
+        (module(x) * module(x.flip(0))).sum().backward()
+
+
+def test_an_input_changed_between_two_passes_is_noticed() -> None:
+    module, x = nn.Linear(D, D), torch.randn(B, D)
+    with record(module), pytest.raises(PerSampleError, match="changed in place"):
+        module(x).sum().backward()
+        x.mul_(2)
+        module(x).sin().sum().backward()
+
+
+def test_ordinary_gradients_are_refused_with_the_reason() -> None:
+    module = nn.Linear(D, D)
+    with record(module), pytest.raises(PerSampleError, match=r"Call backward\(\)"):
+        torch.autograd.grad(module(torch.randn(B, D)).sum(), module.weight)
+
+
+def test_losses_of_one_sample_after_the_other() -> None:
+    module, x = nn.Linear(D, 4), torch.randn(B, D)
+    with record(module, loss_reduction="sum") as one:
+        sum(F.cross_entropy(row, torch.tensor(1)) for row in module(x)).backward()
+    with record(module, loss_reduction="sum") as other:
+        F.cross_entropy(module(x), torch.ones(B).long(), reduction="sum").backward()
+    torch.testing.assert_close(one.dense(), other.dense())

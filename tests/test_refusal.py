@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import B, Calls, D, T, param
 from torch import Tensor, nn
 
-from persample import PerSampleError, SamplesMixed, call_for_per_sample_grads
+from persample import PerSampleError, SamplesMixed, call_for_per_sample_grads, record
 
 
 class Square(torch.autograd.Function):
@@ -73,6 +73,22 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "conv over the batch": (lambda: Calls(lambda m, h: m.a(h.permute(1, 2, 0)), a=nn.Conv1d(D, D, 2)), (B, T, D), "conv1d"),
     "samples as channels": (lambda: Calls(lambda m, h: m.a(h[None]), a=nn.Conv1d(B, D, 2)), (B, T), "conv1d"),
     "einsum over the batch": (lambda: Calls(lambda m, h: torch.einsum("bd,be,de->b", h, h.mean(0, keepdim=True).expand_as(h), m.w), w=param(D, D)), (B, D), "mean"),
+    "equal to a neighbour": (lambda: Calls(lambda m, h: m.a(h) * (h.round() == h.round().roll(1, 0)), **linear()), (B, D), "different orders"),
+    "close to a neighbour": (lambda: Calls(lambda m, h: m.a(h) * torch.isclose(h, h.roll(1, 0), atol=1.0), **linear()), (B, D), "different orders"),
+    "norms over the batch, limited": (lambda: Calls(lambda m, h: m.a((10 * h).renorm(2, 1, 5.0)), **linear()), (B, D), "renorm"),
+    "the first of the sorted": (lambda: Calls(lambda m, h: m.a(h[h[:, 0].argsort()])[:2], **linear()), (B, D), "by their place"),
+    "the first of the chosen": (lambda: Calls(lambda m, h: m.a(h[(h[:, 0] > -9).logical_and(h[:, 1] != h[0, 1])])[:1], **linear()), (B, D), "not apart|by their place"),
+    "half of the chosen": (lambda: Calls(lambda m, h: m.a(h.flatten(0, 1)[(h > 0).flatten(0, 1)[:, 0]]).chunk(2)[0], **linear()), (B, T, D), "by their place"),
+    "scaled by rank": (lambda: Calls(lambda m, h: m.a(h[h[:, 0].argsort()]) * torch.arange(1.0, 1 + len(h))[:, None], **linear()), (B, D), "mul"),
+    "a row for each rank": (lambda: Calls(lambda m, h: m.a(h) * m.w[h[:, 0].argsort().argsort()], w=param(B, D), **linear()), (B, D), "places that depend"),
+    "ranks as numbers": (lambda: Calls(lambda m, h: m.a(h) * h[:, :1].squeeze(1).argsort().argsort()[:, None], **linear()), (B, D), "as numbers"),
+    "constants in the order of a mask": (lambda: Calls(lambda m, h: m.a(h.masked_scatter(h > 0, m.c)), c=torch.rand(B * D), **linear()), (B, D), "masked_scatter"),
+    "the expert that most vote for": (lambda: Calls(lambda m, h: h @ m.w[m.a(h).sum(0).argmax()], w=param(D, D, 2), **linear()), (B, D), "sum"),
+    "the first expert that anybody wants": (lambda: Calls(lambda m, h: h * m.w[m.a(h).argmax(1).unique()[0]], w=param(D, D), **linear()), (B, D), "unique"),
+    "a step that all choose": (lambda: Calls(lambda m, h: m.a(h[:, h.sum((0, 2)).argmax()]), **linear()), (B, T, D), "argmax|sum"),
+    "chosen from a neighbour's order": (lambda: Calls(lambda m, h: m.a(h.gather(1, h.roll(1, 0).argsort(1))), **linear()), (B, D), "entries of others"),
+    "added to another's row": (lambda: Calls(lambda m, h: m.a(torch.zeros_like(h).index_add_(0, torch.tensor([1, 2, 0]), h)), **linear()), (B, D), "over those of another"),
+    "two rows added into one": (lambda: Calls(lambda m, h: m.a(torch.zeros(B, D, dtype=h.dtype).index_add_(0, torch.tensor([0, 0, 1]), h)), **linear()), (B, D), "several samples"),
     "group norm over the batch": (lambda: Calls(lambda m, h: m.a(h[None]), a=nn.GroupNorm(1, B)), (B, T), "group_norm"),
 }  # fmt: skip
 
@@ -85,6 +101,47 @@ def test_mixed_samples_are_refused_by_place(name: str) -> None:
         output = call_for_per_sample_grads(module)(torch.randn(shape, dtype=torch.float64))
         output.sin().sum().backward()
     assert not any(hasattr(p, "grad_sample") for p in module.parameters())
+    assert all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_nothing(dtype: torch.dtype) -> None:
+    for forward in (
+        lambda m, h: m.a(h.softmax(0)),
+        lambda m, h: m.a(F.normalize(h, dim=0)),
+        lambda m, h: F.mse_loss(y := m.a(h), y.roll(1, 0)),
+    ):
+        with pytest.raises(SamplesMixed):
+            call_for_per_sample_grads(Calls(forward, **linear()).to(dtype))(torch.randn(64, D, dtype=dtype)).sum().backward()
+
+
+class Reversible(torch.autograd.Function):
+    """Runs a module without grad, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(h)
+        return module(h)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            h = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.module(h).backward(grad)
+        return h.grad, None
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_weights_inside_of_a_function_of_ones_own_are_refused(called: bool) -> None:
+    module = Calls(lambda m, h: m.b(Reversible.apply(m.b(h), m.a)), b=nn.Linear(D, D), **linear())
+    h = torch.randn(B, D)
+    with pytest.raises(PerSampleError, match="ReversibleBackward"):
+        if called:
+            call_for_per_sample_grads(module)(h)
+        else:
+            with record(module):
+                module(h)
     assert all(p.grad is None for p in module.parameters())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from persample.parts import of_a_part
 from persample.terms import Dense, Term, dense_sum, together
 
 Deliver = Callable[[Tensor, Sequence[Term]], None]
+
+# While it is set, recordings that are begun say there which rules gave the terms of each weight, by the weight's id.
+asked_sources: ContextVar[dict[int, set[str]] | None] = ContextVar("asked sources", default=None)
 
 
 def _nothing() -> None:
@@ -41,6 +45,7 @@ class Collector:
         self.early = early
         self.factor_bytes = 0  # what all terms would keep
         self.pulling_back = False
+        self.sources = asked_sources.get()
         self._uses: Counter[int] = Counter()
         self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
@@ -59,8 +64,10 @@ class Collector:
         """How many uses of a weight there have been."""
         return self._uses[id(weight)]
 
-    def receive(self, weight: Tensor, term: Term) -> None:
+    def receive(self, weight: Tensor, term: Term, source: str = "a rule of your own") -> None:
         """Takes a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
+        if self.sources is not None:
+            self.sources.setdefault(id(weight), set()).add(source)
         backward_pass = torch._C._current_graph_task_id()
         if backward_pass not in self._arrived:
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(backward_pass))
@@ -77,14 +84,21 @@ class Collector:
         try:
             for weight, terms in list(arrived.values()):
                 if id(weight) not in self.parameters:
+                    sources = self._sources_of_derived(weight)
                     for parameter, term in self._pulled_back(weight, terms):
                         arrived.setdefault(id(parameter), (parameter, []))[1].append(term)
+                        if self.sources is not None:
+                            self.sources.setdefault(id(parameter), set()).update(sources)
         finally:
             self.pulling_back = False
         for weight, terms in arrived.values():
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
         self.finished()
+
+    def _sources_of_derived(self, derived: Tensor) -> list[str]:
+        last_op = type(derived.grad_fn).__name__.partition("Backward")[0].strip("_").lower()
+        return [f"{s} (through {last_op})" for s in (self.sources or {}).pop(id(derived), ())]
 
     def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Term]]:
         """The terms of the parameters that `derived` was computed from."""

@@ -20,9 +20,8 @@ def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
     if op.inplace or (activations and not whole):
         changed = 0 if op.inplace else None
         args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
-        if op.func is F.scaled_dot_product_attention and 3 not in weights:
-            return op.func(*args, **kwargs)
-        return _FOLDING.get(op.func, op.func)(*args, **kwargs)
+        as_torch_would, deciding = _BY_WEIGHT.get(op.func, (op.func, ()))
+        return (as_torch_would if any(i in weights for i in deciding) else op.func)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
 
 
@@ -35,9 +34,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """As `matmul` does for a matrix that requires grad: all rows as one matrix, also where that takes a copy."""
-    if input.dim() < 3 or other.dim() != 2:
-        return torch.matmul(input, other)
-    return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
+    if input.dim() > 2 and other.dim() == 2:
+        return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
+    if input.dim() == 2 and other.dim() > 2:
+        return _matmul(other.mT, input.t()).mT
+    return torch.matmul(input, other)
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -46,10 +47,11 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-_FOLDING: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.linear: _linear,
-    F.scaled_dot_product_attention: _attention,
-    torch.matmul: _matmul,
-    Tensor.matmul: _matmul,
-    Tensor.__matmul__: _matmul,
+# What torch does where one of these tensors requires grad.
+_BY_WEIGHT: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
+    F.linear: (_linear, (1,)),
+    F.scaled_dot_product_attention: (_attention, (3,)),
+    torch.matmul: (_matmul, (0, 1)),
+    Tensor.matmul: (_matmul, (0, 1)),
+    Tensor.__matmul__: (_matmul, (0, 1)),
 }

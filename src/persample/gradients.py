@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.terms import Dense, Term, together
 from persample.terms.base import as_double, tensors_of, wide
@@ -22,12 +23,16 @@ class PerSampleGradients:
 
     Every answer is computed from the terms in which the gradients came. Sums, norms, clipped sums and dot products
     never need memory for more than one block of dense gradients.
+
+    Where several processes share a batch, the rows are those of this process's samples, and sums, means and variances
+    are over the samples of all: every process has to ask for them.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str) -> None:
-        self._parameters = dict(parameters)
-        self._names = {id(p): name for name, p in parameters.items()}
+    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str, over: Processes) -> None:
+        self._parameters = {name: over.face(p) for name, p in parameters.items()}
+        self._names = {id(over.used(p)): name for name, p in parameters.items()}
         self._loss_reduction = loss_reduction
+        self._over = over
         self._arrived: dict[str, Term] = {}
         self._versions: dict[str, list[tuple[Tensor, int]]] = {}
         self._batch_size: int | None = None
@@ -49,6 +54,7 @@ class PerSampleGradients:
         """Takes what a backward pass found for a parameter; several add up."""
         name = self._names.get(id(parameter))
         if name is not None:
+            self._check_unchanged(name)
             self._arrived[name] = together([self._arrived[name], term]) if name in self._arrived else term
             self._versions[name] = [(t, t._version) for t in tensors_of(self._arrived[name])]
 
@@ -104,12 +110,14 @@ class PerSampleGradients:
             raise PerSampleError(
                 f"One weight for each of {self.batch_size} samples is needed, got {tuple(weights.shape)}"
             )
-        return {name: term.sum(weights.to(self._device) * self._scale) for name, term in self._terms().items()}
+        weights = weights.to(self._device) * self._scale
+        return {name: self._total(name, term.sum(weights)) for name, term in self._terms().items()}
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, which is the gradient of the mean loss."""
-        return {name: total / max(1, self.batch_size) for name, total in self.sum().items()}
+        count = max(1, self._samples())
+        return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
     def clip_factors(self, max_norm: float) -> Tensor:
@@ -126,7 +134,8 @@ class PerSampleGradients:
             return self.sum(self.clip_factors(max_norm))
         norms = self.norms(per_parameter=True)
         assert isinstance(norms, dict)
-        return {name: term.sum(_factors(norms[name], max_norm) * self._scale) for name, term in self._terms().items()}
+        factors = {name: _factors(part, max_norm) * self._scale for name, part in norms.items()}
+        return {name: self._total(name, term.sum(factors[name])) for name, term in self._terms().items()}
 
     @torch.no_grad()
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
@@ -138,8 +147,9 @@ class PerSampleGradients:
             if part.shape != self._parameters[name].shape:
                 wanted = tuple(self._parameters[name].shape)
                 raise PerSampleError(f"The direction has shape {tuple(part.shape)} for '{name}', which has {wanted}")
-        terms = self._terms()
-        return self._added_up(terms[name].dot(part.detach()) for name, part in direction.items()) * self._scale
+        terms = {name: term for name, term in self._terms().items() if name in direction}
+        parts = (term.dot(self._over.whole(direction[name].detach())) for name, term in terms.items())
+        return self._added_up(parts) * self._scale
 
     @torch.no_grad()
     def gram(self, other: PerSampleGradients | None = None, memory: int = MEMORY) -> Tensor:
@@ -168,7 +178,7 @@ class PerSampleGradients:
         for name, term in self._terms().items():
             if self._parameters[name].is_complex():
                 raise PerSampleError(f"'{name}' is complex; projections are of real gradients")
-            if not self._parameters[name].numel():
+            if not self.batch_size or not self._parameters[name].numel():
                 continue
             sketch: TensorSketch | SparseSketch
             if method == "tensor":
@@ -181,19 +191,22 @@ class PerSampleGradients:
     @torch.no_grad()
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows' squares, entry by entry."""
-        scale = self._scale**2 / max(1, self.batch_size)
-        return {name: term.square_sum(memory // 4) * scale for name, term in self._terms().items()}
+        count = max(1, self._samples())
+        squares = {name: term.square_sum(memory // 4) * self._scale**2 for name, term in self._terms().items()}
+        return {name: self._total(name, part) / count for name, part in squares.items()}
 
     @torch.no_grad()
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance of the rows, entry by entry; unbiased with the default correction."""
-        count = self.batch_size
-        factor = self._scale**2 / (count - correction) if count > correction else torch.nan
+        count = self._samples()
+        factor = 1 / (count - correction) if count > correction else torch.nan
+        scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
         for name, term in self._terms().items():
             exact = as_double(term)  # a difference of squares loses what it is about in float32
-            total = exact.sum(torch.ones(count, device=self._device, dtype=torch.float64))
-            spread = exact.square_sum(memory // 8) - total.abs().square() / max(1, count)
+            total = self._total(name, exact.sum(scales), double=True)
+            squares = self._total(name, exact.square_sum(memory // 8) * self._scale**2, double=True)
+            spread = squares - total.abs().square() / max(1, count)
             found[name] = (spread.clamp(min=0) * factor).to(wide(self._parameters[name]).abs().dtype)
         return found
 
@@ -203,11 +216,11 @@ class PerSampleGradients:
 
         The simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both.
         """
-        size = self.batch_size
+        size = self._samples()
         if size < 2:
             raise PerSampleError("The noise scale takes at least two samples.")
-        noise = torch.stack([part.sum(dtype=torch.float64) for part in self.variance().values()]).sum()
-        of_mean = torch.stack([part.abs().square().sum(dtype=torch.float64) for part in self.mean().values()]).sum()
+        noise = self._sum_of_entries(self.variance())
+        of_mean = self._sum_of_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self._all_norms().dtype)
 
     # ---- inside ----
@@ -219,6 +232,21 @@ class PerSampleGradients:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters.values()), torch.device("cpu"))
+
+    def _samples(self) -> int:
+        """The number of samples in all processes."""
+        return self._over.count(self.batch_size)
+
+    def _total(self, name: str, part: Tensor, double: bool = False) -> Tensor:
+        """The sum of what all processes found for a parameter, which may differ in type where one did not use it."""
+        dtype = wide(self._parameters[name].new_empty(0)).dtype
+        if double:
+            dtype = torch.promote_types(dtype, torch.float64)
+        return self._over.total(name, part, dtype if part.is_complex() else dtype.to_real())
+
+    def _sum_of_entries(self, parts: Mapping[str, Tensor]) -> Tensor:
+        sums = [self._over.whole(part.sum(dtype=torch.float64)) for part in parts.values()]
+        return torch.stack(sums).sum()
 
     def _all_norms(self) -> Tensor:
         norms = self.norms()
@@ -237,14 +265,17 @@ class PerSampleGradients:
             raise PerSampleError(f"'{name}' is no parameter of this recording.")
         self._check_done()
         if name in self._arrived:
-            if any(tensor._version != version for tensor, version in self._versions.get(name, ())):
-                raise PerSampleError(
-                    f"An input or activation behind the gradients of '{name}' was changed in place after the backward "
-                    "pass. Ask before you change it, or change a copy."
-                )
+            self._check_unchanged(name)
             return self._arrived[name]
         p = self._parameters[name]
         return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
+
+    def _check_unchanged(self, name: str) -> None:
+        if any(tensor._version != version for tensor, version in self._versions.get(name, ())):
+            raise PerSampleError(
+                f"An input or activation behind the gradients of '{name}' was changed in place after the backward "
+                "pass. Ask before you change it, or change a copy."
+            )
 
     def _scaled_dense(self, name: str) -> Tensor:
         term = self._term(name)

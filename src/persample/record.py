@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from persample.collector import Collector
+from persample.distributed import Processes, processes_of
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use
 from persample.gradients import PerSampleGradients
@@ -64,18 +65,20 @@ def record(
     if any(isinstance(mode, Tracker) for mode in _get_current_function_mode_stack()):
         raise PerSampleError("Recordings cannot be nested: leave the one block before the next.")
     recorded = _chosen(model, parameters)
-    grads = _gradients(recorded, loss_reduction, keep, max_norm, passes, memory)
-    trainable = [p for p in model.parameters() if p.requires_grad]
+    over = processes_of(model)
+    grads = _gradients(recorded, loss_reduction, over, keep, max_norm, passes, memory)
+    trainable = [over.used(p) for p in model.parameters() if p.requires_grad]
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
         term = together(terms)
         grads.receive(parameter, term)
         if keep_grad and not (isinstance(grads, StreamedClip) and grads.first_of_two):
             total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
-            parameter.grad = total if parameter.grad is None else parameter.grad + total
+            over.add_to_grad(parameter, total)
 
     collector = Collector(trainable, deliver, grads.finish, early=keep != "everything")
     tracker = Tracker(0, collector, model, legacy_use(loss_reduction))
+    tracker.over = over
 
     def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(grads, StreamedClip) and grads.choose(collector.factor_bytes) == 2:
@@ -86,16 +89,19 @@ def record(
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch._C.DisableTorchFunction():
-            inputs = Inputs(model.forward, args, kwargs, batch_dim)
+            over.forward_starts()
+            inputs = Inputs(over.called(model).forward, args, kwargs, batch_dim)
             inputs.check_dims()
             tracker.batch = grads.start(inputs.batch_size("record") if batch_size is None else batch_size)
             inputs.tell(tracker, told=batch_size is not None)
 
     hooks = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
-    hooks += [p.register_hook(_unrecorded(name, collector)) for name, p in recorded.items()]
+    for name, p in recorded.items():
+        forms = {id(form): form for form in (p, over.used(p))}
+        hooks += [form.register_hook(_unrecorded(name, collector)) for form in forms.values()]
     rng_state = torch.get_rng_state()
     try:
-        with tracker:
+        with over.recording(tracker, keep_grad), tracker:
             yield grads
     except PerSampleError:
         tracker.restore()
@@ -113,8 +119,8 @@ def _unrecorded(name: str, collector: Collector) -> Callable[[Tensor | None], No
         if grad is not None and not collector.pulling_back:
             raise PerSampleError(
                 f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
-                "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and keep penalties "
-                "out of the block."
+                "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and keep "
+                "penalties out of the block."
             )
 
     return refuse
@@ -123,6 +129,7 @@ def _unrecorded(name: str, collector: Collector) -> Callable[[Tensor | None], No
 def _gradients(
     recorded: Mapping[str, Tensor],
     loss_reduction: str,
+    over: Processes,
     keep: str,
     max_norm: float | None,
     passes: int | None,
@@ -136,11 +143,11 @@ def _gradients(
         raise PerSampleError("max_norm goes with keep='clip', and keep='clip' with a max_norm")
     if keep == "clip":
         assert max_norm is not None
-        return StreamedClip(recorded, loss_reduction, max_norm, passes, memory)
+        return StreamedClip(recorded, loss_reduction, max_norm, passes, memory, over)
     if keep == "norms":
-        return StreamedNorms(recorded, loss_reduction)
+        return StreamedNorms(recorded, loss_reduction, over)
     if keep == "everything":
-        return PerSampleGradients(recorded, loss_reduction)
+        return PerSampleGradients(recorded, loss_reduction, over)
     raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {keep!r}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.terms import Term
@@ -24,8 +25,8 @@ class StreamedNorms(PerSampleGradients):
 
     kept = "norms"
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str) -> None:
-        super().__init__(parameters, loss_reduction)
+    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str, over: Processes) -> None:
+        super().__init__(parameters, loss_reduction, over)
         self._squared: dict[str, Tensor] = {}
 
     def receive(self, parameter: Tensor, term: Term) -> None:
@@ -61,14 +62,21 @@ class StreamedClip(StreamedNorms):
     kept = "clip"
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], loss_reduction: str, max_norm: float, passes: int | None, memory: int
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str,
+        max_norm: float,
+        passes: int | None,
+        memory: int,
+        over: Processes,
     ) -> None:
-        super().__init__(parameters, loss_reduction)
+        super().__init__(parameters, loss_reduction, over)
         self.max_norm = max_norm
         self.passes = passes
         self.memory = memory
         self._factors: Tensor | None = None
         self._clipped: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] | None = None
         self._reason = ""
         self._ended = 0
 
@@ -80,6 +88,7 @@ class StreamedClip(StreamedNorms):
     def choose(self, factor_bytes: int) -> int:
         """How many backward passes to make: one, unless what it keeps would take more than `memory`."""
         if self.passes is None:
+            factor_bytes = self._over.agreed(factor_bytes)
             self.passes = 2 if factor_bytes > self.memory else 1
             self._reason = f": {factor_bytes} bytes to keep, {self.memory} allowed"
         return self.passes
@@ -115,10 +124,14 @@ class StreamedClip(StreamedNorms):
             raise PerSampleError("The two passes are made by loss.backward() inside the block, and there was none.")
         if per_parameter or max_norm not in (None, self.max_norm):
             raise PerSampleError(f"This recording kept the sum clipped at {self.max_norm} only.")
-        zeros = {name: torch.zeros_like(p) for name, p in self._parameters.items() if name not in self._clipped}
-        return {
-            name: self._clipped[name].clone() if name in self._clipped else zeros[name] for name in self._parameters
-        }
+        if self._totals is None:
+            self._totals = {name: self._total(name, self._own_clipped(name)) for name in self._parameters}
+            self._clipped.clear()
+        return {name: total.clone() for name, total in self._totals.items()}
+
+    def _own_clipped(self, name: str) -> Tensor:
+        """What the samples of this process give."""
+        return self._clipped[name] if name in self._clipped else torch.zeros_like(self._parameters[name])
 
     def __repr__(self) -> str:
         passes = f"{self.passes or 'no'} backward pass{'es' if self.passes == 2 else ''}{self._reason}"

@@ -25,11 +25,15 @@ def by_ids(op: Op, results: Sequence[Tensor]) -> Motion:
     layouts = [where for i in carriers if isinstance(where := op.where[i], Layout)]
     loose = any(where.loose for where in layouts)
     found: list[Where | None] = [from_ids(m, op.batch, loose) for m in moved]
+    first = op.where[0]
+    for i, m in enumerate(moved):  # of an empty tensor no entry says where the samples are
+        kept = isinstance(first, Layout) and m.dim() == op.tensors[0].dim() and first.ids is None
+        if m.numel() == 0 and kept and m.shape[first.dim] == op.tensors[0].shape[first.dim]:  # type: ignore[union-attr]
+            found[i] = first
     if loose:
         found = [_still_loose(op, where, len(moved)) for where in found]
     if any(where.places for where in layouts):
         found = [replace(where, places=True) if isinstance(where, Layout) else where for where in found]
-    first = op.where[0]
     if isinstance(first, Layout) and first.others and len(carriers) == 1:
         found[0] = _with_others(op, first, found[0])
     return Motion(tuple(found))

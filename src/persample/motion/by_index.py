@@ -245,10 +245,12 @@ def _written(call: Indexing) -> Where | None:
 
 
 def _fits(source: Where | None, chosen: Chosen) -> bool:
-    """Whether an index of loose rows is used for such, and no other index is."""
-    if not isinstance(source, Layout) or source.dim not in chosen.dims or bool((chosen.told < 0).all()):
-        return True
-    return chosen.places == (source.loose and not chosen.by_mask)
+    """Whether places of loose rows are used as an index of such rows, and nothing else is."""
+    along = isinstance(source, Layout) and source.dim in chosen.dims
+    loose = isinstance(source, Layout) and source.loose
+    if chosen.places:
+        return along and loose
+    return not (along and loose) or chosen.by_mask or bool((chosen.told < 0).all())
 
 
 def _disagree(a: Tensor, b: Tensor) -> bool:

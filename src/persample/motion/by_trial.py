@@ -283,7 +283,7 @@ def _other(tensor: Tensor, where: Where | None, kind: str, step: int) -> Tensor:
         if kind == "matrices":
             return 1.5 * tensor
         endless = kind == "own" and bool(tensor.isinf().any())
-        return tensor.flip(where.dim) if endless and tensor.dim() else 1 - tensor
+        return tensor.flip(where.dim) if endless and tensor.dim() else 0.9 - 0.8 * tensor
     other = tensor.flatten().roll(1).view_as(tensor)
     return tensor + step if torch.equal(other, tensor) else other
 

@@ -57,8 +57,8 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         return _known[op.func](op)
     if op.func in _MEANS_OF_THE_VALID and (fair := _with_fair_divisor(op)) is not op:
         return fair if isinstance(fair, Motion) else motion_of(fair, results)
-    if (lost := _unequal_rows(op)) is not None:
-        return everywhere(lost, results)
+    if (unequal := _unequal_rows(op)) is not None:
+        return everywhere(unequal, results)
     key = _key(op)
     if key in _found:
         return _found[key]
@@ -66,7 +66,9 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         motion = _motion_of(op, results)
     except Exception as error:  # the op itself has run: what it does to the samples is what could not be found
         motion = everywhere(Lost(f"{op_name(op.func)} could not be followed ({error})"), results)
-    if key is not None and not motion.by_values:
+    lost = any(isinstance(where, Lost) for where in motion.results)
+    by_numbers = lost and any(t.dtype in INDEX_DTYPES for t in op.tensors)  # with others they may be found
+    if key is not None and not motion.by_values and not by_numbers:
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
         _found[key] = motion
@@ -164,7 +166,7 @@ def _unequal_rows(op: Op) -> Lost | None:
     return None
 
 
-_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum"}
+_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum", "matmul", "__matmul__"}
 
 
 def _averages(op: Op, dim: int, dims: int) -> bool:

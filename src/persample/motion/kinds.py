@@ -65,7 +65,8 @@ ADDITIVE: set[Any] = {
     F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss,
     F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
     F.soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-    F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum,
+    F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum, torch.matmul,
+    T.matmul, T.__matmul__,
 }  # fmt: skip
 
 # What keeps such a sum one: adding two, scaling by a constant, changing the shape or type of the number.
