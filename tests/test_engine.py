@@ -246,3 +246,15 @@ def test_a_reduced_loss_may_be_scaled_and_added(pair: tuple[str, str]) -> None:
     call_for_per_sample_grads(module)(h).backward()
     (plain,) = torch.autograd.grad(module(h), module.a.weight)
     torch.testing.assert_close(module.a.weight.grad_sample.sum(0), plain)
+
+
+def test_an_output_of_weights_that_was_expanded_to_the_batch_is_each_samples() -> None:
+    def forward(m: Any, h: Tensor) -> Any:
+        volume = torch.linalg.slogdet(m.w @ m.w.mT + 2 * torch.eye(D, dtype=h.dtype))[1]
+        return h @ m.w, volume.expand(len(h)), m.v.expand(len(h), -1)
+
+    case = Case("", lambda: Calls(forward, w=param(D, D), v=param(D)), lambda: [torch.randn(B, D)])
+    module, args, kwargs = case.build()
+    expected = oracle(case, module, args, kwargs, B)
+    loss_of(call_for_per_sample_grads(module)(*args), 0).backward()
+    assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)

@@ -377,13 +377,15 @@ def _passes_weights_on(group: Any, tracker: Tracker) -> Callable[..., Any]:
     def register(args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return args, kwargs
-        tensors = collect_grad_tensors((args, kwargs))
         with torch._C.DisableTorchFunction():
-            batched = [tracker.where(t) is not None for t in tensors]
-        passed = [t for t, is_batched in zip(tensors, batched, strict=True) if is_batched]
-        noticed = iter(RegisterPostBackwardFunction.apply(group, *passed) if passed else ())
-        chosen = [next(noticed) if is_batched else t for t, is_batched in zip(tensors, batched, strict=True)]
-        return replace_grad_tensors((args, kwargs), iter(chosen))
+            tensors = list(collect_grad_tensors((args, kwargs)))
+            where = [tracker.where(t) for t in tensors]
+            batched = [i for i, layout in enumerate(where) if layout is not None]
+            noticed = RegisterPostBackwardFunction.apply(group, *(tensors[i] for i in batched)) if batched else ()
+            for i, same in zip(batched, noticed, strict=True):
+                tensors[i] = same
+                tracker.tell(same, where[i])
+            return replace_grad_tensors((args, kwargs), iter(tensors))
 
     return register
 

@@ -20,7 +20,7 @@ from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, sample_ids
-from persample.motion import Op, motion_of, results_of
+from persample.motion import Motion, Op, motion_of, results_of
 from persample.motion.kinds import MOVES
 from persample.opened import opened
 from persample.rules import Rewrite, handler_of, rules_of
@@ -297,9 +297,17 @@ class Tracker(TorchFunctionMode):
         if isinstance(where, Reduced) and output.dim() and output.grad_fn is not None:
             output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
         if where is None and self.is_weight(output):
+            if output.dim() and output.shape[0] == self.batch > 1 and output.stride(0) == 0:
+                return self._given_to_each(output)
             output = output.view_as(output) if output.is_leaf else output
             output.register_hook(_refusal("it was computed from weights alone"))
         return output
+
+    def _given_to_each(self, output: Tensor) -> Tensor:
+        """Something of the weights that was expanded to the batch, as each sample's own."""
+        op = Op(Tensor.clone, (output,), {}, (output,), (None,), self.batch)
+        each = Motion((Layout(0),))
+        return run_use(op, {0: output}, (), self, each)[0]
 
 
 def _refusal(cause: str) -> Callable[[Tensor], None]:

@@ -34,8 +34,13 @@ class Surroundings(Protocol):
     def place(self) -> str: ...
 
 
-def run_use(op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: Surroundings) -> tuple[Any, Motion]:
-    """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie."""
+def run_use(
+    op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: Surroundings, motion: Motion | None = None
+) -> tuple[Any, Motion]:
+    """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie.
+
+    `motion` says how the op moves the samples, if that is known already.
+    """
     check_apart(op, around)
     saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
     if op.inplace:
@@ -52,7 +57,7 @@ def run_use(op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: S
         )
 
     results = results_of(result, op.args)
-    motion = motion_of(op, results)
+    motion = motion or motion_of(op, results)
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
     _check_results(op, [motion.results[i] for i in tapped], around)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
