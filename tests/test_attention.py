@@ -18,7 +18,9 @@ B, D, HEADS = 3, 4, 2
 LENGTHS = [(5, 4), (B, B)]  # of what asks and of what is asked
 
 # Torch says so of a layer that it will not run on its fast path; there is none in training.
-pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors"
+)
 
 
 # ---- the two ways of calling ----

@@ -279,13 +279,12 @@ def _other(tensor: Tensor, where: Where | None, kind: str, step: int) -> Tensor:
         return tensor
     if tensor.dtype == torch.bool:
         return ~tensor
-    if tensor.is_floating_point() or tensor.is_complex():
-        if kind == "matrices":
-            return 1.5 * tensor
-        endless = kind == "own" and bool(tensor.isinf().any())
-        return tensor.flip(where.dim) if endless and tensor.dim() else 0.9 - 0.8 * tensor
-    other = tensor.flatten().roll(1).view_as(tensor)
-    return tensor + step if torch.equal(other, tensor) else other
+    another_place = tensor.flatten().roll(1).view_as(tensor)  # numbers of its own
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor + step if torch.equal(another_place, tensor) else another_place
+    if kind == "own" and not torch.equal(another_place, tensor):
+        return another_place
+    return 1.5 * tensor if kind == "matrices" else 0.9 - 0.8 * tensor
 
 
 def _changed(tensor: Tensor, other: Tensor, where: Where | None, samples: Set[int], batch: int) -> Tensor:
