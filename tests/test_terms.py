@@ -18,8 +18,8 @@ from torch import Tensor
 
 from persample.rules.conv import conv
 from persample.rules.embedding import embedding
-from persample.rules.matmul import einsum_with_weight_first
-from persample.terms import Blocks, Dense, Folded, Outer, Patches, Rows, Sum, Term, together
+from persample.rules.matmul import einsum_term
+from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
 from persample.terms.cost import Way, cheaper_way, forced_way
 from persample.terms.sketch import SparseSketch, TensorSketch
 
@@ -81,8 +81,8 @@ def folded(equation: str, shape: tuple[int, ...]) -> Factory:
         label = equation.split(",")[1].split("->")[0][-1]
         x = torch.randn(batch, 1, 5, shape[equation.index(label)], dtype=f64)
         g = torch.randn(batch, *torch.einsum(equation, weight, torch.zeros(x.shape[1:], dtype=f64)).shape, dtype=f64)
-        term = einsum_with_weight_first(g, equation, weight, x)["first"]
-        assert isinstance(term, Folded)
+        of_weight, of_samples, of_result = equation.replace("->", ",").split(",")
+        term = einsum_term(g, (of_weight, of_samples, of_result), x, weight, 0)
         return term, loop(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
 
     return make

@@ -32,7 +32,7 @@ def processes_of(model: nn.Module) -> Processes:
         return Processes()
     states = _fsdp_states(model)
     over = Sharded(model, states) if states else Replicated(model)
-    _refuse_other_ways(model, over)
+    _refuse_other_ways(model, states, over)
     return over
 
 
@@ -91,23 +91,31 @@ class _Several(Processes):
 
     def __init__(self) -> None:
         self._aside: dict[int, tuple[Tensor, Tensor]] = {}
+        self._passes: set[int] = set()  # the backward passes at whose end grads will be added
 
     def add_to_grad(self, used: Tensor, total: Tensor) -> None:
         before = self._aside.get(id(used))
         self._aside[id(used)] = (used, total if before is None else before[1] + total)
+        self._add_at_the_end()
 
     def _watched(self, anchor: Tensor) -> Any:
-        """The anchor's node, which runs in each backward pass, also where there are no samples: then grads are added.
+        """The anchor's node, which runs in each backward pass, also where there are no samples.
 
         It has to be held until there is a graph that does.
         """
         node: Any = get_gradient_edge(anchor).node
-        node.register_prehook(
-            lambda grads: torch.autograd.Variable._execution_engine.queue_callback(self._add_what_is_aside)
-        )
+        node.register_prehook(lambda grads: self._add_at_the_end())
         return node
 
-    def _add_what_is_aside(self) -> None:
+    def _add_at_the_end(self) -> None:
+        """Has what is aside added to the grads when this backward pass has ended, once."""
+        backward_pass = torch._C._current_graph_task_id()
+        if backward_pass not in self._passes:
+            self._passes.add(backward_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._add_what_is_aside(backward_pass))
+
+    def _add_what_is_aside(self, backward_pass: int) -> None:
+        self._passes.remove(backward_pass)
         aside, self._aside = self._aside, {}
         with torch.no_grad():
             self._add_grads(aside)
@@ -155,6 +163,7 @@ class Replicated(_Several):
         super().__init__()
         self._wrappers: list[Any] = []
         self._settings: list[dict[str, Any]] = []
+        self._recorded = {id(p) for p in model.parameters()}
         self._inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
     def called(self, model: nn.Module) -> nn.Module:
@@ -170,6 +179,11 @@ class Replicated(_Several):
             raise PerSampleError("DistributedDataParallel's own mixed_precision is not supported: use torch.autocast.")
         if any(wrapper.process_group is not other.process_group for other in self._wrappers):
             raise PerSampleError("The model has DistributedDataParallel wrappers over different process groups.")
+        if any(p.requires_grad and id(p) not in self._recorded for p in wrapper.module.parameters()):
+            raise PerSampleError(
+                "The model is part of what DistributedDataParallel wraps, whose other parameters would not be kept "
+                "alike. Record all that is wrapped; `parameters` restricts what is recorded of it."
+            )
         self._wrappers.append(wrapper)
         self._settings.append({name: getattr(wrapper, name) for name in (*_QUIET, "require_forward_param_sync")})
         for name, value in _QUIET.items():
@@ -230,7 +244,7 @@ class Sharded(_Several):
         managed = [p for group in self._groups for p in group.fsdp_params]
         meshes = {p.sharded_param.device_mesh for p in managed}
         if len(meshes) != 1 or any(p.is_dtensor for p in managed):
-            raise PerSampleError("Tensor parallelism, and parameters over different device meshes, are not supported.")
+            raise PerSampleError("Tensor parallelism is not supported, nor are parameters over different meshes.")
         (self._mesh,) = meshes
         self._make_whole_once()
         self._managed = {id(form): p for p in managed for form in _forms(p)}
@@ -390,10 +404,25 @@ def _passes_weights_on(group: Any, tracker: Tracker) -> Callable[..., Any]:
     return register
 
 
-def _refuse_other_ways(model: nn.Module, over: Processes) -> None:
-    first = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    if first is not None and any(isinstance(m, first.FullyShardedDataParallel) for m in model.modules()):
-        raise PerSampleError("FullyShardedDataParallel flattens parameters: use torch.distributed.fsdp.fully_shard.")
+def _is_run_otherwise(module: nn.Module) -> bool:
+    states = sys.modules.get("torch.distributed._composable_state")
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    applied = None if contract is None else contract._get_registry(module)
+    return "replicate" in (applied or ()) or (states is not None and states._get_module_state(module) is not None)
+
+
+def _refuse_other_ways(model: nn.Module, states: Sequence[Any], over: Processes) -> None:
+    """Refuses what trains a model in another way: FSDP1, the older `replicate`, and tensor parallelism."""
+    known = {id(module) for state in states for module in state._modules}
+    for name, module in model.named_modules():
+        if id(module) not in known and _is_run_otherwise(module):
+            raise PerSampleError(
+                f"'{name}', a {type(module).__name__}, is run by another part of torch.distributed than recordings "
+                "work with, which are DistributedDataParallel and torch.distributed.fsdp.fully_shard."
+            )
     for name, p in model.named_parameters():
         if hasattr(p, "full_tensor") and over.used(p) is p and p.requires_grad:
-            raise PerSampleError(f"'{name}' is a DTensor, but not by fully_shard: tensor parallelism is not supported.")
+            raise PerSampleError(
+                f"'{name}' is a DTensor that fully_shard did not make of a parameter of this model: record the whole "
+                "of what it was given. Tensor parallelism is not supported."
+            )

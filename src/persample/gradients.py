@@ -85,6 +85,10 @@ class PerSampleGradients:
             lines.append(f"  {name}: {tuple(p.shape)} {self._kind(name)}")
         return "\n".join(lines) + ")"
 
+    def samples(self) -> int:
+        """The number of samples of all processes: of one alone, its `batch_size`."""
+        return self._over.count(self.batch_size)
+
     # ---- answers ----
 
     @torch.no_grad()
@@ -116,7 +120,7 @@ class PerSampleGradients:
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, which is the gradient of the mean loss."""
-        count = max(1, self._samples())
+        count = max(1, self.samples())
         return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
@@ -191,14 +195,14 @@ class PerSampleGradients:
     @torch.no_grad()
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows' squares, entry by entry."""
-        count = max(1, self._samples())
-        squares = {name: term.square_sum(memory // 4) * self._scale**2 for name, term in self._terms().items()}
-        return {name: self._total(name, part) / count for name, part in squares.items()}
+        count = max(1, self.samples())
+        squares = ((name, term.square_sum(memory // 4) * self._scale**2) for name, term in self._terms().items())
+        return {name: self._total(name, part) / count for name, part in squares}
 
     @torch.no_grad()
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance of the rows, entry by entry; unbiased with the default correction."""
-        count = self._samples()
+        count = self.samples()
         factor = 1 / (count - correction) if count > correction else torch.nan
         scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
@@ -216,7 +220,7 @@ class PerSampleGradients:
 
         The simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both.
         """
-        size = self._samples()
+        size = self.samples()
         if size < 2:
             raise PerSampleError("The noise scale takes at least two samples.")
         noise = self._sum_of_entries(self.variance())
@@ -232,10 +236,6 @@ class PerSampleGradients:
     @property
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters.values()), torch.device("cpu"))
-
-    def _samples(self) -> int:
-        """The number of samples in all processes."""
-        return self._over.count(self.batch_size)
 
     def _total(self, name: str, part: Tensor, double: bool = False) -> Tensor:
         """The sum of what all processes found for a parameter, which may differ in type where one did not use it."""

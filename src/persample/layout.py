@@ -160,6 +160,14 @@ def sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     return row.view(size, *[1] * (tensor.dim() - where.dim - 1)).expand(tensor.shape)
 
 
+def laid_out_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
+    """The same in a memory laid out as the tensor's own, for what goes by strides; the rest is nobody's."""
+    numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+    memory = torch.full((numbers,), -1, dtype=torch.int32, device=tensor.device)
+    lying = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return lying.copy_(sample_ids(tensor, where, batch))
+
+
 def from_ids(ids: Tensor, batch: int, loose: bool = False) -> Layout | Lost | None:
     """The layout that a tensor of sample ids (-1 where an entry belongs to none) describes; None: to none at all.
 

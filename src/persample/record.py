@@ -45,6 +45,10 @@ def record(
     names or by a predicate of name and parameter. `p.grad` stays as it was, unless `keep_grad`. Several forward and
     backward passes in a block add up, as they do in `p.grad`.
 
+    Under DistributedDataParallel and FSDP2 the rows are those of the samples of this process, and sums over samples are
+    over those of all processes, which all have to ask for them; `keep_grad` gives `p.grad` what a plain backward pass
+    would have: the mean over the processes.
+
     Where it is known beforehand what will be asked, `keep` says so, and each term is reduced as it arrives and freed:
     "norms", or "clip" with `max_norm`, for a memory close to that of a plain backward. The clipped sum takes one
     backward pass that keeps its factors to the end, or two `passes` that keep nothing; by default one, unless the
@@ -119,8 +123,8 @@ def _unrecorded(name: str, collector: Collector) -> Callable[[Tensor | None], No
         if grad is not None and not collector.pulling_back:
             raise PerSampleError(
                 f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
-                "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and keep "
-                "penalties out of the block."
+                "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and "
+                "keep penalties out of the block."
             )
 
     return refuse

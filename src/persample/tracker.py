@@ -19,7 +19,7 @@ from persample.distributed import Processes
 from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
-from persample.layout import Layout, Lost, Reduced, Where, from_ids, sample_ids
+from persample.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.motion.kinds import MOVES
 from persample.opened import opened
@@ -214,11 +214,9 @@ class Tracker(TorchFunctionMode):
         base = view._base
         assert base is not None
         if not isinstance(where, (Lost, Reduced)):
-            before = self._known.get(base, _UNKNOWN)[0]
-            ids = torch.empty_strided(base.shape, base.stride(), dtype=torch.int32)
-            ids.copy_(sample_ids(base, before, self.batch))
-            offset = view.storage_offset() - base.storage_offset()
-            ids.as_strided(view.shape, view.stride(), offset).copy_(sample_ids(view, where, self.batch))
+            ids = laid_out_ids(base, self._known.get(base, _UNKNOWN)[0], self.batch)
+            of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
+            of_view.copy_(sample_ids(view, where, self.batch))
             where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
         self.tell(base, where)
 
@@ -227,10 +225,8 @@ class Tracker(TorchFunctionMode):
         where = self._known[base][0]
         if not isinstance(where, Layout):
             return None if isinstance(where, Lost) and where.listed else where
-        ids = torch.empty_strided(base.shape, base.stride(), dtype=torch.int32)
-        ids.copy_(sample_ids(base, where, self.batch))
-        offset = view.storage_offset() - base.storage_offset()
-        return from_ids(ids.as_strided(view.shape, view.stride(), offset), self.batch, where.loose)
+        ids = laid_out_ids(base, where, self.batch)
+        return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, where.loose)
 
     def _keep_buffers(self, op: Op) -> None:
         """Copies the model's buffers before an op changes them, for `restore`."""

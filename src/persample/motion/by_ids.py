@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from persample.errors import op_name
-from persample.layout import Layout, Lost, Where, from_ids, sample_ids
-from persample.motion.kinds import PICKS, T
+from persample.layout import Layout, Lost, Where, from_ids, laid_out_ids, sample_ids
+from persample.motion.kinds import PICKS, RESHAPES, T
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op, results_of
 from persample.tree import tensors_in
@@ -21,7 +21,7 @@ def by_ids(op: Op, results: Sequence[Tensor]) -> Motion:
     carriers = range(len(list(tensors_in(op.args[0] if op.args else next(iter(op.kwargs.values()))))))
     if any(op.where[len(carriers) :]):
         return everywhere(Lost(f"{op_name(op.func)} moves entries to where samples say"), results)
-    moved = _moved(op, {i: sample_ids(op.tensors[i], op.where[i], op.batch) for i in carriers})
+    moved = _moved(op, {i: op.where[i] for i in carriers})
     layouts = [where for i in carriers if isinstance(where := op.where[i], Layout)]
     loose = any(where.loose for where in layouts)
     found: list[Where | None] = [from_ids(m, op.batch, loose) for m in moved]
@@ -41,7 +41,7 @@ def by_ids(op: Op, results: Sequence[Tensor]) -> Motion:
 
 def _with_others(op: Op, first: Layout, found: Where | None) -> Where | None:
     """`found`, with where the samples would be, had they been in another dim of the first argument."""
-    moved = [_moved(op, {0: sample_ids(op.tensors[0], other, op.batch)})[0] for other in first.others]
+    moved = [_moved(op, {0: other})[0] for other in first.others]
     others = tuple(layout for m in moved if isinstance(layout := from_ids(m, op.batch), Layout))
     return replace(found, others=others) if isinstance(found, Layout) else found
 
@@ -58,28 +58,23 @@ def _still_loose(op: Op, found: Where | None, results: int) -> Where | None:
     if puts_together or counted or not isinstance(where, Layout) or not isinstance(found, Layout):
         return found
     before, after = where.ids or (), found.ids or ()
-    if after == before:
+    # Each row still has one owner, and a sample's entries are in the order they would be in without the others.
+    if after == before or op.func in RESHAPES:
         return found
-    # Rows may be divided, and entries put together to rows that have one owner each.
-    whole = max(len(before), len(after)) % max(1, min(len(before), len(after))) == 0
-    if results == 1 and bool(before) == bool(after) and whole and op.func not in PICKS:
+    if results == 1 and bool(before) == bool(after) and len(after) % max(1, len(before)) == 0 and op.func not in PICKS:
         return found
     return Lost(f"{op_name(op.func)} chooses by their place among rows whose order depends on all samples")
-
-
-def _moved(op: Op, ids: dict[int, Tensor]) -> tuple[Tensor, ...]:
-    """The results of the op on tensors of numbers."""
-    numbers = {i: (_as_it_lies(n, op.tensors[i]) if op.func in _BY_STRIDE else n.clone()) for i, n in ids.items()}
-    args, kwargs = op.filled([numbers.get(i, t) for i, t in enumerate(op.tensors)])
-    kwargs.pop("out", None)
-    return results_of(op.func(*args, **kwargs), args)
 
 
 _BY_STRIDE = {torch.as_strided, T.as_strided}
 
 
-def _as_it_lies(ids: Tensor, tensor: Tensor) -> Tensor:
-    """The numbers, in memory where the entries of `tensor` are in its own."""
-    memory = torch.full((tensor.untyped_storage().nbytes() // tensor.element_size(),), -1, dtype=ids.dtype)
-    lying = memory.to(ids.device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-    return lying.copy_(ids)
+def _moved(op: Op, carriers: Mapping[int, Where | None]) -> tuple[Tensor, ...]:
+    """The results of the op on the numbers of the samples."""
+    numbers = laid_out_ids if op.func in _BY_STRIDE else sample_ids
+    ids = {i: numbers(op.tensors[i], where, op.batch) for i, where in carriers.items()}
+    if op.func not in _BY_STRIDE:
+        ids = {i: n.clone() for i, n in ids.items()}
+    args, kwargs = op.filled([ids.get(i, t) for i, t in enumerate(op.tensors)])
+    kwargs.pop("out", None)
+    return results_of(op.func(*args, **kwargs), args)

@@ -39,12 +39,16 @@ def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
             list(_all_layouts(result, op)) if result.dim() or op.func not in ADDITIVE else reduced(op)
             for result in results
         ]
-        trials = _trials(op, constants=False)
-        if trials is not None:  # of what stays the same whoever changes, nobody can say whose it is
-            candidates = [options if trials.tells(i) else [] for i, options in enumerate(candidates)]
         if _is_loose(op) and any(w is None and t.numel() > 1 for t, w in zip(op.tensors, op.where, strict=True)):
             candidates = [[] for _ in results]  # each of the constants would meet whom all samples say
-        return Motion(_verified(op, candidates, results, trials)[0], by_values=True)
+        by_values_alone: Candidates = candidates
+        for constants in (True, False):
+            trials = _trials(op, constants)
+            if trials is not None:  # of what stays the same whoever changes, nobody can say whose it is
+                by_values_alone = [options if trials.tells(i) else [] for i, options in enumerate(by_values_alone)]
+            found, _ = _verified(op, by_values_alone, results, trials)
+            by_values_alone = found
+        return Motion(found, by_values=True)
     return failure
 
 
@@ -106,6 +110,8 @@ def _verified(
         if isinstance(options, Layout):
             options = [options]
         if isinstance(options, list):
+            if len(op.tensors) > 1 and results[i].is_floating_point() and results[i].numel() and not trials.tells(i):
+                options = []  # what stays the same whoever changes says nothing of who meets whom
             fits = (layout for layout in options if _keeps_apart(layout, trials, i, op.batch))
             shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
             found.append(next(fits, Lost(f"{op_name(op.func)} of {shapes} combines samples")))
@@ -184,9 +190,12 @@ class Trials:
     by_values: bool  # the values were the op's own, or could not be changed
 
     def tells(self, result: int) -> bool:
-        """Whether a result changes at all when the samples do."""
-        before, after = self.before[result], self.all_changed[result]
-        return before.shape != after.shape or not (torch.equal(before, after) or bool(before.isnan().any()))
+        """Whether a result changes at all when the samples do, or some of them."""
+        before = self.before[result]
+        if bool(before.isnan().all()):
+            return False
+        others = (self.all_changed, *self.changed.values())
+        return any(not torch.equal(before.nan_to_num(), after[result].nan_to_num()) for after in others)
 
 
 def _halves(samples: set[int]) -> list[frozenset[int]]:

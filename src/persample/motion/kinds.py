@@ -28,6 +28,11 @@ MOVES: set[Any] = {
     torch.column_stack, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
 }  # fmt: skip
 
+# Of these, the ones that leave all entries in their order.
+RESHAPES: set[Any] = {
+    T.view, T.reshape, T.flatten, T.unflatten, T.ravel, torch.reshape, torch.flatten, torch.unflatten, torch.ravel,
+}  # fmt: skip
+
 # Of these, the ones that may go by an index.
 PICKS: set[Any] = {
     T.__getitem__, T.index_select, T.gather, T.take_along_dim, T.masked_select, T.repeat_interleave,

@@ -80,7 +80,8 @@ def _is_product(equation: Any, operands: Any, weight: int) -> bool:
     return all((label in of_samples) != (label in of_result) for label in of_weight)
 
 
-def _einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int) -> Folded:
+def einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int) -> Folded:
+    """The term of an operand at a position, the other being the samples."""
     of_weight, of_samples, of_result = labels[position], labels[1 - position], labels[2]
     inner = [label for label in of_weight if label in of_samples]
     outer = [label for label in of_weight if label in of_result]
@@ -99,27 +100,21 @@ def _einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, we
     return Folded(term, weight.shape, out_dims)
 
 
-@rule(
-    torch.einsum,
-    accepts=lambda input, dim: True,
-    batched=("first",),
-    when=lambda equation, *operands: _is_product(equation, operands, weight=1),
-    reads_result=False,
-)
-def einsum_with_weight_last(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
-    labels = _labels(equation)
-    assert labels is not None
-    return {"second": _einsum_term(grad, labels, first, second, 1)}
+def _register_einsum(weight: int) -> None:
+    names = ("first", "second")
+
+    @rule(
+        torch.einsum,
+        accepts=lambda input, dim: True,
+        batched=(names[1 - weight],),
+        when=lambda equation, *operands: _is_product(equation, operands, weight),
+        reads_result=False,
+    )
+    def einsum(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
+        labels, operands = _labels(equation), (first, second)
+        assert labels is not None
+        return {names[weight]: einsum_term(grad, labels, operands[1 - weight], operands[weight], weight)}
 
 
-@rule(
-    torch.einsum,
-    accepts=lambda input, dim: True,
-    batched=("second",),
-    when=lambda equation, *operands: _is_product(equation, operands, weight=0),
-    reads_result=False,
-)
-def einsum_with_weight_first(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
-    labels = _labels(equation)
-    assert labels is not None
-    return {"first": _einsum_term(grad, labels, second, first, 0)}
+_register_einsum(weight=0)
+_register_einsum(weight=1)
