@@ -87,6 +87,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     "the first expert that anybody wants": (lambda: Calls(lambda m, h: h * m.w[m.a(h).argmax(1).unique()[0]], w=param(D, D), **linear()), (B, D), "unique"),
     "a step that all choose": (lambda: Calls(lambda m, h: m.a(h[:, h.sum((0, 2)).argmax()]), **linear()), (B, T, D), "argmax|sum"),
     "chosen from a neighbour's order": (lambda: Calls(lambda m, h: m.a(h.gather(1, h.roll(1, 0).argsort(1))), **linear()), (B, D), "entries of others"),
+    "a table by two samples' numbers": (lambda: Calls(lambda m, h: m.a(h) * m.c[h.argmax(1), h.roll(1, 0).argmax(1)][:, None], c=torch.rand(D, D), **linear()), (B, D), "entries of others"),
     "added to another's row": (lambda: Calls(lambda m, h: m.a(torch.zeros_like(h).index_add_(0, torch.tensor([1, 2, 0]), h)), **linear()), (B, D), "over those of another"),
     "two rows added into one": (lambda: Calls(lambda m, h: m.a(torch.zeros(B, D, dtype=h.dtype).index_add_(0, torch.tensor([0, 0, 1]), h)), **linear()), (B, D), "several samples"),
     "group norm over the batch": (lambda: Calls(lambda m, h: m.a(h[None]), a=nn.GroupNorm(1, B)), (B, T), "group_norm"),

@@ -121,7 +121,8 @@ def _beneath(result: Tensor) -> Tensor:
 def check_apart(op: Op, around: Surroundings) -> None:
     """Refuses arguments in which the samples are not apart."""
     if any(t.layout is not torch.strided for t in op.tensors):
-        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, uses weights with sparse tensors: make them dense.")
+        cause = "uses weights with sparse tensors: make them dense"
+        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, {cause}.")
     for where in op.where:
         if isinstance(where, (Lost, Reduced)):
             raise SamplesMixed(

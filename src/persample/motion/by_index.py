@@ -21,7 +21,6 @@ from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, sample_ids
 from persample.motion.motion import Motion
 from persample.motion.op import Op
-from persample.tree import tensors_in
 
 # Of each function that goes by an index: the names of its arguments.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
@@ -80,10 +79,9 @@ class Indexing:
         if "item" in call:
             item = call["item"]
             return tuple(item) if isinstance(item, (tuple, list)) and _is_nested(item, name) else (item,)
-        dim = call.get("dim")
-        if dim is None:  # of the flattened tensor
-            return (...,)
-        dim %= max(1, self.base.dim())
+        if call.get("dim") is None:
+            raise NotImplementedError("an index of the flattened tensor")
+        dim = call["dim"] % max(1, self.base.dim())
         if name == "repeat_interleave":
             return (*[slice(None)] * dim, self._repeated(call["repeats"]))
         index = call["index"]
@@ -117,65 +115,63 @@ class Indexing:
             self.owner[id(index)] = Layout(0, ids=tuple(ids.tolist()), loose=True)
         return index
 
-    def told_by_samples(self) -> bool:
-        """Whether samples say what is chosen."""
-        return any(self.owner.get(id(t)) for t in tensors_in(self.item))
-
     def chosen(self) -> Chosen:
-        """Who chose each entry of `base[item]`, found by choosing among the numbers of the index's own entries."""
-        shape, batch = self.base.shape, self.op.batch
-        dims: list[int] = []
+        """Who chose each entry of `base[item]`."""
         parts: list[Any] = []
-        owners: list[Tensor] = []
+        dims: list[int] = []  # of the base, that indices go along
+        told = torch.full((), -1, dtype=torch.int32, device=self.base.device)  # of each entry of the indices
         kinds: list[Layout] = []
         by_mask = False
-        axis = 0
         for part in self._spelled_out():
-            where = self.owner.get(id(part)) if isinstance(part, Tensor) else None
-            if isinstance(where, Layout):
-                kinds.append(where)
-            if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
-                own = sample_ids(part, where, batch)[part.bool()]
-                found = part.nonzero(as_tuple=True)
-                by_mask |= isinstance(where, Layout) and not bool(part.all())  # who all stay, stay in their places
-            elif isinstance(part, Tensor):
-                own, found = sample_ids(part, where, batch), (part,)
-            else:
+            if not isinstance(part, Tensor):
                 parts.append(part)
-                axis += part is not None
                 continue
-            for index in found:
-                parts.append(index)
-                dims.append(axis)
-                owners.append(own)
-                axis += 1
-        told = torch.full((), -1, dtype=torch.int32, device=self.base.device)
-        for own in owners:
-            told = torch.where(told < 0, own, torch.where((own < 0) | (own == told), told, batch))
+            where = self.owner.get(id(part))
+            indices: Sequence[Tensor] = (part,)
+            owner = sample_ids(part, where, self.op.batch)
+            if _is_mask(part):
+                indices, owner = part.nonzero(as_tuple=True), owner[part.bool()]
+                by_mask |= isinstance(where, Layout) and not bool(part.all())  # who all stay, stay in their places
+            told = torch.where(told < 0, owner, torch.where((owner < 0) | (owner == told), told, self.op.batch))
+            kinds += [where] if isinstance(where, Layout) else []
+            before = sum(p is not None for p in parts)
+            dims += range(before, before + len(indices))
+            parts += indices
         if dims:
-            numbers = torch.arange(told.numel(), device=self.base.device).view(told.shape)
-            probe = [numbers if isinstance(p, Tensor) else p for p in parts]
-            first = next(i for i, p in enumerate(parts) if isinstance(p, Tensor))
-            none = torch.zeros_like(numbers)
-            probe = [none if isinstance(p, Tensor) and i != first else p for i, p in enumerate(probe)]
-            counted = torch.arange(max(1, told.numel()), device=self.base.device)
-            counted = counted.view(-1, *[1] * (len(shape) - dims[0] - 1))
-            numbered = counted.expand(*shape[: dims[0]], -1, *shape[dims[0] + 1 :])
-            told = told.flatten()[numbered[tuple(probe)]]
+            told = told.flatten()[self._numbers_of_index(parts, dims[0], told.shape)]
         return Chosen(told, frozenset(dims), any(w.loose for w in kinds), any(w.places for w in kinds), by_mask)
+
+    def _numbers_of_index(self, parts: Sequence[Any], dim: int, shape: torch.Size) -> Tensor:
+        """For each entry of `base[item]` the number of the entry of the indices that chose it.
+
+        Found by choosing in the same way, with the numbers for the first index, from a tensor that has them along the
+        dim that this index goes along; all other indices are zeros.
+        """
+        numbers = torch.arange(shape.numel(), device=self.base.device).view(shape)
+        first = next(i for i, part in enumerate(parts) if isinstance(part, Tensor))
+        item = [torch.zeros_like(numbers) if isinstance(part, Tensor) else part for part in parts]
+        item[first] = numbers
+        sizes = list(self.base.shape)
+        sizes[dim] = max(1, shape.numel())
+        along = torch.arange(sizes[dim], device=self.base.device).view(-1, *[1] * (len(sizes) - dim - 1))
+        return along.expand(sizes)[tuple(item)]
 
     def _spelled_out(self) -> Iterator[Any]:
         """The parts of the item, with `...` as slices and lists as tensors."""
-        parts = [
-            torch.tensor(p, device=self.base.device) if isinstance(p, (list, range)) else p for p in self.item
-        ]
-        masks = [p.dim() if isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) else 1 for p in parts]
-        used = sum(dims for dims, p in zip(masks, parts, strict=True) if p is not None and p is not ...)
+        parts = [torch.tensor(p, device=self.base.device) if isinstance(p, (list, range)) else p for p in self.item]
+        if any(isinstance(p, bool) or (isinstance(p, Tensor) and _is_mask(p) and not p.dim()) for p in parts):
+            raise NotImplementedError("a single truth value as an index")
+        named = [p for p in parts if p is not None and p is not ...]
+        dims = sum(p.dim() if isinstance(p, Tensor) and _is_mask(p) else 1 for p in named)
         for part in parts:
             if part is ...:
-                yield from [slice(None)] * (self.base.dim() - used)
+                yield from [slice(None)] * (self.base.dim() - dims)
             else:
                 yield part
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
 
 
 def _is_nested(item: Sequence[Any], name: str) -> bool:
@@ -200,7 +196,7 @@ def _picked(call: Indexing) -> Where | None:
     moved = sample_ids(call.base, source, call.op.batch)[call.item]
     if not _fits(source, chosen):
         return _mixed(call.op, "goes by places that depend on other samples")
-    if _disagree(moved, chosen.told):
+    if _disagree(moved, chosen.told) or _several(chosen, call.op.batch):
         return _mixed(call.op, "lets samples choose entries of others")
     owner = torch.where(moved < 0, chosen.told, moved)
     return _layout(owner, call.op.batch, chosen.loose or chosen.by_mask, isinstance(source, Layout) and source.places)
@@ -224,7 +220,8 @@ def _written(call: Indexing) -> Where | None:
     ids = ids.expand_as(before)
     if not _fits(where, chosen):
         return _mixed(call.op, "goes by places that depend on other samples")
-    if _disagree(ids, chosen.told) or _disagree(before, chosen.told) or (call.adds and _disagree(before, ids)):
+    mixes = _disagree(ids, chosen.told) or _disagree(before, chosen.told) or (call.adds and _disagree(before, ids))
+    if mixes or _several(chosen, batch):
         return _mixed(call.op, "writes entries of a sample over those of another")
     # What belongs to nobody belongs, once it is written, to whom it was written over, or to whom said where.
     base[call.item] = owner = torch.where(ids >= 0, ids, torch.where(chosen.told >= 0, chosen.told, before))
@@ -251,6 +248,11 @@ def _fits(source: Where | None, chosen: Chosen) -> bool:
     if chosen.places:
         return along and loose
     return not (along and loose) or chosen.by_mask or bool((chosen.told < 0).all())
+
+
+def _several(chosen: Chosen, batch: int) -> bool:
+    """Whether an entry was chosen by indices of several samples."""
+    return bool((chosen.told == batch).any())
 
 
 def _disagree(a: Tensor, b: Tensor) -> bool:
