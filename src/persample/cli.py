@@ -22,6 +22,7 @@ from torch import nn
 import persample
 import persample.checking
 
+BROKEN_PIPE = 141  # as of a program that the signal ends
 USAGE_ERROR = 2  # as argparse has it
 EXIT_CODES = {"right": 0, "wrong": 1, "refused": 3, "not compared": 3}
 
@@ -224,7 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that the arguments name, and gives its exit code."""
     args = _parser().parse_args(argv)
     try:
-        return COMMANDS[args.command].run(args)
+        code = COMMANDS[args.command].run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads has read enough: `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except UsageError as error:
         if args.debug:
             raise

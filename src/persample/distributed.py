@@ -30,7 +30,7 @@ def processes_of(model: nn.Module) -> Processes:
     """The processes that a model is trained by."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Processes()
-    states = _fsdp_states(model)
+    states = fsdp_states(model)
     over = Sharded(model, states) if states else Replicated(model)
     _refuse_other_ways(model, states, over)
     return over
@@ -358,7 +358,7 @@ class Sharded(_Several):
         return tensor.untyped_storage()._cdata in self._memory
 
 
-def _fsdp_states(model: nn.Module) -> list[Any]:
+def fsdp_states(model: nn.Module) -> list[Any]:
     """The states of `fully_shard` in a model."""
     implementation = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     if implementation is None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from persample.collector import Collector
+from persample.distributed import fsdp_states
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
 from persample.inputs import Inputs, tensors_within
@@ -47,6 +48,8 @@ def call_for_per_sample_grads(
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise PerSampleError(f"A ScriptModule hides its ops: pass the module '{name}' as it was before scripting")
+    if torch.distributed.is_available() and fsdp_states(module):
+        raise PerSampleError("grad_sample cannot be sharded as the parameters of fully_shard are: use persample.record")
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
 

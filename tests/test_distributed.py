@@ -1,0 +1,45 @@
+"""record() under DDP and FSDP2: two processes, started by torchrun, run the checks of distributed_worker.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import coverage
+
+ROOT = Path(__file__).parents[1]
+WORKER = ROOT / "tests" / "distributed_worker.py"
+
+
+def test_two_processes() -> None:
+    checks = re.findall(r"^def ((?:ddp|fsdp)_\w+)", WORKER.read_text(), re.MULTILINE)
+    assert len(checks) > 10
+    output = torchrun(str(WORKER), *checks)
+    for check in checks:
+        for rank in (0, 1):
+            assert f"{check} passed on {rank}" in output, output
+
+
+def torchrun(*script: str) -> str:
+    """What two processes print, which are measured if this one is."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if coverage.Coverage.current() is not None:
+        command += ["-m", "coverage", "run", "--parallel-mode"]
+    process = subprocess.Popen(
+        [*command, *script],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        return process.communicate(timeout=300)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
