@@ -45,7 +45,8 @@ def overhead(name: str, rounds: int) -> dict[str, float | str | int]:
     low, middle, high = statistics.quantiles(shares, n=4)
     return {
         "workload": name, "rounds": rounds, "share of a plain step": round(middle, 4),
-        "quartiles": f"{low:.4f} {high:.4f}", "first forward, seconds": round(first, 3), "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "quartiles": f"{low:.4f} {high:.4f}", "first forward, seconds": round(first, 3),
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
     }  # fmt: skip
 
 

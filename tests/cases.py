@@ -230,6 +230,14 @@ def picked_and_put_back(m: Any, h: Tensor) -> Tensor:
     return h.masked_scatter(mask, m.a(h.masked_select(mask).view(-1, D)).tanh())
 
 
+def chosen_beside_a_token(m: Any, h: Tensor) -> Tensor:
+    there = h[..., 0] > 0
+    rows = h[there]
+    rows = m.a(torch.cat([rows, m.w.expand(len(rows), D)], 1)).mul(2)
+    rows[:, 0] = 0
+    return h.sin().index_put((there,), rows)
+
+
 def one_after_the_other(m: Any, h: Tensor) -> Tensor:
     return torch.stack([m.a(row).square().sum() * m.w[row.detach().sum().long() % 2] for row in h])
 
@@ -457,6 +465,10 @@ def written_cases() -> list[Case]:
         Case("parts of a weight", lambda: Calls(lambda m, h: sum(h @ w.T * k for k, w in enumerate(m.w.chunk(3), 1)) + h @ m.w[1:5].t() + F.linear(h, m.v[1]) - h @ m.v.mT.unbind()[0], w=param(12, D), v=param(3, 4, D)), x(B, T, D)),
         Case("shapes changed in place", lambda: Calls(lambda m, h: m.a(h.clone().unsqueeze_(0).transpose_(1, 2).squeeze_(0)).transpose(0, 1), a=a()), x(B, B, D)),
         Case("nothing, then something", lambda: Calls(lambda m, t: m.e(t[:, :0]).sum(1) + m.e(t[:, 0]), e=nn.Embedding(7, D)), ids(B, T)),
+        Case("rows of a transposed weight", lambda: Calls(lambda m, h: h * m.w.t()[0] + h.sin() * m.w.T.unbind()[1] - h.cos() * m.v.mT[1][2], w=param(B, B), v=param(2, B, B)), x(B, B)),
+        Case("integers beside weights", lambda: Calls(lambda m, t: torch.cat([t, m.w.expand(len(t), -1), torch.arange(2).expand(len(t), 2)], 1) * t.double().sum(1, keepdim=True), w=param(T)), ids(B, T)),
+        Case("one sample after the other, divided by", lambda: Calls(lambda m, h: torch.stack([m.w / row for row in h]), w=param(D)), x(B, D)),
+        Case("chosen rows beside a learned token", lambda: Calls(chosen_beside_a_token, a=nn.Linear(2 * D, D), w=param(D)), x(B, T, D)),
         Case("windows by strides", lambda: Calls(lambda m, h: m.a(h.as_strided((len(h), 4, 2, D), (T * D, D, D, 1))), a=a()), x(B, T, D)),
         Case("inverse of a matrix of each sample", lambda: Calls(lambda m, h: m.a(torch.linalg.cholesky(h @ h.mT + 3 * torch.eye(D, dtype=h.dtype)).mT), a=a()), x(B, D, D)),
         Case("numbers of one sample after the other", lambda: Calls(one_after_the_other, a=a(), w=param(2)), x(B, D)),
@@ -524,6 +536,9 @@ def product_cases() -> list[Case]:
         Case("einsum to heads and back", *calls(lambda m, h: torch.einsum("hed,bhte->tbd", m.w, torch.einsum("btd,hed->bhte", h, m.w).tanh()).transpose(0, 1), B, T, D, w=w(2, 3, D))),
         Case("einsum, sums over a dim", *calls(lambda m, h: torch.einsum("btd,de->be", h, m.w), B, T, D, w=w(D, 5))),
         Case("einsum, by entry", *calls(lambda m, h: torch.einsum("btd,d->btd", h, m.w), B, T, D, w=w(D))),
+        Case("einsum to a number", *calls(lambda m, h: torch.einsum("btd,td->b", h, m.w), B, T, D, w=w(T, D))),
+        Case("einsum of a number", *calls(lambda m, h: torch.einsum("i,b->bi", m.w, h), B, w=w(D))),
+        Case("einsum, broadcast", *calls(lambda m, h: torch.einsum("bi,ij->bj", h, m.w), B, D, w=w(1, 2))),
         Case("einsum of three", *calls(lambda m, h: torch.einsum("btd,de,ef->btf", h, m.w, m.v), B, T, D, w=w(D, 3), v=w(3, 5))),
         Case("tensordot", *calls(lambda m, h: torch.tensordot(h, m.w, ([1, 2], [1, 0])), B, T, D, w=w(D, T, 3))),
         Case("bilinear", lambda: Calls(lambda m, h: m.l(h, h.sin()), l=nn.Bilinear(D, D, 5)), x(B, T, D)),

@@ -586,9 +586,9 @@ def fsdp_refusals() -> None:
     refuses(fully_shard(nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)))[0], x, "record the whole")
     layer = fully_shard(nn.Linear(D, 2), reshard_after_forward=True)
     try:
-        persample.call_for_per_sample_grads(layer)
+        call_for_per_sample_grads(layer)
         raise AssertionError("grad_sample of shards")
-    except persample.PerSampleError as error:
+    except PerSampleError as error:
         assert "use persample.record" in str(error)
     refuses(layer, x, "penalty", penalty=True)
     layer(x).sum().backward()

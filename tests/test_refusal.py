@@ -105,6 +105,42 @@ def test_mixed_samples_are_refused_by_place(name: str) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
+def wrote(at: Any, value: Any) -> Callable[[Tensor, Any], Tensor]:
+    def write(rows: Tensor, m: Any) -> Tensor:
+        rows = rows.clone()
+        rows[at] = m.w if value is None else value
+        return rows
+
+    return write
+
+
+BY_PLACE: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "the first is set": wrote(0, 0.0),
+    "the first is learned": wrote(0, None),
+    "the first two are set": wrote(slice(2), 0.0),
+    "some are set by number": wrote(torch.tensor([0, 1]), 0.0),
+    "index_fill": lambda rows, m: rows.index_fill(0, torch.tensor([0]), 0.0),
+    "index_add": lambda rows, m: rows.index_add(0, torch.tensor([0]), torch.ones(1, D, dtype=rows.dtype)),
+    "triu": lambda rows, m: rows.triu(),
+    "beside their numbers": lambda rows, m: torch.cat([rows[:, 1:], torch.arange(len(rows))[:, None]], 1),
+    "beside rows of a table": lambda rows, m: torch.stack([rows, m.table[: len(rows)]], 2).sum(2),
+    "the first is taken": lambda rows, m: rows[:1],
+    "times their numbers": lambda rows, m: rows * torch.arange(len(rows))[:, None],
+    "one marked": lambda rows, m: rows * wrote(0, 1.0)(torch.zeros_like(rows), m),
+}
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_nothing_goes_by_the_place_of_rows_that_a_mask_picked(name: str) -> None:
+    def forward(m: Any, h: Tensor, there: Tensor) -> Tensor:
+        return m.a(BY_PLACE[name](h[there], m))
+
+    module = Calls(forward, w=param(D), table=param(8, D), **linear()).double()
+    with pytest.raises(SamplesMixed):
+        there = torch.tensor([True, True, False, True])
+        call_for_per_sample_grads(module)(torch.randn(4, D, dtype=torch.float64), there).sum().backward()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_hides_nothing(dtype: torch.dtype) -> None:
     for forward in (

@@ -34,10 +34,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     """As `matmul` does for a matrix that requires grad: all rows as one matrix, also where that takes a copy."""
-    if input.dim() > 2 and other.dim() == 2:
+    if input.dim() > 2 and other.dim() in (1, 2):
         return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
     if input.dim() == 2 and other.dim() > 2:
         return _matmul(other.mT, input.t()).mT
+    if input.dim() == 1 and other.dim() > 2:
+        return _matmul(other.mT, input)
     return torch.matmul(input, other)
 
 

@@ -72,11 +72,12 @@ class Owners:
     batch: int
 
 
-def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
+def samples(tensor: Tensor, layout: Layout, batch: int, zeros: bool = True) -> Tensor:
     """The tensor with the samples in front: `(batch, *shape)`, where `dim` has kept the sample's own rows.
 
     Sample n of `(T, B, D)` is a `(T, 1, D)`; of `(B*T, D)` a `(T, D)`. With explicit ids, samples with fewer rows
-    than others are filled up with zeros, which contribute nothing to anything that is linear in a gradient.
+    than others are filled up with zeros, which contribute nothing to anything that is linear in a gradient; or with
+    rows of others, which functions that do not take zeros take.
 
     >>> x = torch.arange(6).view(6, 1)                              # two samples of three rows each
     >>> samples(x, Layout(dim=0, inner=3), batch=2)[1].flatten()
@@ -84,7 +85,7 @@ def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
     """
     dim = layout.dim
     if tensor.dim() == 0:  # of one sample
-        return samples(tensor.unsqueeze(0), layout, batch).squeeze(1)
+        return samples(tensor.unsqueeze(0), layout, batch, zeros).squeeze(1)
     if layout.ids is None:
         outer = tensor.shape[dim] // (batch * layout.inner)
         rows = tensor.unflatten(dim, (outer, batch, layout.inner)).movedim(dim + 1, 0)
@@ -92,6 +93,8 @@ def samples(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
     where, filled = _positions(layout.ids, batch)
     index = torch.tensor(where, device=tensor.device, dtype=torch.long)
     rows = tensor.index_select(dim, index.flatten()).unflatten(dim, index.shape)
+    if not zeros:
+        return rows.movedim(dim, 0)
     present = torch.tensor(filled, device=tensor.device, dtype=torch.bool)
     present = present.view(*index.shape, *[1] * (tensor.dim() - dim - 1))
     return torch.where(present, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)).movedim(dim, 0)

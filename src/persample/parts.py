@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from persample.terms import Blocks, Dense, Outer, Term
+from persample.terms import Blocks, Dense, Outer, Term, is_complex
 
 
 def of_a_part(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
@@ -28,14 +28,15 @@ def of_a_part(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
             return None
         term = before
         node, output = node.next_functions[0]
-    return node.variable, term
+    leaf = node.variable
+    return (leaf, term) if term.shape == leaf.shape and is_complex(term) <= leaf.is_complex() else None
 
 
 def transposed(term: Term) -> Term:
     """The term of a matrix, or of a stack of them, for their transposes."""
     if isinstance(term, Outer):
         return Outer(term.grad.conj(), term.input.conj())
-    if isinstance(term, Blocks) and term.single:
+    if isinstance(term, Blocks) and term.single and len(term.shape) > 2:
         return Blocks([transposed(part) for part in term.terms], term.starts, term.count, single=True)
     return Dense(term.dense().mT)
 

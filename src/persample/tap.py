@@ -16,7 +16,7 @@ from persample.motion import Op
 from persample.rules.generic import generic
 from persample.rules.moves import moved_terms
 from persample.rules.registry import Rule
-from persample.terms import Dense, Term
+from persample.terms import Dense, Term, is_complex
 from persample.tree import filled, slots_in
 
 
@@ -72,8 +72,10 @@ class Use:
 
     def _placed(self, term: Term, position: int) -> Term:
         """The term, in the rows of the weight that each sample used where not all of them used all."""
-        layout = self.layouts[position]
-        return term if layout is None else Dense(place(term.dense(), layout, self.weights[position].shape, self.batch))
+        layout, weight = self.layouts[position], self.weights[position]
+        if is_complex(term) and not weight.is_complex():
+            term = Dense(term.dense().real)
+        return term if layout is None else Dense(place(term.dense(), layout, weight.shape, self.batch))
 
     def _joined(self, term: Term, position: int, shape: torch.Size) -> Tensor:
         layout = self.layouts[position]
@@ -90,8 +92,9 @@ class Use:
 
     def _terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms by the positions of the tensors they belong to."""
+        # Where samples have fewer rows than others, zeros for the gradients make the others' rows of no account.
         rows = [
-            t if layout is None else samples(t, layout, self.batch)
+            t if layout is None else samples(t, layout, self.batch, zeros=not (t.is_floating_point() or t.is_complex()))
             for t, layout in zip(tensors, self.layouts, strict=True)
         ]
         grads = [

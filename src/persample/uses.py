@@ -13,6 +13,7 @@ from persample.detached import run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name
 from persample.layout import Layout, Lost, Reduced
 from persample.motion import Motion, Op, motion_of, results_of
+from persample.motion.kinds import WRITES
 from persample.rules import Rule
 from persample.rules.moves import moves
 from persample.tap import Tap, Use
@@ -42,6 +43,11 @@ def run_use(
     `motion` says how the op moves the samples, if that is known already.
     """
     check_apart(op, around)
+    if op.func in WRITES and not moves(op):
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {around.place()}, combines weights with samples while it puts them in place. Do "
+            "the one and then the other."
+        )
     saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
     if op.inplace:
         saved[0] = saved[0].clone()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, laid_out_ids, sample_ids
+from persample.motion.by_trial import goes_with_rows
 from persample.motion.kinds import PICKS, RESHAPES, T
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op, results_of
@@ -55,6 +56,8 @@ def _still_loose(op: Op, found: Where | None, results: int) -> Where | None:
     where = op.where[0]
     puts_together = isinstance(op.args[0], (list, tuple))
     counted = op.func in _GROUPS and any(isinstance(a, (list, tuple)) for a in (*op.args[1:], *op.kwargs.values()))
+    if puts_together and any(w is None for w in op.where) and not goes_with_rows(op, [found]):
+        return Lost(f"{op_name(op.func)} puts constants beside rows whose order depends on all samples")
     if puts_together or counted or not isinstance(where, Layout) or not isinstance(found, Layout):
         return found
     before, after = where.ids or (), found.ids or ()

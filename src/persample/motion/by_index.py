@@ -210,6 +210,9 @@ def _written(call: Indexing) -> Where | None:
     chosen = call.chosen()
     covered = torch.zeros(call.base.shape, dtype=torch.bool, device=call.base.device)
     covered[call.item] = True
+    told = bool((chosen.told >= 0).any())
+    if isinstance(where, Layout) and where.loose and not told and not _in_all_rows(where, covered, value, given):
+        return _mixed(call.op, "writes to the places of rows that depend on all samples")
     if not call.adds and bool(covered.all()):  # nothing is left of what was there
         where = None
     base = sample_ids(call.base, where, batch).clone()
@@ -236,9 +239,16 @@ def _written(call: Indexing) -> Where | None:
     if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # who says where, says where not
         says = sample_ids(mask, call.owner.get(id(mask)), batch).view(*mask.shape, *[1] * (base.dim() - mask.dim()))
         base = torch.where(base < 0, says, base)
-    told = bool((chosen.told >= 0).any())
     loose = not told and any(isinstance(w, Layout) and w.loose for w in (where, given))
     return _layout(base, batch, loose, counted)
+
+
+def _in_all_rows(where: Layout, covered: Tensor, value: Tensor | None, given: Where | None) -> bool:
+    """Whether the same is written into every row of a loose tensor, or rows that are as loose."""
+    rows = covered.movedim(where.dim, 0)
+    in_a_row = value is None or value.numel() == 1 or value.dim() < covered.dim() - where.dim
+    same = in_a_row or isinstance(given, Layout)
+    return same and (rows.numel() == 0 or bool((rows == rows[:1]).all()))
 
 
 def _fits(source: Where | None, chosen: Chosen) -> bool:

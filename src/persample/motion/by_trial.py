@@ -19,7 +19,7 @@ from persample.motion.op import Op
 
 def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
     """The first reading of the arguments under which shapes and values agree that the samples stay apart."""
-    if _in_other_orders(op):  # which a trial may miss: equal numbers are rare
+    if in_other_orders(op):  # which a trial may miss: equal numbers are rare
         return everywhere(Lost(f"{op_name(op.func)} takes the samples in different orders"), results)
     failure: Motion | None = None
     for reading, following in _readings(op):
@@ -30,6 +30,8 @@ def by_trial(op: Op, results: Sequence[Tensor]) -> Motion:
         found, by_values = _verified(op, by_shape, results, _trials(reading, constants=True))
         if any(isinstance(where, Reduced) for where in found):  # a loss may be flat for targets that are no targets
             found, by_values = _verified(op, found, results, _trials(op, constants=False, kinds=("wide", "own")))
+        if _is_loose(op) and not goes_with_rows(op, found):
+            return everywhere(Lost(f"{op_name(op.func)} goes by the places of rows, which all samples decide"), results)
         if not any(isinstance(where, Lost) for where in found):
             return Motion(found, following, by_values)
         failure = failure or Motion(found, by_values=by_values)
@@ -72,7 +74,7 @@ def _readings(op: Op) -> Iterator[tuple[Op, tuple[tuple[int, Layout], ...]]]:
         yield replace(op, where=choice), following  # type: ignore[misc]
 
 
-def _in_other_orders(op: Op) -> bool:
+def in_other_orders(op: Op) -> bool:
     """Whether the samples lie in different orders in two arguments."""
     orders = {
         (t.shape[w.dim], w.sample_of(t.shape[w.dim], op.batch))
@@ -84,6 +86,35 @@ def _in_other_orders(op: Op) -> bool:
 
 def _is_loose(op: Op) -> bool:
     return any(isinstance(where, Layout) and where.loose for where in op.where)
+
+
+def goes_with_rows(op: Op, found: Sequence[Where | None]) -> bool:
+    """Whether loose rows in another order give the same result in that order: nothing goes by their places."""
+    places = list(zip(op.tensors, op.where, strict=True))
+    loose = [w.dim if isinstance(w, Layout) and w.loose and t.dim() else None for t, w in places]
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        _seed(0)
+        base = [_invented(t, w, constants=False, kind="numbers") if isinstance(w, Layout) else t for t, w in places]
+        rolled = [t if dim is None else t.roll(1, dim) for t, dim in zip(base, loose, strict=True)]
+
+        def run(tensors: Sequence[Tensor], seed: int = 1) -> Results:
+            _seed(seed)
+            return op.run([t.clone() for t in tensors])
+
+        before, again, after = run(base), run(base, seed=2), run(rolled)
+    for a, random, b, where in zip(before, again, after, found, strict=True):
+        if not _same(a, random):  # numbers that are drawn are nobody's
+            continue
+        a = a.roll(a.shape[where.dim] // _rows(op), where.dim) if isinstance(where, Layout) and a.numel() else a
+        if a.shape != b.shape or not _same(a, b):
+            return False
+    return True
+
+
+def _rows(op: Op) -> int:
+    """How many loose rows there are."""
+    places = zip(op.tensors, op.where, strict=True)
+    return max(1, next(t.shape[w.dim] for t, w in places if isinstance(w, Layout) and w.loose and t.dim()))
 
 
 def _soft_layouts(tensor: Tensor, batch: int) -> list[Layout | None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.rules.registry import Terms, rule
-from persample.rules.shapes import summed_to
+from persample.rules.shapes import conjugate, summed_to
 from persample.terms import Dense
 
 T: Any = torch.Tensor
@@ -35,22 +35,22 @@ def _elementwise(name: str, *more: Callable[..., Any], weight_first: bool) -> Ca
 
 
 @_elementwise("add", weight_first=False)
-def add(grad: Tensor, input: Tensor, other: Tensor, alpha: float = 1) -> Terms:
-    return {"other": Dense(summed_to(grad, other.shape) * alpha)}
+def add(grad: Tensor, input: Tensor, other: Tensor, alpha: complex = 1) -> Terms:
+    return {"other": Dense(summed_to(grad, other.shape) * conjugate(alpha))}
 
 
 @_elementwise("add", weight_first=True)
-def added_to(grad: Tensor, input: Tensor, other: Tensor, alpha: float = 1) -> Terms:
+def added_to(grad: Tensor, input: Tensor, other: Tensor, alpha: complex = 1) -> Terms:
     return {"input": Dense(summed_to(grad, input.shape))}
 
 
 @_elementwise("sub", weight_first=False)
-def sub(grad: Tensor, input: Tensor, other: Tensor, alpha: float = 1) -> Terms:
-    return {"other": Dense(-summed_to(grad, other.shape) * alpha)}
+def sub(grad: Tensor, input: Tensor, other: Tensor, alpha: complex = 1) -> Terms:
+    return {"other": Dense(-summed_to(grad, other.shape) * conjugate(alpha))}
 
 
 @_elementwise("sub", weight_first=True)
-def subtracted_from(grad: Tensor, input: Tensor, other: Tensor, alpha: float = 1) -> Terms:
+def subtracted_from(grad: Tensor, input: Tensor, other: Tensor, alpha: complex = 1) -> Terms:
     return {"input": Dense(summed_to(grad, input.shape))}
 
 

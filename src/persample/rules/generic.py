@@ -50,7 +50,12 @@ def generic(
             warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's own loop is as good as ours
             return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
     except RuntimeError:  # no batching rule, control flow on values, a write in place: one sample after the other
-        return _loop(func, run, own, chosen, dims, own_grads)
+        try:
+            return _loop(func, run, own, chosen, dims, own_grads)
+        except PerSampleError:
+            raise
+        except Exception as error:
+            raise PerSampleError(f"{op_name(func)} could not be run for a sample by itself: {error}") from error
 
 
 def _loop(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.rules.registry import Terms, rule
-from persample.rules.shapes import summed_to
+from persample.rules.shapes import conjugate, summed_to
 from persample.terms import Blocks, Dense, Folded, Outer
 
 T: Any = torch.Tensor
@@ -42,8 +42,9 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
 
 
 @rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
-def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: float = 1, alpha: float = 1) -> Terms:
-    return {"input": Dense(summed_to(grad, input.shape) * beta), "mat2": _product(mat1, grad * alpha)}
+def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: complex = 1, alpha: complex = 1) -> Terms:
+    by_input = summed_to(grad, input.shape) * conjugate(beta)
+    return {"input": Dense(by_input), "mat2": _product(mat1, grad * conjugate(alpha))}
 
 
 @rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
@@ -77,7 +78,9 @@ def _is_product(equation: Any, operands: Any, weight: int) -> bool:
     if labels is None or not all(isinstance(t, Tensor) for t in operands):
         return False
     of_weight, of_samples, of_result = labels[weight], labels[1 - weight], labels[2]
-    return all((label in of_samples) != (label in of_result) for label in of_weight)
+    sizes = [dict(zip(own, t.shape, strict=True)) for own, t in zip(labels, operands, strict=False)]
+    same_sizes = all(sizes[1].get(label, size) == size for label, size in sizes[0].items())  # none is broadcast
+    return same_sizes and all((label in of_samples) != (label in of_result) for label in of_weight)
 
 
 def einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int) -> Folded:
@@ -93,7 +96,7 @@ def einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, wei
     def ordered(rows: Tensor, has: str, last: list[str]) -> Tensor:
         """`(batch, positions, last)`."""
         rows = rows.permute(0, *(1 + has.index(label) for label in [*shared, *last]))
-        return rows.flatten(1, len(shared)).flatten(2) if shared else rows.flatten(1).unsqueeze(1)
+        return rows.reshape(len(rows), rows.shape[1 : 1 + len(shared)].numel(), rows.shape[1 + len(shared) :].numel())
 
     out_dims = [of_weight.index(label) for label in outer]
     term = Outer(ordered(samples, of_samples, inner), ordered(grad, of_result, outer))

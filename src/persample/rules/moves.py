@@ -12,7 +12,9 @@ from persample.layout import regular, samples
 from persample.motion import Op, results_of
 from persample.motion.by_index import Indexing
 from persample.motion.kinds import MOVES, PICKS, WRITES
+from persample.rules.shapes import conjugate
 from persample.terms import Dense, Rows, Term
+from persample.tree import tensors_in
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,10 @@ def moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tens
         elif op.func in PICKS and (rows := _rows(Indexing(op), owner, grad, op.batch)) is not None:
             terms[position] = rows
         else:
-            nobody = [torch.full_like(t, -1, dtype=torch.long) if t.is_floating_point() else t for t in op.tensors]
+            moved_ones = len(list(tensors_in(op.args[0])))
+            nobody = [torch.full_like(t, -1, dtype=torch.long) for t in op.tensors[:moved_ones]]
             nobody[position] = numbers
-            args, kwargs = op.filled(nobody)
+            args, kwargs = op.filled([*nobody, *op.tensors[moved_ones:]])
             (origin,) = results_of(op.func(*args, **kwargs), args)
             terms[position] = Moved(origin, owner, grad).term(tensor, op.batch)
     return terms
@@ -66,7 +69,7 @@ def _written(call: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad
     region = grad[call.item]
     if call.in_order:
         numbers = torch.zeros_like(owner, dtype=numbers.dtype).masked_scatter(call.item[0], numbers)[call.item]
-    return Moved(numbers.expand(region.shape), owner[call.item], region * alpha)
+    return Moved(numbers.expand(region.shape), owner[call.item], region * conjugate(alpha))
 
 
 def _rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:

@@ -97,7 +97,7 @@ def _rewritten(func: Callable[..., Any]) -> Callable[..., Any]:
                 x = F.dropout(x, call["dropout"])
             own = tuple(s[k * directions : (k + 1) * directions] for s in state)
             weights = list(call["params"][k * per_layer : (k + 1) * per_layer])
-            valid = torch.ones_like(x[:, :1]) if packed else None
+            valid = torch.ones_like(x[:, :1], dtype=torch.bool) if packed else None
             x, *after = layer(func, x, own, weights, sizes, valid, call["has_biases"], directions == 2)
             last.append(tuple(after))
         states = tuple(torch.cat(parts) for parts in zip(*last, strict=True))

@@ -19,3 +19,8 @@ def summed_to(rows: Tensor, shape: Sequence[int]) -> Tensor:
         rows = rows.sum(list(range(1, 1 + in_front)))
     repeated = [1 + d for d, size in enumerate(shape) if size == 1 and rows.shape[1 + d] != 1]
     return rows.sum(repeated, keepdim=True) if repeated else rows
+
+
+def conjugate(number: complex) -> complex:
+    """A factor of a function, as it stands in the function's gradient."""
+    return number.conjugate()

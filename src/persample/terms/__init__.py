@@ -1,6 +1,6 @@
 """The structures in which per-sample gradients come, a class each; see `base.Term` for what they answer."""
 
-from persample.terms.base import Term, dense_sum
+from persample.terms.base import Term, dense_sum, is_complex
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.folded import Folded
@@ -9,4 +9,16 @@ from persample.terms.patches import Patches
 from persample.terms.rows import Rows
 from persample.terms.sum import Sum, together
 
-__all__ = ["Blocks", "Dense", "Folded", "Outer", "Patches", "Rows", "Sum", "Term", "dense_sum", "together"]
+__all__ = [
+    "Blocks",
+    "Dense",
+    "Folded",
+    "Outer",
+    "Patches",
+    "Rows",
+    "Sum",
+    "Term",
+    "dense_sum",
+    "is_complex",
+    "together",
+]

@@ -64,7 +64,8 @@ class Term(ABC):
 
     def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
         """`(batch, batch of other)`: <g_n, h_m>, in blocks of so many numbers."""
-        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in self.by_rows(other, numbers=numbers))
+        pairs = (promoted(a, b) for a, b in self.by_rows(other, numbers=numbers))
+        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in pairs)
 
     def square_sum(self, numbers: int = BLOCK) -> Tensor:
         """`weight.shape`: the sum of g_n², entry by entry."""
@@ -153,6 +154,11 @@ def tensors_of(term: Term) -> Iterator[Tensor]:
                 yield part
             elif isinstance(part, Term):
                 yield from tensors_of(part)
+
+
+def is_complex(term: Term) -> bool:
+    """Whether a term's contribution is made of complex numbers."""
+    return any(tensor.is_complex() for tensor in tensors_of(term))
 
 
 def as_double(term: Any) -> Any:
