@@ -466,7 +466,7 @@ def written_cases() -> list[Case]:
         Case("shapes changed in place", lambda: Calls(lambda m, h: m.a(h.clone().unsqueeze_(0).transpose_(1, 2).squeeze_(0)).transpose(0, 1), a=a()), x(B, B, D)),
         Case("nothing, then something", lambda: Calls(lambda m, t: m.e(t[:, :0]).sum(1) + m.e(t[:, 0]), e=nn.Embedding(7, D)), ids(B, T)),
         Case("rows of a transposed weight", lambda: Calls(lambda m, h: h * m.w.t()[0] + h.sin() * m.w.T.unbind()[1] - h.cos() * m.v.mT[1][2], w=param(B, B), v=param(2, B, B)), x(B, B)),
-        Case("integers beside weights", lambda: Calls(lambda m, t: torch.cat([t, m.w.expand(len(t), -1), torch.arange(2).expand(len(t), 2)], 1) * t.double().sum(1, keepdim=True), w=param(T)), ids(B, T)),
+        Case("integers beside weights", lambda: Calls(lambda m, t: torch.cat([t, m.w.expand(len(t), -1), torch.arange(2).expand(len(t), 2)], 1) * (t.double() @ torch.arange(1, 1 + T).double().sin())[:, None], w=param(T)), ids(B, T)),
         Case("one sample after the other, divided by", lambda: Calls(lambda m, h: torch.stack([m.w / row for row in h]), w=param(D)), x(B, D)),
         Case("chosen rows beside a learned token", lambda: Calls(chosen_beside_a_token, a=nn.Linear(2 * D, D), w=param(D)), x(B, T, D)),
         Case("windows by strides", lambda: Calls(lambda m, h: m.a(h.as_strided((len(h), 4, 2, D), (T * D, D, D, 1))), a=a()), x(B, T, D)),

@@ -126,6 +126,7 @@ BY_PLACE: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "beside rows of a table": lambda rows, m: torch.stack([rows, m.table[: len(rows)]], 2).sum(2),
     "the first is taken": lambda rows, m: rows[:1],
     "times their numbers": lambda rows, m: rows * torch.arange(len(rows))[:, None],
+    "the first two by themselves": lambda rows, m: torch.cat([part * k for k, part in enumerate(rows.split([2, len(rows) - 2]))]),
     "one marked": lambda rows, m: rows * wrote(0, 1.0)(torch.zeros_like(rows), m),
 }
 

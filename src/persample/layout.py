@@ -136,14 +136,14 @@ def place(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor
 
 
 def _positions(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[list[bool]]]:
-    """For each sample the indices of its rows, filled up to the same number, and which of them are real."""
+    """For each sample the indices of its rows, filled up with those of the sample that has most; and which are real."""
     rows: list[list[int]] = [[] for _ in range(batch)]
     for position, sample in enumerate(ids):
         if sample >= 0:
             rows[sample].append(position)
-    most = max(map(len, rows), default=0)
-    where = [r + [0] * (most - len(r)) for r in rows]
-    filled = [[True] * len(r) + [False] * (most - len(r)) for r in rows]
+    most = max(rows, key=len, default=[])
+    where = [r + most[len(r) :] for r in rows]
+    filled = [[True] * len(r) + [False] * (len(most) - len(r)) for r in rows]
     return where, filled
 
 

@@ -20,7 +20,7 @@ from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.motion import Motion, Op, motion_of, results_of
+from persample.motion import Motion, Op, counts, motion_of, results_of
 from persample.motion.kinds import MOVES
 from persample.opened import opened
 from persample.rules import Rewrite, handler_of, rules_of
@@ -38,6 +38,9 @@ _TYPED = {Tensor.type_as, Tensor.to}
 _SHAPED: dict[Any, Any] = {
     Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
 }  # fmt: skip
+
+# Functions that give numbers of Python's.
+_LEAVING = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
 # Functions that write into buffers they are given.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -68,6 +71,7 @@ class Tracker(TorchFunctionMode):
         self.memory: Memory = {}
         self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
+        counts.forget()
         self._depth = 0
         self._whole_modules: WholeModules | None = None
         self._of_hidden_weights: Any = WeakIdKeyDictionary()  # computed from weights and samples without grad
@@ -165,7 +169,9 @@ class Tracker(TorchFunctionMode):
             result = func(*args, **kwargs)
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
             self._of_hidden_weights.update(dict.fromkeys(tensors_in(result), True))
-        if batched:
+        if batched and func in _LEAVING:
+            counts.remember(result)
+        elif batched:
             self._follow(op, result)
         elif weights:
             for made in tensors_in(result):

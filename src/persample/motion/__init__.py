@@ -12,9 +12,9 @@ the number of its sample: the result says exactly where each sample went. Any ot
 What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`).
 """
 
-from persample.motion import known
+from persample.motion import counts, known
 from persample.motion.find import motion, motion_of
 from persample.motion.motion import Motion
 from persample.motion.op import Op, is_inplace, results_of
 
-__all__ = ["Motion", "Op", "is_inplace", "known", "motion", "motion_of", "results_of"]
+__all__ = ["Motion", "Op", "counts", "is_inplace", "known", "motion", "motion_of", "results_of"]

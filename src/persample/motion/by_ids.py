@@ -11,6 +11,7 @@ from torch import Tensor
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, laid_out_ids, sample_ids
 from persample.motion.by_trial import goes_with_rows
+from persample.motion.counts import are_counted
 from persample.motion.kinds import PICKS, RESHAPES, T
 from persample.motion.motion import Motion, everywhere
 from persample.motion.op import Op, results_of
@@ -55,7 +56,8 @@ def _still_loose(op: Op, found: Where | None, results: int) -> Where | None:
     """What a move makes of loose rows, of which it has to keep all: a choice by place would be one by all samples."""
     where = op.where[0]
     puts_together = isinstance(op.args[0], (list, tuple))
-    counted = op.func in _GROUPS and any(isinstance(a, (list, tuple)) for a in (*op.args[1:], *op.kwargs.values()))
+    lists = [a for a in (*op.args[1:], *op.kwargs.values()) if isinstance(a, (list, tuple))]
+    counted = op.func in _GROUPS and bool(lists) and are_counted(lists[0])
     if puts_together and any(w is None for w in op.where) and not goes_with_rows(op, [found]):
         return Lost(f"{op_name(op.func)} puts constants beside rows whose order depends on all samples")
     if puts_together or counted or not isinstance(where, Layout) or not isinstance(found, Layout):

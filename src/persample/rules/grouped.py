@@ -15,9 +15,8 @@ def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **othe
     """Rows of `input` up to `offs[0]` times `weight[0]`, up to `offs[1]` times `weight[1]`, and so on; then zeros."""
     if input.dim() != 2 or weight.dim() != 3 or offs is None or any(v is not None for v in others.values()):
         return NotImplemented
-    ends = offs.tolist()
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    *parts, rest = input.split([*sizes, len(input) - ends[-1]])
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    *parts, rest = input.split([*sizes, len(input) - sum(sizes)])
     products = [part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)]
     return torch.cat([*products, (rest @ weight[0]) * 0] if len(rest) else products)
 

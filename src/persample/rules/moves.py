@@ -12,7 +12,6 @@ from persample.layout import regular, samples
 from persample.motion import Op, results_of
 from persample.motion.by_index import Indexing
 from persample.motion.kinds import MOVES, PICKS, WRITES
-from persample.rules.shapes import conjugate
 from persample.terms import Dense, Rows, Term
 from persample.tree import tensors_in
 
@@ -69,7 +68,7 @@ def _written(call: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad
     region = grad[call.item]
     if call.in_order:
         numbers = torch.zeros_like(owner, dtype=numbers.dtype).masked_scatter(call.item[0], numbers)[call.item]
-    return Moved(numbers.expand(region.shape), owner[call.item], region * conjugate(alpha))
+    return Moved(numbers.expand(region.shape), owner[call.item], region * alpha)  # torch takes no conjugate of it
 
 
 def _rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:
