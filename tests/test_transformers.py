@@ -15,7 +15,7 @@ from torch import nn
 import persample
 from persample.errors import SamplesMixed
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, cases_of
 
@@ -106,3 +106,17 @@ def test_embeddings_beside_unused_contrastive_logits(front_end: FrontEnd) -> Non
     module.logit_scale.requires_grad_(False)  # else a weight would meet the logits
     expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
     assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
+
+
+def test_the_loss_of_a_language_model() -> None:
+    """With labels the model computes its loss itself: a mean over tokens, of which each sample has to have as many."""
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 40, (3, 7))
+    labels = tokens.clone()
+    assert persample.check(model, {"input_ids": tokens, "labels": labels}, lambda model, batch: model(**batch).loss).ok
+    labels[0, 4:] = -100
+    report = persample.check(model, {"input_ids": tokens, "labels": labels}, lambda model, batch: model(**batch).loss)
+    assert report.coupled and "a mean over [3, 6, 6] targets" in str(report.refusal)
