@@ -15,8 +15,9 @@ from torch import nn
 import persample
 from persample.errors import SamplesMixed
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+import transformers
 from hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, cases_of
 
 FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Grads]]
