@@ -217,6 +217,8 @@ def _written(call: Indexing) -> Where | None:
         where = None
     base = sample_ids(call.base, where, batch).clone()
     before = base[call.item]
+    if before.numel() == 0 and where is not None:  # nothing is written
+        return where
     ids = sample_ids(value, given, batch) if value is not None else torch.full_like(before, -1)
     if call.in_order:
         ids = base.masked_scatter(call.item[0], ids)[call.item]
