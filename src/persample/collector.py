@@ -50,11 +50,15 @@ class Collector:
         self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
 
-    def expect(self, weights: Iterable[Tensor], factor_bytes: int) -> None:
+    def expect_bytes(self, factor_bytes: int) -> None:
+        """Says how much the terms of a use in the forward pass would keep."""
+        if torch._C._current_graph_task_id() < 0:
+            self.factor_bytes += factor_bytes
+
+    def expect(self, weights: Iterable[Tensor]) -> None:
         """Says that a use of these weights is part of the forward pass (not of its recomputation)."""
         if torch._C._current_graph_task_id() >= 0:
             return
-        self.factor_bytes += factor_bytes
         for weight in weights:
             self._uses[id(weight)] += 1
             if self.early and id(weight) not in self.parameters:

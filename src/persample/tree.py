@@ -17,14 +17,20 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     >>> [t.numel() for t in tensors_in((torch.ones(2), [1, torch.ones(3)], {"bias": torch.ones(4)}))]
     [2, 3, 4]
     """
+    found: list[Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from tensors_in(part)
+            _collect(part, found)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from tensors_in(part)
+            _collect(part, found)
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:

@@ -82,8 +82,10 @@ def run_use(
         op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving,
         _autocast(op.tensors[0].device.type), around.batch, around.collector,
     )  # fmt: skip
-    factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
-    around.collector.expect(weights.values(), sum(t.numel() * t.element_size() for t in factors))
+    around.collector.expect(weights.values())
+    if around.collector.early:
+        factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
+        around.collector.expect_bytes(sum(t.numel() * t.element_size() for t in factors))
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
     # A result that the op's own backward reads must not count as changed in place.
     read = not moving and (rule is None or rule.reads_result)
@@ -149,7 +151,7 @@ def _holds(
 ) -> bool:
     """Whether a rule is for this call, and the samples lie where it expects them, and in no other arguments."""
     named = rule.bind(*call)
-    if not named.keys() <= set(rule.names) or not rule.when(*op.args, **op.kwargs):
+    if not named.keys() <= rule.known or not rule.when(*op.args, **op.kwargs):
         return False
     for name, value in named.items() if not rule.as_they_lie else ():
         for slot in slots_in(value):

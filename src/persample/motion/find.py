@@ -208,8 +208,13 @@ def _key(op: Op) -> Any:
 
 def described(op: Op) -> tuple[Any, ...]:
     """All that matters of a call, but the values of its tensors."""
-    parts: list[Any] = [op.func, op.batch]
-    _describe((op.args, op.kwargs), iter(op.where), parts)
+    parts: list[Any] = [op.func, op.batch, len(op.args)]
+    where = iter(op.where)
+    for arg in op.args:
+        _describe(arg, where, parts)
+    for name, arg in op.kwargs.items():
+        parts.append(name)
+        _describe(arg, where, parts)
     return tuple(parts)
 
 

@@ -82,6 +82,10 @@ class Rule:
         """The names of the function's arguments, in order."""
         return list(inspect.signature(self.terms).parameters)[2 if self.as_they_lie else 1 :]
 
+    @cached_property
+    def known(self) -> frozenset[str]:
+        return frozenset(self.names)
+
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by their names."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
