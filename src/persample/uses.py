@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,18 @@ class Surroundings(Protocol):
     def place(self) -> str: ...
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is the same for all uses of a function with arguments of the same kinds and shapes."""
+
+    call: tuple[Any, Any]  # the emptied arguments
+    layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
+    where: tuple[Layout | None, ...]  # of each tensor in the result
+    tapped: tuple[int, ...]  # which of these can have a gradient
+    rule: Rule | None
+    moving: bool
+
+
 def run_use(
     op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: Surroundings, motion: Motion | None = None
 ) -> tuple[Any, Motion]:
@@ -64,22 +77,18 @@ def run_use(
 
     results = results_of(result, op.args)
     motion = motion or motion_of(op, results)
-    tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
-    _check_results(op, [motion.results[i] for i in tapped], around)
-    layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
-    call = emptied((op.args, op.kwargs))
-    rule = next((r for r in rules if _holds(r, op, call, layouts, weights)), None)
-    if whole and rule is None:
-        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
-    if not tapped:
+    key = (*weights, *map(id, rules))
+    plan = motion.plans.get(key)
+    if plan is None:
+        plan = motion.plans[key] = _planned(op, results, weights, rules, motion, around)
+    if not plan.tapped:
         return result, motion
 
-    where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
+    rule, tapped = plan.rule, plan.tapped
     shapes = tuple(r.shape for r in results)
-    inputs = [i for i, t in enumerate(op.tensors) if whole and t.requires_grad and i not in weights]
-    moving = rule is None and moves(op)
+    inputs = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights] if whole else []
     use = Use(
-        op.func, call, layouts, where, shapes, tapped, weights, inputs, rule, moving,
+        op.func, plan.call, plan.layouts, plan.where, shapes, tapped, weights, inputs, rule, plan.moving,
         _autocast(op.tensors[0].device.type), around.batch, around.collector,
     )  # fmt: skip
     around.collector.expect(weights.values())
@@ -88,13 +97,32 @@ def run_use(
         around.collector.expect_bytes(sum(t.numel() * t.element_size() for t in factors))
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
     # A result that the op's own backward reads must not count as changed in place.
-    read = not moving and (rule is None or rule.reads_result)
-    copy = not op.inplace and (read or any(c._base is not None for c in chosen))
-    copy = copy or (moving and not op.inplace and any(_same_memory(c, w) for c in chosen for w in weights.values()))
+    read = not plan.moving and (rule is None or rule.reads_result)
+    shared = plan.moving and any(_same_memory(c, w) for c in chosen for w in weights.values())
+    copy = not op.inplace and (read or shared or any(c._base is not None for c in chosen))
     passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in inputs), around.anchor)
     seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
+
+
+def _planned(
+    op: Op,
+    results: Sequence[Tensor],
+    weights: dict[int, Tensor],
+    rules: Sequence[Rule],
+    motion: Motion,
+    around: Surroundings,
+) -> Plan:
+    tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
+    _check_results(op, [motion.results[i] for i in tapped], around)
+    layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
+    call = emptied((op.args, op.kwargs))
+    rule = next((r for r in rules if _holds(r, op, call, layouts, weights)), None)
+    if rule is None and any(r.whole for r in rules):
+        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
+    where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
+    return Plan(call, layouts, where, tapped, rule, rule is None and moves(op))
 
 
 def _autocast(device: str) -> tuple[str, torch.dtype] | None:

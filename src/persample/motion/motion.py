@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +22,7 @@ class Motion:
     results: tuple[Where | None, ...]
     following: tuple[tuple[int, Layout], ...] = ()
     by_values: bool = False
+    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what else is known of such calls
 
     def follows(self, position: int) -> Layout | None:
         return dict(self.following).get(position)
