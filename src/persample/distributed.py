@@ -10,6 +10,7 @@ has none.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -86,7 +87,7 @@ class Processes:
         """Refuses a tensor computed from weights by what saves them where `saving_weights` does not see it."""
 
 
-class _Several(Processes):
+class _Several(Processes, ABC):
     """What a backward pass adds to `grad` is put aside until its end, when all processes add theirs together."""
 
     def __init__(self) -> None:
@@ -120,8 +121,9 @@ class _Several(Processes):
         with torch.no_grad():
             self._add_grads(aside)
 
+    @abstractmethod
     def _add_grads(self, aside: dict[int, tuple[Tensor, Tensor]]) -> None:
-        raise NotImplementedError
+        """Adds what all processes have aside to the grads."""
 
     def _used_by_any(self, parameters: Sequence[Tensor], aside: dict[int, tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Those for which a process has something aside."""
@@ -140,12 +142,13 @@ class _Several(Processes):
             torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, how), group)
         return reduced
 
+    @abstractmethod
     def _process_groups(self) -> list[Any]:
         """A sum over the first, then over the next, is one over all processes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _device(self) -> torch.device:
-        raise NotImplementedError
+        """Where the parameters are."""
 
 
 # With these, DistributedDataParallel calls its module and does nothing else.

@@ -57,9 +57,10 @@ class Use:
                 own_grads[i] = grad.reshape(self.shapes[i])
                 self._check_nobodys_rows(own_grads[i], layout)  # type: ignore[arg-type]
         terms = self._moved_terms(tensors, own_grads) if self.moves else self._terms(tensors, own_grads)
+        source = self.source if self.collector.sources is not None else ""
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
-                self.collector.receive(weight, self._placed(terms[position], position), self.source)
+                self.collector.receive(weight, self._placed(terms[position], position), source)
         return [self._joined(terms[i], i, tensors[i].shape) if i in terms else None for i in self.inputs]
 
     def _check_nobodys_rows(self, grad: Tensor, layout: Layout) -> None:

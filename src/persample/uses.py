@@ -77,7 +77,7 @@ def run_use(
 
     results = results_of(result, op.args)
     motion = motion or motion_of(op, results)
-    key = (*weights, *map(id, rules))
+    key = (tuple(weights), tuple(rules))
     plan = motion.plans.get(key)
     if plan is None:
         plan = motion.plans[key] = _planned(op, results, weights, rules, motion, around)
