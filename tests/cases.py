@@ -469,6 +469,7 @@ def written_cases() -> list[Case]:
         Case("integers beside weights", lambda: Calls(lambda m, t: torch.cat([t, m.w.expand(len(t), -1), torch.arange(2).expand(len(t), 2)], 1) * (t.double() @ torch.arange(1, 1 + T).double().sin())[:, None], w=param(T)), ids(B, T)),
         Case("one sample after the other, divided by", lambda: Calls(lambda m, h: torch.stack([m.w / row for row in h]), w=param(D)), x(B, D)),
         Case("chosen rows beside a learned token", lambda: Calls(chosen_beside_a_token, a=nn.Linear(2 * D, D), w=param(D)), x(B, T, D)),
+        Case("embedding of chosen rows, scaled by frequency", lambda: Calls(lambda m, t: torch.zeros(*t.shape, D, dtype=m.e.weight.dtype).index_put((t > 1,), m.e((t - 2)[t > 1])), e=nn.Embedding(5, D, scale_grad_by_freq=True)), ids(B, T)),
         Case("windows by strides", lambda: Calls(lambda m, h: m.a(h.as_strided((len(h), 4, 2, D), (T * D, D, D, 1))), a=a()), x(B, T, D)),
         Case("inverse of a matrix of each sample", lambda: Calls(lambda m, h: m.a(torch.linalg.cholesky(h @ h.mT + 3 * torch.eye(D, dtype=h.dtype)).mT), a=a()), x(B, D, D)),
         Case("numbers of one sample after the other", lambda: Calls(one_after_the_other, a=a(), w=param(2)), x(B, D)),

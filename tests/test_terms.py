@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from persample.layout import Owners
 from persample.rules.conv import conv
-from persample.rules.embedding import embedding
+from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import einsum_term
 from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
 from persample.terms.cost import Way, cheaper_way, forced_way
@@ -46,7 +47,11 @@ def rows(positions: int = 6, **options: Any) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         ids, g = torch.randint(0, 5, (batch, positions)), torch.randn(batch, positions, 4, dtype=f64)
         weight = torch.randn(5, 4, dtype=f64)
-        term = embedding(g, ids, weight, **options)["weight"]
+        if options.get("scale_grad_by_freq") and batch:  # no rule is asked for an empty batch of rows as they lie
+            owners = Owners(torch.arange(batch).view(-1, 1, 1).expand_as(g), batch)
+            term = scaled_embedding(g, owners, ids, weight, **options)["weight"]
+        else:
+            term = embedding(g, ids, weight, **options)["weight"]
         assert isinstance(term, Rows)
         return term, loop(lambda i, w: F.embedding(i, w, **options), weight, ids, g)
 

@@ -14,7 +14,16 @@ from persample.rules.registry import Terms, rule
 from persample.terms import Dense, Rows
 
 
-@rule(F.embedding, accepts=lambda input, dim: True, reads_result=False, further=False)
+def _is_scaled(*args: Any, scale_grad_by_freq: bool = False, **kwargs: Any) -> bool:
+    """Whether a call of `F.embedding` or `F.embedding_bag` has its gradients divided by frequencies."""
+    return bool(args[5]) if len(args) > 5 else scale_grad_by_freq
+
+
+def _is_not_scaled(*args: Any, **kwargs: Any) -> bool:
+    return not _is_scaled(*args, **kwargs)
+
+
+@rule(F.embedding, accepts=lambda input, dim: True, when=_is_not_scaled, reads_result=False, further=False)
 def embedding(
     grad: Tensor,
     input: Tensor,
@@ -27,16 +36,47 @@ def embedding(
 ) -> Terms:
     ids, grad = input.flatten(1), grad.flatten(1, -2)
     count = weight.shape[0]
-    if scale_grad_by_freq:
-        uses = torch.zeros(len(ids), count, dtype=grad.dtype, device=grad.device)
-        uses.scatter_add_(1, ids, torch.ones_like(ids, dtype=grad.dtype))
-        grad = grad / uses.gather(1, ids).unsqueeze(-1)
     if padding_idx is not None:
         grad = grad.masked_fill((ids == padding_idx % count).unsqueeze(-1), 0)
     return {"weight": Rows(ids, grad, count)}
 
 
-@rule(torch.embedding, accepts=lambda input, dim: True, batched=("indices",), reads_result=False, further=False)
+@rule(F.embedding, when=_is_scaled, as_they_lie=True, reads_result=False)
+def scaled_embedding(
+    grad: Tensor,
+    owners: Owners,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Terms:
+    """Each row's gradient is divided by how often its own sample looks it up, so that no others may be counted."""
+    ids, mine = input.reshape(-1), owners.ids[..., 0].reshape(-1).long()
+    pairs = mine.clamp(min=0) * len(weight) + ids
+    frequency = pairs.bincount(weights=(mine >= 0).to(grad.dtype))[pairs]
+    grad = grad.flatten(0, -2) / frequency.unsqueeze(1)
+    layout = regular(0, tuple(mine.tolist()), owners.batch)
+    rows, own_ids = (samples(t, layout, owners.batch) for t in (grad, ids))
+    return embedding(rows, own_ids, weight, padding_idx)
+
+
+def _is_scaled_here(
+    weight: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> bool:
+    return scale_grad_by_freq
+
+
+@rule(
+    torch.embedding,
+    accepts=lambda input, dim: True,
+    batched=("indices",),
+    when=lambda *args, **kwargs: not _is_scaled_here(*args, **kwargs),
+    reads_result=False,
+    further=False,
+)
 def embedding_with_the_weight_first(
     grad: Tensor,
     weight: Tensor,
@@ -45,8 +85,20 @@ def embedding_with_the_weight_first(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Terms:
-    pad = None if padding_idx < 0 else padding_idx
-    return embedding(grad, indices, weight, pad, scale_grad_by_freq=scale_grad_by_freq)
+    return embedding(grad, indices, weight, None if padding_idx < 0 else padding_idx)
+
+
+@rule(torch.embedding, when=_is_scaled_here, as_they_lie=True, reads_result=False)
+def scaled_embedding_with_the_weight_first(
+    grad: Tensor,
+    owners: Owners,
+    weight: Tensor,
+    indices: Tensor,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Terms:
+    return scaled_embedding(grad, owners, indices, weight, None if padding_idx < 0 else padding_idx)
 
 
 # ---- bags ----
@@ -91,11 +143,7 @@ def _motion_of_bags(op: Op) -> Motion:
     return Motion((from_ids(owner, op.batch),))
 
 
-def _is_not_scaled(*args: Any, scale_grad_by_freq: bool = False, **kwargs: Any) -> bool:
-    """Torch 2.13 divides by the wrong frequencies on a CPU; whatever it does, its own derivative does the same."""
-    return len(args) < 6 and not scale_grad_by_freq
-
-
+# Scaled by frequencies, torch 2.13 divides by wrong ones on a CPU; whatever it does, its own derivative does the same.
 @rule(F.embedding_bag, when=_is_not_scaled, as_they_lie=True, reads_result=False)
 def embedding_bag(
     grad: Tensor,
