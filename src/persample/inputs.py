@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -78,19 +79,23 @@ class Inputs:
 
     def check_dims(self) -> None:
         """Refuses dims for arguments that there are not."""
-        names = list(inspect.signature(self.forward).parameters)
+        names = argument_names(self.forward)
         for key in self.batch_dim if isinstance(self.batch_dim, Mapping) else ():
             if isinstance(key, str) and key not in names and key not in self.kwargs:
                 raise RuntimeError(f"batch_dim names an argument '{key}'; the model takes {names}")
 
     def _leaves(self) -> Iterator[tuple[Any, int | None]]:
         """Everything in the arguments that a pytree does not look into, with the dim of its samples."""
-        names = list(inspect.signature(self.forward).parameters)
+        names = argument_names(self.forward)
         positional = [(i, names[i] if i < len(names) else None, arg) for i, arg in enumerate(self.args)]
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
         for position, name, arg in [*positional, *named]:
-            for leaf in pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence)):
-                yield leaf, self._dim(position, name)
+            dim = self._dim(position, name)
+            if isinstance(arg, Tensor):
+                yield arg, dim
+            else:
+                leaves = pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence))
+                yield from ((leaf, dim) for leaf in leaves)
 
     def _dim(self, position: int | None, name: str | None) -> int | None:
         if isinstance(self.batch_dim, int):
@@ -98,6 +103,20 @@ class Inputs:
         if isinstance(self.batch_dim, Mapping):
             return next((self.batch_dim[key] for key in (name, position) if key in self.batch_dim), 0)  # type: ignore[index]
         return self.batch_dim[position] if position is not None and position < len(self.batch_dim) else 0
+
+
+_names: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def argument_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's arguments, in order."""
+    key = getattr(function, "__func__", function)
+    found = _names.get(key)
+    # A method has one argument less than its function, which may be called in both ways.
+    names = list(inspect.signature(key).parameters) if found is None else found
+    if found is None:
+        _names[key] = names
+    return names if key is function else names[1:]
 
 
 def _layout(tensor: Tensor, batch: int, dim: int) -> Layout | None:
@@ -110,7 +129,7 @@ def _layout(tensor: Tensor, batch: int, dim: int) -> Layout | None:
 
 def tensors_within(value: Any) -> Iterator[Tensor]:
     """The tensors in a pytree, and in the objects that it holds: what their attributes are."""
-    for leaf in pytree.tree_leaves(value):
+    for leaf in [value] if isinstance(value, Tensor) else pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):

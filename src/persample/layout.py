@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,13 @@ class Layout:
     others: tuple[Layout, ...] = ()
     loose: bool = False
     places: bool = False
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # it is part of the key of every op that is looked up, and `ids` may be long
+        return hash((self.dim, self.inner, self.ids, self.others, self.loose, self.places))
 
     def sample_of(self, size: int, batch: int) -> tuple[int, ...]:
         """The sample of each of the `size` indices along `dim`."""
@@ -86,6 +94,8 @@ def samples(tensor: Tensor, layout: Layout, batch: int, zeros: bool = True) -> T
     dim = layout.dim
     if tensor.dim() == 0:  # of one sample
         return samples(tensor.unsqueeze(0), layout, batch, zeros).squeeze(1)
+    if layout.ids is None and tensor.shape[dim] == batch:  # by far the most frequent
+        return tensor.movedim(dim, 0).unsqueeze(dim + 1) if dim else tensor.unsqueeze(1)
     if layout.ids is None:
         outer = tensor.shape[dim] // (batch * layout.inner)
         rows = tensor.unflatten(dim, (outer, batch, layout.inner)).movedim(dim + 1, 0)

@@ -19,11 +19,14 @@ from persample.inputs import BatchDim, Inputs
 from persample.streaming import StreamedClip, StreamedNorms, backward_twice
 from persample.terms import Term, together
 from persample.tracker import Tracker
+from persample.uncompiled import not_traced, skipped
 
 Chosen = Iterable[str] | Callable[[str, Tensor], bool]
 
 
+@not_traced
 @contextmanager
+@skipped(inside=False)
 def record(
     model: nn.Module,
     *,
@@ -68,10 +71,10 @@ def record(
         raise PerSampleError(f"record takes an nn.Module, got {type(model).__name__}")
     if any(isinstance(mode, Tracker) for mode in _get_current_function_mode_stack()):
         raise PerSampleError("Recordings cannot be nested: leave the one block before the next.")
-    recorded = _chosen(model, parameters)
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    recorded = _chosen(trainable, parameters)
     over = processes_of(model)
     grads = _gradients(recorded, loss_reduction, over, keep, max_norm, passes, memory)
-    trainable = [over.used(p) for p in model.parameters() if p.requires_grad]
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
         term = together(terms)
@@ -80,7 +83,7 @@ def record(
             total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
             over.add_to_grad(parameter, total)
 
-    collector = Collector(trainable, deliver, grads.finish, early=keep != "everything")
+    collector = Collector(map(over.used, trainable.values()), deliver, grads.finish, early=keep != "everything")
     tracker = Tracker(0, collector, model, legacy_use(loss_reduction))
     tracker.over = over
 
@@ -155,8 +158,7 @@ def _gradients(
     raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {keep!r}")
 
 
-def _chosen(model: nn.Module, parameters: Chosen | None) -> Mapping[str, Tensor]:
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _chosen(trainable: Mapping[str, Tensor], parameters: Chosen | None) -> Mapping[str, Tensor]:
     if parameters is None:
         return trainable
     if callable(parameters):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector
@@ -20,11 +20,13 @@ from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.motion import Motion, Op, counts, motion_of, results_of
+from persample.motion import Motion, Op, call_simple, counts, motion_of, op_of, results_of, simple_motion
 from persample.motion.kinds import MOVES
 from persample.opened import opened
 from persample.rules import Rewrite, handler_of, rules_of
+from persample.tensor_map import TensorMap
 from persample.tree import tensors_in
+from persample.uncompiled import not_traced, skipped, uncompiled
 from persample.uses import REMEDY, check_apart, run_use
 
 # Ops that return their argument itself, with nothing of its entries changed.
@@ -65,21 +67,26 @@ class Tracker(TorchFunctionMode):
         self.model = model
         self.legacy = legacy
         self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor_node = get_gradient_edge(self.anchor).node
         self.on_backward: Callable[..., Any] | None = None
         self.over = Processes()
         self.has_inputs = False
         self.memory: Memory = {}
-        self.buffers = {} if model is None else {id(b): b for b in model.buffers()}
         self.buffers_before: dict[int, Tensor] = {}
         counts.forget()
+        self._names: dict[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
-        self._of_hidden_weights: Any = WeakIdKeyDictionary()  # computed from weights and samples without grad
-        self._known: Any = WeakIdKeyDictionary()  # tensor -> where its samples lie, and whether it then required grad
+        self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
+        # where a tensor's samples lie, and whether it required grad when that was found
+        self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
 
     def __enter__(self) -> Any:
-        if self._depth == 0 and self.model is not None:
-            self._whole_modules = WholeModules(self)
+        if self._depth == 0:
+            self._uncompiled = uncompiled()
+            self._uncompiled.__enter__()
+            if self.model is not None:
+                self._whole_modules = WholeModules(self)
         self._depth += 1
         return super().__enter__()
 
@@ -88,6 +95,8 @@ class Tracker(TorchFunctionMode):
         if self._depth == 0 and self._whole_modules is not None:
             self._whole_modules.remove()
         super().__exit__(*error)
+        if self._depth == 0:
+            self._uncompiled.__exit__(None, None, None)
 
     # ---- what is known of a tensor ----
 
@@ -102,8 +111,8 @@ class Tracker(TorchFunctionMode):
         known = self._known.get(tensor)
         if known is None:
             base = tensor._base
-            if base is not None and base in self._known:
-                return self._seen_through(tensor, base)
+            if base is not None and (of_base := self._known.get(base)) is not None:
+                return self._seen_through(tensor, base, of_base[0])
             return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
         where, had_grad = known
         if where is not None and tensor.grad_fn is not None and not had_grad:
@@ -114,7 +123,7 @@ class Tracker(TorchFunctionMode):
         """Whether a tensor that does not depend on the batch is a parameter, or computed from parameters."""
         if id(tensor) in self.collector.parameters:
             return True
-        return tensor.requires_grad and self._known.get(tensor, _UNKNOWN)[0] is None
+        return tensor.requires_grad and (self._known.get(tensor) or _UNKNOWN)[0] is None
 
     def tell(self, tensor: Tensor, where: Where | None) -> None:
         """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
@@ -127,10 +136,14 @@ class Tracker(TorchFunctionMode):
 
     def place(self) -> str:
         """The module whose code is running, in words."""
-        return place_in({} if self.model is None else {m: name for name, m in self.model.named_modules()})
+        if self._names is None:
+            self._names = {} if self.model is None else {m: name for name, m in self.model.named_modules()}
+        return place_in(self._names)
 
     # ---- each op ----
 
+    @not_traced
+    @skipped(inside=True)
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -143,36 +156,46 @@ class Tracker(TorchFunctionMode):
             return self.on_backward(func, args, kwargs)
         if func is torch.autograd.grad:
             self._refuse_ordinary_gradients(args, kwargs)
-        tensors = tuple(tensors_in((args, kwargs)))
-        where = tuple(map(self.where, tensors))
-        if func in _TYPED and len(tensors) > 1:  # nothing is read of the second but its type
-            func, args = Tensor.to, (args[0], tensors[1].device, tensors[1].dtype)
-            tensors, where = tensors[:1], where[:1]
+        op = op_of(func, args, kwargs, self.batch, self.where)
+        if (where_simply := simple_motion(op.kind)) is not None and torch.is_grad_enabled():
+            result = func(*args, **kwargs)
+            self.tell(result, where_simply)
+            return result
+        if func in _TYPED and len(op.tensors) > 1:  # nothing is read of the second but its type
+            func, args = Tensor.to, (args[0], op.tensors[1].device, op.tensors[1].dtype)
+            op = op_of(func, args, kwargs, self.batch, self.where)
         elif func in _SHAPED:
-            func, args, kwargs = _SHAPED[func], (tensors[0], tensors[1].shape), {}
-            tensors, where = tensors[:1], where[:1]
+            func, args, kwargs = _SHAPED[func], (op.tensors[0], op.tensors[1].shape), {}
+            op = op_of(func, args, kwargs, self.batch, self.where)
+        tensors, where = op.tensors, op.where
         batched = any(where)
-        if batched and isinstance(handler := handler_of(func), Rewrite):
+        handler = handler_of(func)
+        if batched and isinstance(handler, Rewrite):
             with self:
                 result = handler.function(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         weights = {i: t for i, t in enumerate(tensors) if where[i] is None and self.is_weight(t)}
-        op = Op(func, args, kwargs, tensors, where, self.batch)
         if weights and batched and torch.is_grad_enabled():
             return self._use(op, weights)
         self._keep_buffers(op)
         if func in MOVES and op.inplace:  # then its argument has another shape afterwards
             before = tensors[0].detach()
             op = replace(op, args=(before, *args[1:]), tensors=(before, *tensors[1:]))
-        with self.over.saving_weights() if weights and not batched else nullcontext():
+        if weights and not batched:
+            with self.over.saving_weights():
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
-            self._of_hidden_weights.update(dict.fromkeys(tensors_in(result), True))
+            for made in tensors_in(result):
+                self._of_hidden_weights[made] = True
         if batched and func in _LEAVING:
             counts.remember(result)
         elif batched:
             self._follow(op, result)
+            if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
+                call_simple(op, result)
         elif weights:
             for made in tensors_in(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
@@ -220,23 +243,27 @@ class Tracker(TorchFunctionMode):
         base = view._base
         assert base is not None
         if not isinstance(where, (Lost, Reduced)):
-            ids = laid_out_ids(base, self._known.get(base, _UNKNOWN)[0], self.batch)
+            ids = laid_out_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
             of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
             of_view.copy_(sample_ids(view, where, self.batch))
             where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
         self.tell(base, where)
 
-    def _seen_through(self, view: Tensor, base: Tensor) -> Where | None:
+    def _seen_through(self, view: Tensor, base: Tensor, where: Where | None) -> Where | None:
         """Where the samples lie in a view that was made before they were written into its base."""
-        where = self._known[base][0]
         if not isinstance(where, Layout):
             return None if isinstance(where, Lost) and where.listed else where
         ids = laid_out_ids(base, where, self.batch)
         return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, where.loose)
 
+    @cached_property
+    def buffers(self) -> dict[int, Tensor]:
+        """The model's buffers."""
+        return {} if self.model is None else {id(b): b for b in self.model.buffers()}
+
     def _keep_buffers(self, op: Op) -> None:
         """Copies the model's buffers before an op changes them, for `restore`."""
-        if self.buffers and (op.inplace or op.func in _UPDATING):
+        if (op.inplace or op.func in _UPDATING) and self.buffers:
             for tensor in op.tensors:
                 if id(tensor) in self.buffers and id(tensor) not in self.buffers_before:
                     self.buffers_before[id(tensor)] = tensor.clone()

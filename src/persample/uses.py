@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,12 +11,12 @@ from torch import Tensor
 from persample.collector import Collector
 from persample.detached import run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name
-from persample.layout import Layout, Lost, Reduced
+from persample.layout import Layout
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.motion.kinds import WRITES
 from persample.rules import Rule
 from persample.rules.moves import moves
-from persample.tap import Tap, Use
+from persample.tap import Plan, Tap, Use
 from persample.tree import emptied, map_tensors, slots_in
 
 REMEDY = (
@@ -31,21 +30,10 @@ class Surroundings(Protocol):
 
     batch: int
     collector: Collector
-    anchor: Tensor
+    anchor: Tensor  # which every tapped result depends on
+    anchor_node: Any  # and what gathers its gradient: it is part of every backward pass that reaches weights
 
     def place(self) -> str: ...
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is the same for all uses of a function with arguments of the same kinds and shapes."""
-
-    call: tuple[Any, Any]  # the emptied arguments
-    layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
-    where: tuple[Layout | None, ...]  # of each tensor in the result
-    tapped: tuple[int, ...]  # which of these can have a gradient
-    rule: Rule | None
-    moving: bool
 
 
 def run_use(
@@ -67,8 +55,7 @@ def run_use(
         if 0 in weights:
             weights = {**weights, 0: _moved_aside(op, around)}
     rng_state = None if rules else torch.get_rng_state()
-    whole = any(rule.whole for rule in rules)
-    result = run_detached(op, weights, whole)
+    result = run_detached(op, weights, whole=any(rule.whole for rule in rules))
     if rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state):
         raise PerSampleError(
             f"{op_name(op.func)}, in {around.place()}, draws random numbers where it uses weights, which cannot be "
@@ -77,31 +64,29 @@ def run_use(
 
     results = results_of(result, op.args)
     motion = motion or motion_of(op, results)
-    key = (tuple(weights), tuple(rules))
+    key = tuple(weights)
     plan = motion.plans.get(key)
-    if plan is None:
+    if plan is None or plan.rules is not rules:
         plan = motion.plans[key] = _planned(op, results, weights, rules, motion, around)
     if not plan.tapped:
         return result, motion
 
-    rule, tapped = plan.rule, plan.tapped
-    shapes = tuple(r.shape for r in results)
-    inputs = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights] if whole else []
-    use = Use(
-        op.func, plan.call, plan.layouts, plan.where, shapes, tapped, weights, inputs, rule, plan.moving,
-        _autocast(op.tensors[0].device.type), around.batch, around.collector,
-    )  # fmt: skip
+    shapes = tuple([r.shape for r in results])
+    autocast = _autocast(op.tensors[0].device.type)
+    use = Use(plan, shapes, weights, autocast, around.batch, around.collector, around.anchor_node)
     around.collector.expect(weights.values())
     if around.collector.early:
-        factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in tapped]
+        factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in plan.tapped]
         around.collector.expect_bytes(sum(t.numel() * t.element_size() for t in factors))
-    chosen = [results[i] if op.inplace else _beneath(results[i]) for i in tapped]
-    # A result that the op's own backward reads must not count as changed in place.
-    read = not plan.moving and (rule is None or rule.reads_result)
-    shared = plan.moving and any(_same_memory(c, w) for c in chosen for w in weights.values())
-    copy = not op.inplace and (read or shared or any(c._base is not None for c in chosen))
-    passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in inputs), around.anchor)
-    seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(tapped, passed_on, strict=True)}
+    if plan.rule is not None and plan.rule.whole:
+        saved += results
+    chosen = [results[i] if op.inplace else _beneath(results[i]) for i in plan.tapped]
+    shared = plan.moves and any(_same_memory(c, w) for c in chosen for w in weights.values())
+    copy = not op.inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
+    passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in plan.inputs), around.anchor)
+    seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(plan.tapped, passed_on, strict=True)}
+    if isinstance(result, Tensor):
+        return seen[0], motion
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
 
@@ -119,10 +104,12 @@ def _planned(
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
     call = emptied((op.args, op.kwargs))
     rule = next((r for r in rules if _holds(r, op, call, layouts, weights)), None)
-    if rule is None and any(r.whole for r in rules):
+    whole = any(r.whole for r in rules)
+    if rule is None and whole:
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
-    return Plan(call, layouts, where, tapped, rule, rule is None and moves(op))
+    inputs = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights] if whole else []
+    return Plan(op.func, call, layouts, where, tapped, inputs, rule, rules, rule is None and moves(op))
 
 
 def _autocast(device: str) -> tuple[str, torch.dtype] | None:
@@ -156,11 +143,11 @@ def _beneath(result: Tensor) -> Tensor:
 
 def check_apart(op: Op, around: Surroundings) -> None:
     """Refuses arguments in which the samples are not apart."""
-    if any(t.layout is not torch.strided for t in op.tensors):
+    if not all([t.layout is torch.strided for t in op.tensors]):  # a list, which is quicker for so few
         cause = "uses weights with sparse tensors: make them dense"
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, {cause}.")
     for where in op.where:
-        if isinstance(where, (Lost, Reduced)):
+        if where is not None and not isinstance(where, Layout):
             raise SamplesMixed(
                 f"{op_name(op.func)}, in {around.place()}, uses weights on a tensor in which the samples of the batch "
                 f"are not apart: {where.cause}, in {where.place}. {REMEDY}"

@@ -13,8 +13,20 @@ What was found holds for the shapes it was found for, so it is remembered by the
 """
 
 from persample.motion import counts, known
-from persample.motion.find import motion, motion_of
+from persample.motion.find import call_simple, motion, motion_of, simple_motion
 from persample.motion.motion import Motion
-from persample.motion.op import Op, is_inplace, results_of
+from persample.motion.op import Op, is_inplace, op_of, results_of
 
-__all__ = ["Motion", "Op", "counts", "is_inplace", "known", "motion", "motion_of", "results_of"]
+__all__ = [
+    "Motion",
+    "Op",
+    "call_simple",
+    "counts",
+    "is_inplace",
+    "known",
+    "motion",
+    "motion_of",
+    "op_of",
+    "results_of",
+    "simple_motion",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -32,7 +32,7 @@ from persample.motion.kinds import (
     WRITES,
 )
 from persample.motion.motion import Motion, everywhere
-from persample.motion.op import Op
+from persample.motion.op import Op, op_of
 
 _MOST_REMEMBERED = 20_000
 _found: dict[Any, Motion] = {}
@@ -49,6 +49,25 @@ def motion(func: Callable[..., Any]) -> Callable[[Callable[[Op], Motion]], Calla
     return register
 
 
+def simple_motion(kind: tuple[Any, ...]) -> Layout | None:
+    """Where the samples lie in the one tensor that calls of this kind give, if that is all there is to them."""
+    try:
+        found = _found.get(kind)
+    except TypeError:  # an argument that cannot be hashed
+        return None
+    return found.simply[0] if found is not None and found.simply else None
+
+
+def call_simple(op: Op, result: Any) -> None:
+    """Notes that a call without weights gave one new tensor, and that all others of its kind will do the same."""
+    may_be_weights = any(t.requires_grad and where is None for t, where in zip(op.tensors, op.where, strict=True))
+    if op.inplace or may_be_weights or op.func in _MEANS_OF_THE_VALID or not isinstance(result, Tensor):
+        return
+    motion = _found.get(_key(op))
+    if motion is not None and isinstance(motion.results[0], Layout):
+        motion.simply[:] = [motion.results[0]]
+
+
 def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     """How `op`, which gave `results`, moves the samples."""
     if op.batch == 0:
@@ -57,11 +76,9 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         return _known[op.func](op)
     if op.func in _MEANS_OF_THE_VALID and (fair := _with_fair_divisor(op)) is not op:
         return fair if isinstance(fair, Motion) else motion_of(fair, results)
-    if (unequal := _unequal_rows(op)) is not None:
-        return everywhere(unequal, results)
     key = _key(op)
-    if key in _found:
-        return _found[key]
+    if key is not None and (found := _found.get(key)) is not None:
+        return found
     try:
         motion = _motion_of(op, results)
     except Exception as error:  # the op itself has run: what it does to the samples is what could not be found
@@ -76,6 +93,8 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
 
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
+    if (unequal := _unequal_rows(op)) is not None:
+        return everywhere(unequal, results)
     lists = op.func in LISTS and (op.func is not torch.where or len(op.args) == 1)
     for where in op.where:
         if isinstance(where, Lost) and not lists:
@@ -191,12 +210,16 @@ def _goes_by_index(func: Callable[..., Any]) -> bool:
     return _BY_INDEX.search(op_name(func)) is not None
 
 
-def _key(op: Op) -> Any:
-    """What the motion depends on, or None where that includes values."""
-    if _goes_by_index(op.func) and any(
+def _goes_by_values(op: Op) -> bool:
+    return any(
         t.dtype in INDEX_DTYPES and (where is None or op.func not in _LOOKUPS)
         for t, where in zip(op.tensors, op.where, strict=True)
-    ):
+    )
+
+
+def _key(op: Op) -> Any:
+    """What the motion depends on, or None where that includes values."""
+    if _goes_by_index(op.func) and _goes_by_values(op):
         return None
     key = described(op)
     try:
@@ -208,30 +231,5 @@ def _key(op: Op) -> Any:
 
 def described(op: Op) -> tuple[Any, ...]:
     """All that matters of a call, but the values of its tensors."""
-    parts: list[Any] = [op.func, op.batch, len(op.args)]
     where = iter(op.where)
-    for arg in op.args:
-        _describe(arg, where, parts)
-    for name, arg in op.kwargs.items():
-        parts.append(name)
-        _describe(arg, where, parts)
-    return tuple(parts)
-
-
-def _describe(value: Any, where: Iterator[Where | None], parts: list[Any]) -> None:
-    """Adds to `parts` all that matters of some arguments: of a tensor its shape and type, and where its samples lie."""
-    if isinstance(value, Tensor):
-        parts += (value.shape, value.dtype, value.requires_grad, next(where))
-    elif isinstance(value, (tuple, list)):
-        parts += (type(value), len(value))
-        for part in value:
-            _describe(part, where, parts)
-    elif isinstance(value, dict):
-        parts += (dict, len(value))
-        for name, part in value.items():
-            parts.append(name)
-            _describe(part, where, parts)
-    elif isinstance(value, slice):
-        _describe((slice, value.start, value.stop, value.step), where, parts)
-    else:
-        parts += (type(value), value)
+    return op.kind or op_of(op.func, op.args, op.kwargs, op.batch, lambda _: next(where)).kind

@@ -23,6 +23,8 @@ class Motion:
     following: tuple[tuple[int, Layout], ...] = ()
     by_values: bool = False
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what else is known of such calls
+    # set once it is known that calls of this kind do nothing but to give one tensor, where the samples lie here
+    simply: list[Layout] = field(default_factory=list, compare=False, repr=False)
 
     def follows(self, position: int) -> Layout | None:
         return dict(self.following).get(position)

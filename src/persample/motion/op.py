@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -17,9 +17,12 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Op:
-    """A call of a torch function, its tensors apart: `where[i]` tells where the samples lie in `tensors[i]`."""
+    """A call of a torch function, its tensors apart: `where[i]` tells where the samples lie in `tensors[i]`.
+
+    `kind` is all that matters of the call but the values of its tensors: calls of one kind move the samples alike.
+    """
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -27,6 +30,7 @@ class Op:
     tensors: tuple[Tensor, ...]
     where: tuple[Where | None, ...]
     batch: int
+    kind: tuple[Any, ...] = field(default=(), init=False)  # so that a copy with other arguments has none
 
     @property
     def inplace(self) -> bool:
@@ -54,7 +58,56 @@ class Op:
     def filled(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with other values in the place of the tensors."""
         supply = iter(tensors)
-        return map_tensors(lambda _: next(supply), (self.args, self.kwargs))
+
+        def one(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return next(supply)
+            return map_tensors(one, value) if isinstance(value, (tuple, list, dict)) else value
+
+        return tuple([one(arg) for arg in self.args]), {name: one(arg) for name, arg in self.kwargs.items()}
+
+
+def op_of(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    batch: int,
+    where_of: Callable[[Tensor], Where | None],
+) -> Op:
+    """A call as an op: its tensors, where the samples lie in them, and its kind, all in one walk."""
+    tensors: list[Tensor] = []
+    where: list[Where | None] = []
+    kind: list[Any] = [func, batch, len(args)]
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            place = where_of(value)
+            tensors.append(value)
+            where.append(place)
+            kind.extend((value.shape, value.dtype, value.requires_grad, place))
+        elif isinstance(value, (tuple, list)):
+            kind.extend((type(value), len(value)))
+            for part in value:
+                look(part)
+        elif isinstance(value, dict):
+            kind.extend((dict, len(value)))
+            for name, part in value.items():
+                kind.append(name)
+                look(part)
+        elif isinstance(value, slice):
+            kind.append(slice)
+            look((value.start, value.stop, value.step))
+        else:
+            kind.extend((type(value), value))
+
+    for arg in args:
+        look(arg)
+    for name, arg in kwargs.items():
+        kind.append(name)
+        look(arg)
+    op = Op(func, args, kwargs, tuple(tensors), tuple(where), batch)
+    op.kind = tuple(kind)
+    return op
 
 
 @cache
@@ -66,4 +119,6 @@ def is_inplace(func: Callable[..., Any]) -> bool:
 
 def results_of(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The tensors that a call gave: in its result, or its first argument where it returns nothing (`x[i] = y`)."""
+    if isinstance(result, Tensor):
+        return (result,)
     return tuple(tensors_in(args[0] if result is None and args else result))

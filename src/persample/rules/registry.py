@@ -25,6 +25,8 @@ HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
 # these, as torch's has none.
 FURTHER: dict[Callable[..., Any] | str, list[Rule]] = {}
 
+_RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
+
 
 def handler_of(func: Callable[..., Any]) -> Any:
     """What HANDLED_FUNCTIONS knows of a torch function, None if nothing."""
@@ -32,12 +34,18 @@ def handler_of(func: Callable[..., Any]) -> Any:
 
 
 def rules_of(func: Callable[..., Any]) -> list[Rule]:
-    """The rules that a torch function has."""
-    first = handler_of(func)
-    return [*([first] if isinstance(first, Rule) else []), *FURTHER.get(_key(func), [])]
+    """The rules that a torch function has: the same list as long as none is added or replaced."""
+    first, further = handler_of(func), FURTHER.get(_key(func), [])
+    rules = [*([first] if isinstance(first, Rule) else []), *further]
+    kept = _RULES.setdefault(_key(func), rules)
+    if len(kept) != len(rules) or any(a is not b for a, b in zip(kept, rules, strict=True)):
+        kept = _RULES[_key(func)] = rules
+    return kept
 
 
 def _key(func: Callable[..., Any]) -> Callable[..., Any] | str:
+    if func in HANDLED_FUNCTIONS:
+        return func
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
         return str(packet._qualified_op_name)
@@ -80,7 +88,7 @@ class Rule:
     @cached_property
     def names(self) -> list[str]:
         """The names of the function's arguments, in order."""
-        return list(inspect.signature(self.terms).parameters)[2 if self.as_they_lie else 1 :]
+        return list(inspect.signature(self.terms).parameters)[2 if self.as_they_lie or self.whole else 1 :]
 
     @cached_property
     def known(self) -> frozenset[str]:
@@ -122,8 +130,8 @@ def rule(
     >>> FURTHER.pop(torch.nn.functional.hardtanh)[0].names
     ['input', 'min_val', 'max_val', 'inplace']
 
-    Used inside of this library: `whole`, for a rule that is the function's whole backward and gives the `batched`
-    arguments a term too, which is their gradient; `as_they_lie`, for one that takes its tensors as they are, and after
+    Used inside of this library: `whole`, for a rule that is the function's whole backward: it gets the function's
+    results too, after `grad`, and gives the `batched` arguments a term, which is their gradient; `as_they_lie`, for one that takes its tensors as they are, and after
     `grad` the `Owners` of its entries; `further=False` for those that a bare ExpandedWeight has too.
     """
 

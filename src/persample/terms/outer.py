@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, wide
+from persample.terms.base import BLOCK, Term, promoted, squares, wide
 from persample.terms.cost import cheaper_way
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -49,7 +49,7 @@ class Outer(Term):
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
-            return _squares(wide(self.input)) * _squares(wide(self.grad))
+            return squares(wide(self.input)) * squares(wide(self.grad))
         if cheaper_way(self.positions, *self.shape) == "dense":
             return super().squared_norms()
         return self.inner(self)
@@ -85,7 +85,3 @@ class Outer(Term):
             return super().project(sketch)
         input, grad = self._factors()
         return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)
-
-
-def _squares(tensor: Tensor) -> Tensor:
-    return tensor.abs().square().sum((1, 2))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, wide
+from persample.terms.base import BLOCK, Term, promoted, squares, wide
 from persample.terms.outer import Outer
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -57,8 +57,8 @@ class Rows(Term):
 
     def squared_norms(self) -> Tensor:
         samples, _, grads = self._looked_up()
-        squares = grads.abs().square().sum(1)
-        return squares.new_zeros(self.batch).index_add_(0, samples, squares)
+        of_pairs = squares(grads)
+        return of_pairs.new_zeros(self.batch).index_add_(0, samples, of_pairs)
 
     def sum(self, weights: Tensor) -> Tensor:
         grad, weights = promoted(wide(self.grad), weights)
