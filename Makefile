@@ -1,6 +1,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+BENCH_STAMP := $(VENV)/.bench-stamp
 
 .PHONY: demo test lint bench clean
 
@@ -15,7 +16,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+# Everything that is published in benchmarks/results, with its plots: a quarter of an hour on a quiet machine.
+bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks
 
 # The environment stays: remove it by hand to set up from scratch.
@@ -28,4 +30,11 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo,lint]'
+	touch $@
+
+# The peers; torch stays what it is. BackPACK lists torchvision, a build for another torch that nothing here imports: it
+# is installed without its dependencies, and the two that it needs are in the extra.
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps backpack-for-pytorch
 	touch $@

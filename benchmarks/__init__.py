@@ -1,1 +1,1 @@
-"""Timings of persample against a plain step: `python -m benchmarks`."""
+"""Time and memory of persample and its peers against a plain step: `python -m benchmarks`."""

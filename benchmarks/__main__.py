@@ -1,150 +1,150 @@
-"""The time of dense per-sample gradients, their norms and their clipped sum, as ratios to a plain forward and backward.
+"""Time and memory of per-sample gradients against a plain forward and backward, for persample and its peers.
 
-The engines take turns in one process; a figure is the median of the rounds' ratios to the plain step of the same round.
-Every answer is checked against the plain gradient, or against the dense one, before it is timed.
+Without options everything is measured, which takes about a quarter of an hour, and written to benchmarks/results.
+Naming parts measures these only. A restricted run (--quick, --only, --quantities, --engines, --rounds) writes nothing
+unless it is told where to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils import _per_sample_grad
 
-import persample
-from benchmarks.workloads import WORKLOADS, Workload, loss_of
+from benchmarks import growth, report, run, timing
+from benchmarks.engines import ENGINES, QUANTITIES
+from benchmarks.machine import machine
+from benchmarks.workloads import WORKLOADS
 
-Answer = dict[str, Tensor]
-Engine = Callable[[nn.Module, Tensor, Tensor], Answer]
-
-
-def plain(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
-    loss_of(model(x), labels).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def ours_dense(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
-    with persample.record(model, loss_reduction="sum") as grads:
-        loss_of(model(x), labels).backward()
-    return grads.dense()
+RESULTS = Path(__file__).parent / "results"
+PARTS = ("time", "memory", "growth", "regression", "plot")
+WEIGHED = ("dense", "norms", "clip")  # what peak memory is measured for, by default
+QUICK_ROUNDS = 3
+GROWTH_ROUNDS = 5
+REGRESSION_ROUNDS = 9
 
 
-def ours_norms(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
-    with persample.record(model, loss_reduction="sum", keep="norms") as grads:
-        loss_of(model(x), labels).backward()
-    norms = grads.norms()
-    assert isinstance(norms, Tensor)
-    return {"norms": norms}
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    """What was asked on the command line, with the defaults filled in."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_argument_group("parts (all of them, unless some are named)")
+    parts.add_argument("--time", action="store_true", help="ratios to plain, engines interleaved in one process")
+    parts.add_argument("--memory", action="store_true", help="peak memory, in a process for each engine and quantity")
+    parts.add_argument("--growth", action="store_true", help="both, with the batch, length, width and vocabulary")
+    parts.add_argument("--regression", action="store_true", help="our ratios on one thread, which the tests compare to")
+    parts.add_argument("--plot", action="store_true", help="pictures of what the results directory holds")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, and {', '.join(WEIGHED)} only")
+    parser.add_argument("--only", default="", metavar="TEXT", help="workloads whose name contains this")
+    parser.add_argument("--quantities", type=_names(QUANTITIES), metavar="A,B", help=f"of {', '.join(QUANTITIES)}")
+    parser.add_argument("--engines", type=_names(ENGINES), metavar="A,B", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--rounds", type=int, help=f"of timing; {timing.ROUNDS} by default, fewer for slow engines")
+    parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="where to write JSON and pictures")
+    options = parser.parse_args(arguments)
+    options.parts = [part for part in PARTS if getattr(options, part)] or list(PARTS)
+    restricted = any((options.quick, options.only, options.quantities, options.engines, options.rounds))
+    if options.output is None and not restricted:
+        options.output = RESULTS
+    return options
 
 
-def ours_clip(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
-    with persample.record(model, loss_reduction="sum") as grads:
-        loss_of(model(x), labels).backward()
-    return grads.clip(1.0)
+def _names(known: Iterable[str]) -> Any:
+    """A parser of names; a comma may be part of one."""
+
+    def chosen(text: str) -> list[str]:
+        found = [name for name in known if f",{name}," in f",{text},"]
+        rest = f",{text},"
+        for name in sorted(found, key=len, reverse=True):
+            rest = rest.replace(f",{name},", ",,")
+        if not found or rest.strip(","):
+            raise argparse.ArgumentTypeError(f"'{rest.strip(',')}' is none of {', '.join(known)}")
+        return found
+
+    return chosen
 
 
-def torch_dense(model: nn.Module, x: Tensor, labels: Tensor) -> Answer:
-    loss_of(_per_sample_grad.call_for_per_sample_grads(model, loss_reduction="sum")(x), labels).backward()
-    return {name: p.grad_sample for name, p in model.named_parameters()}
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints and writes what the arguments ask for."""
+    options = options_of(arguments)
+    print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    if {"time", "memory"} & set(options.parts):
+        workloads(options)
+    if "growth" in options.parts:
+        growing(options)
+    if "regression" in options.parts:
+        ratios = run.regression(QUICK_ROUNDS if options.quick else REGRESSION_ROUNDS, options.only)
+        print("\nour ratios on one thread:", json.dumps(ratios, indent=1))
+        write(options.output, "regression", {"threads": 1, "ratios": ratios})
+    if "plot" in options.parts and options.output:
+        from benchmarks import plots
+
+        for picture in plots.draw(options.output):
+            print(f"drew {picture}")
 
 
-def norms_of(rows: Answer) -> Answer:
-    return {"norms": torch.stack([r.flatten(1).norm(dim=1) for r in rows.values()]).norm(dim=0)}
-
-
-def clip_of(rows: Answer) -> Answer:
-    factors = (1.0 / norms_of(rows)["norms"]).clamp(max=1)
-    return {name: torch.tensordot(factors, r, 1) for name, r in rows.items()}
-
-
-ENGINES: dict[str, Engine] = {
-    "dense": ours_dense,
-    "norms": ours_norms,
-    "clip": ours_clip,
-    "torch dense": torch_dense,
-    "torch norms": lambda *step: norms_of(torch_dense(*step)),
-    "torch clip": lambda *step: clip_of(torch_dense(*step)),
-}
-
-
-def clear(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
-        if hasattr(p, "grad_sample"):
-            del p.grad_sample
-
-
-def close(found: Answer, expected: Answer) -> bool:
-    return all((found[name] - want).abs().max() <= 2e-3 * want.abs().max() for name, want in expected.items())
-
-
-def verdicts(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, str]:
-    """What to show in place of a time: the name of an error, or that the answer is wrong."""
-    batch_gradient = {name: grad.clone() for name, grad in plain(model, x, labels).items()}
-    clear(model)
-    rows = ours_dense(model, x, labels)
-    expected = {"dense": batch_gradient, "norms": norms_of(rows), "clip": clip_of(rows)}
-    found: dict[str, str] = {}
-    for name, engine in ENGINES.items():
-        try:
-            answer = engine(model, x, labels)
-            if name.endswith("dense"):
-                answer = {key: r.sum(0) for key, r in answer.items()}
-            if not close(answer, expected[name.split()[-1]]):
-                found[name] = "wrong"
-        except Exception as error:
-            found[name] = type(error).__name__
-        clear(model)
-    return found
-
-
-def measure(workload: Workload, rounds: int) -> dict[str, float | str]:
-    """Plain milliseconds, and each engine's ratio to it."""
-    torch.manual_seed(0)
-    model, x, labels = workload.make()
-    failed = verdicts(model, x, labels)
-    running: dict[str, Engine] = {"plain": plain, **{n: e for n, e in ENGINES.items() if n not in failed}}
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for _ in range(rounds + 1):
-        for name, engine in running.items():
-            start = time.perf_counter()
-            engine(model, x, labels)
-            clear(model)
-            times[name].append(time.perf_counter() - start)
-    base = times.pop("plain")[1:]  # the first round warms up
-    row: dict[str, float | str] = {"plain": 1000 * statistics.median(base)}
-    for name in ENGINES:
-        if name in failed:
-            row[name] = failed[name]
-        else:
-            row[name] = statistics.median(t / p for t, p in zip(times[name][1:], base, strict=True))
-    return row
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--only", default="", help="workloads whose name contains this")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    options = parser.parse_args()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.rounds} rounds; ratios to plain")
-    print(f"{'workload':42}{'plain ms':>9}" + "".join(f"{name:>13}" for name in ENGINES))
-    figures = {}
+def workloads(options: argparse.Namespace) -> None:
+    """The parts of time and memory."""
+    engines = [ENGINES[name] for name in options.engines or ENGINES]
+    asked = options.quantities or (WEIGHED if options.quick else QUANTITIES)
+    timed = asked if "time" in options.parts else ()
+    weighed = (options.quantities or WEIGHED) if "memory" in options.parts else ()
+    times, peaks = {}, {}
     for workload in WORKLOADS:
-        if options.only in workload.name:
-            row = figures[workload.name] = measure(workload, options.rounds)
-            cells = [f"{cell:>13.2f}" if isinstance(cell, float) else f"{cell:>13}" for cell in list(row.values())[1:]]
-            print(f"{workload.name:42}{row['plain']:>9.1f}" + "".join(cells), flush=True)
-    if options.json:
-        versions = {"torch": torch.__version__, "threads": torch.get_num_threads(), "rounds": options.rounds}
-        options.json.write_text(json.dumps({"versions": versions, "figures": figures}, indent=1) + "\n")
+        if options.only.lower() in f"{workload.name} {workload.short}".lower():
+            start = time.perf_counter()
+            rounds = options.rounds or (QUICK_ROUNDS if options.quick else timing.ROUNDS)
+            times[workload.short], peaks[workload.short] = run.measure(workload, engines, timed, weighed, rounds)
+            print(f"measured {workload.name}: {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
+    names = [engine.name for engine in engines]
+    for quantity in timed:
+        show(report.times(quantity, times, names))
+    for quantity in weighed:
+        show(report.peaks(quantity, peaks, names))
+    show(report.notes([*times.values(), *peaks.values()]))
+    if timed:
+        show(report.time_targets(times))
+        write(options.output, "time", {"workloads": {w.short: w.name for w in WORKLOADS}, "ratios": times})
+    if weighed:
+        show(report.memory_targets(peaks))
+        write(options.output, "memory", {"workloads": {w.short: w.name for w in WORKLOADS}, "bytes": peaks})
+
+
+def growing(options: argparse.Namespace) -> None:
+    """The part of growth."""
+    engines = [ENGINES[name] for name in options.engines or growth.ENGINES]
+    quantities = options.quantities or growth.QUANTITIES
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else GROWTH_ROUNDS)
+    names = [engine.name for engine in engines]
+    print(report.growth_head(quantities, names), flush=True)
+    found = []
+    for axis, value, times, peaks in run.grow(options.quick, engines, quantities, rounds):
+        for quantity in quantities:
+            print(report.growth_line(axis, value, times[quantity], peaks[quantity], names), flush=True)
+        found.append({"axis": axis, "value": value, "time": times, "memory": peaks})
+    write(options.output, "growth", {"start": growth.START, "layers": growth.LAYERS, "points": found})
+
+
+def show(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)
+
+
+def write(directory: Path | None, name: str, figures: dict[str, Any]) -> None:
+    """Keeps figures, with the machine they were measured on."""
+    if directory:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = directory / f"{name}.json"
+        file.write_text(json.dumps({"machine": machine(), **figures}, indent=1) + "\n")
+        print(f"wrote {file}")
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     main()

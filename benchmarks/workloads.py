@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +17,23 @@ class Workload:
 
     name: str
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
+    short: str = ""
+
+    def build(self) -> tuple[nn.Module, Tensor, Tensor]:
+        """Always the same weights and data, so that each engine can have a model of its own to put hooks on."""
+        torch.manual_seed(0)
+        return self.make()
+
+
+def losses_of(output: Tensor, labels: Tensor) -> Tensor:
+    """`(B,)`: each sample's own loss; a language model's is the mean over the sample's positions."""
+    losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
+    return losses.view(len(labels), -1).mean(1)
 
 
 def loss_of(output: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the samples' losses; a language model's is the mean over a sample's positions."""
-    losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
-    return losses.view(len(labels), -1).mean(1).sum()
+    """The sum of the samples' losses."""
+    return losses_of(output, labels).sum()
 
 
 class Block(nn.Module):
@@ -42,6 +54,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    expand_positions = False  # position ids for each sample, (B, T), where an engine takes no others
+
     def __init__(self, width: int, layers: int, length: int, vocabulary: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
@@ -49,7 +63,8 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        places = torch.arange(ids.shape[1])
+        x = self.tokens(ids) + self.positions(places.repeat(len(ids), 1) if self.expand_positions else places)
         return self.head(self.norm(self.blocks(x)))
 
 
@@ -140,12 +155,12 @@ def bag_of_words() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 WORKLOADS = [
-    Workload("MLP 784-512-512-10, B 256", mlp),
-    Workload("CNN 3-32-64-128, GroupNorm, 32x32, B 64", cnn),
-    Workload("ResNet 32..256, GroupNorm, 32x32, B 32", resnet),
-    Workload("depthwise 5x5 + 1x1, 64, 64x64, B 32", depthwise),
-    Workload("GPT d256 L4 T64 V4096, B 16", lambda: gpt(256, 4, 64, 4096, 16)),
-    Workload("GPT d128 L2 T512 V1024, B 4", lambda: gpt(128, 2, 512, 1024, 4)),
-    Workload("LSTM 64-128, T 50, B 32", lstm),
-    Workload("bag of words V20000 d64 T100, B 64", bag_of_words),
+    Workload("MLP 784-512-512-10, B 256", mlp, "MLP"),
+    Workload("CNN 3-32-64-128, GroupNorm, 32x32, B 64", cnn, "CNN"),
+    Workload("ResNet 32..256, GroupNorm, 32x32, B 32", resnet, "ResNet"),
+    Workload("depthwise 5x5 + 1x1, 64, 64x64, B 32", depthwise, "depthwise"),
+    Workload("GPT d256 L4 T64 V4096, B 16", partial(gpt, 256, 4, 64, 4096, 16), "GPT T 64"),
+    Workload("GPT d128 L2 T512 V1024, B 4", partial(gpt, 128, 2, 512, 1024, 4), "GPT T 512"),
+    Workload("LSTM 64-128, T 50, B 32", lstm, "LSTM"),
+    Workload("bag of words V20000 d64 T100, B 64", bag_of_words, "bag of words"),
 ]

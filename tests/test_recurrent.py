@@ -13,7 +13,9 @@ from oracle import Grads, assert_rows_close
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+import persample
 from persample import ExpandedWeight, call_for_per_sample_grads
+from persample.terms import Folded
 
 WIDTH, HIDDEN, PROJECTED = 5, 4, 3
 LENGTHS = (2, 4, 3)
@@ -541,6 +543,215 @@ def test_packing_inside_the_model(kind: str, time_first: bool, lengths: Any) -> 
     rows = [torch.autograd.grad(loss_of_sample(n), list(parameters.values())) for n in range(len(words))]
     expected = {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
     assert_rows_close(taken_grad_samples(model), expected)
+
+
+# ---- the way back ----
+
+
+class Sentences(nn.Module):
+    """Each sample has several sequences: `(B, each, T, width)` to the loss of each sample."""
+
+    def __init__(self, kind: str, time_first: bool, states: bool, change: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.rnn = build(kind, bidirectional=True, batch_first=not time_first, **options)
+        self.states, self.change = states, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, each = x.shape[:2]
+        rows = x.flatten(0, 1)
+        if not self.rnn.batch_first:
+            rows = rows.transpose(0, 1)
+        given: Any = None
+        if self.states:
+            widths = [self.rnn.proj_size or HIDDEN, HIDDEN][: 2 if isinstance(self.rnn, nn.LSTM) else 1]
+            layers = 2 * self.rnn.num_layers
+            parts = [x.flatten(0, 1)[:, 0, :1].expand(layers, -1, width).contiguous() for width in widths]
+            given = tuple(parts) if len(parts) > 1 else parts[0]
+        output, states = self.rnn(rows, given)
+        if self.change:
+            output.mul_(2)
+        states = states if isinstance(states, tuple) else (states,)
+        output = output if self.rnn.batch_first else output.transpose(0, 1)
+        total: Any = 0
+        for rows in (output, *(part.transpose(0, 1) for part in states)):
+            rows = rows.unflatten(0, (count, each))
+            total = total + (rows * rows * weights_like(rows.shape[-3:])).flatten(1).sum(1)
+        return total
+
+
+def check_record(model: nn.Module, x: Tensor, tolerance: float = 1e-9) -> persample.PerSampleGradients:
+    """Every answer's basis, the dense rows, against the loop; and the gradient of the input."""
+    parameters = dict(model.named_parameters())
+    rows = [torch.autograd.grad(model(x[n : n + 1]).sum(), list(parameters.values())) for n in range(len(x))]
+    expected = {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
+    plain, given = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(plain).sum().backward()
+    model.zero_grad(set_to_none=True)
+    with persample.record(model, loss_reduction="sum") as grads:
+        model(given).sum().backward()
+    assert_rows_close(grads.dense(), expected, tolerance)
+    torch.testing.assert_close(given.grad, plain.grad, rtol=tolerance, atol=tolerance)
+    return grads
+
+
+@each_kind
+@pytest.mark.parametrize("time_first", [True, False], ids=["tbd", "btd"])
+@pytest.mark.parametrize("states", [True, False], ids=["given", "zeros"])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_several_sequences_of_each_sample(kind: str, time_first: bool, states: bool, layers: int) -> None:
+    model = Sentences(kind, time_first, states, num_layers=layers)
+    grads = check_record(model, torch.randn(3, 2, 4, WIDTH, dtype=torch.float64))
+    squares = [rows.flatten(1).square().sum(1) for rows in grads.dense().values()]
+    torch.testing.assert_close(grads.norms(), torch.stack(squares).sum(0).sqrt())
+
+
+@each_kind
+def test_the_output_may_be_changed_in_place(kind: str) -> None:
+    """The rule reads what the layer gave, not what became of it."""
+    check_record(Sentences(kind, False, False, change=True), torch.randn(3, 1, 4, WIDTH, dtype=torch.float64))
+
+
+@each_kind
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+def test_long_sequences_in_float32(kind: str, scale: float) -> None:
+    """Gates that are almost linear, and gates that are almost shut, come out as exactly as torch has them."""
+    rnn = build(kind, 8, 16, batch_first=True)
+    if kind == "relu":
+        scale = min(scale, 1.0)  # what is multiplied by 6 in each step does not stay finite
+    with torch.no_grad():
+        for parameter in rnn.parameters():
+            parameter.mul_(scale)
+    batch = make_batch(rnn, lengths=(60,) * 4)
+    expected = looped_rnn(rnn, batch)
+    single = build(kind, 8, 16, batch_first=True, dtype=torch.float32)
+    single.load_state_dict({name: value.float() for name, value in rnn.state_dict().items()})
+    own = replace(batch, x=batch.x.detach().float())
+    plain = looped_rnn(single, own)
+    loss_of(*call_for_per_sample_grads(single)(own.x), True).backward()
+    for name, rows in taken_grad_samples(single).items():
+        scale_of_rows = expected[name].abs().max()
+        off, plainly_off = ((r.double() - expected[name]).abs().max() / scale_of_rows for r in (rows, plain[name]))
+        assert off <= 3 * plainly_off + 1e-6, name
+
+
+@each_kind
+def test_the_gradient_of_an_input_that_needs_none_is_not_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    dense = Folded.dense
+    monkeypatch.setattr(Folded, "dense", lambda term: computed.append(term) or dense(term))
+    rnn = build(kind, num_layers=2, batch_first=True)
+    for input_grad, layers in ((False, 1), (True, 2)):
+        computed.clear()
+        batch = make_batch(rnn, input_grad=input_grad)
+        loss_of(*call_for_per_sample_grads(rnn)(batch.x), True).backward()
+        taken_grad_samples(rnn)
+        assert len(computed) == layers
+
+
+@each_kind
+def test_the_same_shapes_with_other_options(kind: str) -> None:
+    """What is remembered of a layer is remembered for its options too."""
+    for options in ({"bias": True}, {"bias": False}, {"bidirectional": True}, {"bias": True}):
+        rnn = build(kind, batch_first=True, **options)
+        for states in ("none", "trained", "given"):
+            for input_grad in (True, False):
+                check(rnn, make_batch(rnn, states=states, input_grad=input_grad), batch_size=3)
+
+
+@pytest.mark.parametrize("kind", ["tanh", "relu", "gru", "projected"])  # torch itself does not run the others
+def test_autocast(kind: str) -> None:
+    rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True, dtype=torch.float32)
+    batch = make_batch(rnn)
+    if kind == "relu":  # none may be at its kink, where rounding decides
+        for tensor in (batch.x, *rnn.parameters()):
+            tensor.data.abs_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = rnn(batch.fresh().x)
+        result = call_for_per_sample_grads(rnn)(batch.x)
+    assert_same_bits(result, expected)
+    loss_of(*result, True).backward()
+    assert batch.x.grad is not None and batch.x.grad.dtype == torch.float32
+    exact = build(kind, num_layers=2, bidirectional=True, batch_first=True)
+    exact.load_state_dict({name: value.double() for name, value in rnn.state_dict().items()})
+    rows = looped_rnn(exact, replace(batch, x=batch.x.detach().double()))
+    found = {name: r.double() for name, r in taken_grad_samples(rnn).items()}
+    for name, want in rows.items():
+        assert (found[name] - want).abs().max() <= 0.05 * want.abs().max(), name
+
+
+class Packed(nn.Module):
+    """Several sequences of each sample in one PackedSequence."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.rnn = build(kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = [4, 3, 3, 2, 2, 1][: 2 * len(x)]
+        output, _ = self.rnn(pack_padded_sequence(x.flatten(0, 1), lengths, batch_first=True))
+        return pad_packed_sequence(output, batch_first=True)[0].unflatten(0, (len(x), 2)).flatten(1).sum(1)
+
+
+@each_kind
+@pytest.mark.parametrize("count", [1, 3])
+def test_packed_sequences_of_which_a_sample_has_several_are_refused(kind: str, count: int) -> None:
+    model = Packed(kind)
+    with (
+        pytest.raises(persample.PerSampleError, match="packed sequences of which several are of one sample"),
+        persample.record(model),
+    ):
+        model(torch.randn(count, 2, 4, WIDTH, dtype=torch.float64))
+
+
+# ---- single steps ----
+
+STEPS: dict[str, tuple[Callable[..., Any], int]] = {
+    "lstm": (torch.lstm_cell, 4),
+    "gru": (torch.gru_cell, 3),
+    "tanh": (torch.rnn_tanh_cell, 1),
+    "relu": (torch.rnn_relu_cell, 1),
+}
+
+
+class Steps(nn.Module):
+    """Two steps of a cell by the torch function, with whichever biases are there; `each` rows of every sample."""
+
+    def __init__(self, kind: str, b_ih: bool, b_hh: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.func, gates = STEPS[kind]
+        rows = gates * HIDDEN
+        self.w_ih, self.w_hh = (nn.Parameter(torch.randn(rows, n, dtype=torch.float64)) for n in (WIDTH, HIDDEN))
+        self.b_ih, self.b_hh = (
+            nn.Parameter(torch.randn(rows, dtype=torch.float64)) if there else None for there in (b_ih, b_hh)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        state: Any = rows[:, :HIDDEN] * 0.5
+        state = (state, state * 2) if self.func is torch.lstm_cell else state
+        for _ in range(2):
+            state = self.func(rows, state, self.w_ih, self.w_hh, self.b_ih, self.b_hh)
+        parts = state if isinstance(state, tuple) else (state,)
+        return sum((part.unflatten(0, x.shape[:2]) ** 2).flatten(1).sum(1) for part in parts)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("each", [1, 2])
+def test_single_steps(kind: str, biases: tuple[bool, bool], each: int) -> None:
+    check_record(Steps(kind, *biases), torch.randn(3, each, WIDTH, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_loss_of_one_part_of_the_state_after_a_step(part: int) -> None:
+    class Part(Steps):
+        def forward(self, x: Tensor) -> Tensor:
+            rows = x.flatten(0, 1)
+            state = (rows[:, :HIDDEN], rows[:, 1 : 1 + HIDDEN])
+            return (torch.lstm_cell(rows, state, self.w_ih, self.w_hh, self.b_ih, self.b_hh)[part] ** 2).sum(1)
+
+    check_record(Part("lstm", True, True), torch.randn(3, 1, WIDTH, dtype=torch.float64))
 
 
 # ---- bare ----

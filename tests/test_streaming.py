@@ -182,3 +182,16 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
         pass
     with pytest.raises(PerSampleError, match="int"), record(3):  # type: ignore[arg-type]
         pass
+
+
+def test_the_clipped_sum_can_be_read_again_unless_it_was_changed() -> None:
+    module, x, y = small()
+    with record(module, keep="clip", max_norm=0.1) as grads:
+        F.cross_entropy(module(x), y).backward()
+    first, second = grads.clip(), grads.clip()
+    for name, part in first.items():
+        assert torch.equal(part, second[name])
+        assert part.data_ptr() != second[name].data_ptr()
+    first["0.weight"].add_(1)
+    with pytest.raises(PerSampleError, match="changed in place"):
+        grads.clip()

@@ -5,8 +5,9 @@ A new term joins with a factory: a function that makes the term and, by plain au
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from persample.layout import Owners
-from persample.rules.conv import conv
+from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import einsum_term
 from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
-from persample.terms.cost import Way, cheaper_way, forced_way
+from persample.terms.cost import Way, cheaper_way, dense_of_patches, forced_way, norms_of_patches
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 Factory = Callable[[int], tuple[Term, Tensor]]
@@ -43,9 +44,11 @@ def outer(positions: int, dtype: torch.dtype = f64, wide: int = 5) -> Factory:
     return make
 
 
-def rows(positions: int = 6, **options: Any) -> Factory:
+def rows(positions: int = 6, spread: bool = False, **options: Any) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         ids, g = torch.randint(0, 5, (batch, positions)), torch.randn(batch, positions, 4, dtype=f64)
+        if spread:
+            g = g[:, :1].expand_as(g)
         weight = torch.randn(5, 4, dtype=f64)
         if options.get("scale_grad_by_freq") and batch:  # no rule is asked for an empty batch of rows as they lie
             owners = Owners(torch.arange(batch).view(-1, 1, 1).expand_as(g), batch)
@@ -124,6 +127,7 @@ TERMS: dict[str, Factory] = {
     "rows, padding": rows(padding_idx=2),
     "rows, scaled by frequency": rows(scale_grad_by_freq=True),
     "rows, one position": rows(1),
+    "rows, the same gradient everywhere": rows(spread=True),
     "patches 1d": patches(1),
     "patches 2d": patches(2, stride=2, padding=1),
     "patches 2d, groups": patches(2, groups=2, dilation=2, padding=2),
@@ -154,7 +158,7 @@ TERMS: dict[str, Factory] = {
     "two convolutions": sum_of(patches(2), patches(2, stride=2)),
 }
 every_term = pytest.mark.parametrize("factory", TERMS.values(), ids=TERMS)
-every_way = pytest.mark.parametrize("way", ["ghost", "dense", None])
+every_way = pytest.mark.parametrize("way", ["ghost", "pixels", "dense", None])
 
 
 @contextmanager
@@ -183,6 +187,37 @@ def test_part(factory: Factory) -> None:
             part = term.part(start, stop)
             torch.testing.assert_close(part.dense(), expected[:, start:stop])
             assert part.shape == expected[:, start:stop].shape[1:]
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+@pytest.mark.parametrize("narrow", [False, True])
+@every_term
+def test_write(factory: Factory, scale: float, narrow: bool) -> None:
+    term, expected = factory(3)
+    if narrow:  # the parameter's type may be another than that of the factors
+        expected = expected.to(torch.complex64 if expected.is_complex() else torch.float32)
+    out = torch.full_like(expected, torch.nan)
+    term.write(out, scale)
+    torch.testing.assert_close(out, expected * scale)
+
+
+@every_way
+@every_term
+def test_measured(factory: Factory, way: Way | None) -> None:
+    term, expected = factory(3)
+    with way_of(way):
+        squared, lighter = term.measured()
+    torch.testing.assert_close(squared, expected.abs().square().reshape(3, -1).sum(1))
+    torch.testing.assert_close(lighter.dense(), expected)
+
+
+def test_norms_that_took_the_dense_form_leave_it_where_it_is_smaller() -> None:
+    for positions, kind in ((40, Dense), (2, Outer)):
+        term, _ = outer(positions)(3)
+        with forced_way("dense"):
+            assert type(term.measured()[1]) is kind
+    with forced_way("ghost"):
+        assert type(outer(40)(3)[0].measured()[1]) is Outer
 
 
 @every_way
@@ -279,6 +314,101 @@ def test_kinds_are_kept_where_they_can_be() -> None:
 def test_the_cheaper_way() -> None:
     assert cheaper_way(64, 256, 4096) == "ghost"
     assert cheaper_way(1024, 27, 32) == "dense"
+
+
+def test_the_cheaper_ways_of_convolutions() -> None:
+    assert norms_of_patches(pixels=1024, positions=1024, channels=3, kernel=9, outputs=32) == "dense"
+    assert norms_of_patches(pixels=64, positions=64, channels=128, kernel=9, outputs=128) == "pixels"
+    assert norms_of_patches(pixels=256, positions=64, channels=64, kernel=9, outputs=128) == "ghost"
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    early, late, depthwise, mixing = (1024, 32, 9, 32), (16, 256, 9, 256), (256, 1, 25, 1), (1024, 64, 1, 64)
+    assert dense_of_patches(*early, torch.float32, cpu) == "groups"
+    assert dense_of_patches(*late, torch.float32, cpu) == "gemm"
+    assert dense_of_patches(*depthwise, torch.float32, cpu) == "correlation"
+    assert dense_of_patches(*mixing, torch.float32, cpu) == "gemm"
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        assert {dense_of_patches(*sizes, dtype, cpu) for sizes in (early, late, depthwise, mixing)} == {"gemm"}
+    assert [dense_of_patches(*sizes, torch.float32, cuda) for sizes in (early, depthwise)] == ["gemm", "correlation"]
+
+
+def convolution(
+    images: int, size: Sequence[int], kernel: Sequence[int], groups: int, each: tuple[int, int], **options: Any
+) -> tuple[Patches, Tensor]:
+    """The term of a convolution in float32, and by plain autograd in float64 what it stands for."""
+    op = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]
+    weight = torch.randn(groups * each[1], each[0], *kernel)
+    x = torch.randn(3, images, groups * each[0], *size)
+    g = torch.randn(3, *op(x[0], weight, groups=groups, **options).shape)
+    term = conv(g, x, weight, groups=groups, **options)["weight"]
+    assert isinstance(term, Patches)
+    return term, loop(lambda x, w: op(x, w, groups=groups, **options), weight.double(), x.double(), g.double())
+
+
+def check_every_way(term: Patches, expected: Tensor) -> None:
+    dense_ways: list[Way] = ["gemm", "groups", "correlation"]
+    norms_ways: list[Way] = ["ghost", "pixels", "dense"]
+    close = {"rtol": 1e-4, "atol": 1e-4 * expected.abs().max().item()}
+    for way in dense_ways:
+        with forced_way(way):
+            torch.testing.assert_close(term.dense().double(), expected, **close)
+            torch.testing.assert_close(term.sum(torch.ones(3)).double(), expected.sum(0), **close)
+    for way in norms_ways:
+        with forced_way(way):
+            torch.testing.assert_close(term.squared_norms().double(), expected.square().flatten(1).sum(1), **close)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_convolutions_of_any_shape_in_every_way(data: st.DataObject) -> None:
+    numbers = {"kernel": (1, 4), "stride": (1, 3), "padding": (0, 3), "dilation": (1, 2), "more": (0, 4)}
+    dims = data.draw(st.integers(1, 3))
+    drawn = {name: [data.draw(st.integers(*bounds)) for _ in range(dims)] for name, bounds in numbers.items()}
+    kernel, more = drawn.pop("kernel"), drawn.pop("more")
+    sizes = zip(kernel, drawn["padding"], drawn["dilation"], more, strict=True)
+    size = [max(1, gap * (width - 1) + 1 - 2 * padding) + rest for width, padding, gap, rest in sizes]
+    groups, each = data.draw(st.sampled_from([(1, (8, 16)), (2, (8, 8)), (1, (3, 5)), (6, (1, 1)), (3, (1, 2))]))
+    check_every_way(*convolution(data.draw(st.integers(1, 2)), size, kernel, groups, each, **drawn))
+
+
+@pytest.mark.parametrize(("groups", "each"), [(1, (8, 8)), (6, (1, 1))])
+@pytest.mark.parametrize("kernel", [(4, 3), (2, 2)])
+def test_more_padding_after_than_before_in_every_way(
+    groups: int, each: tuple[int, int], kernel: tuple[int, int]
+) -> None:
+    check_every_way(*convolution(1, (7, 6), kernel, groups, each, padding="same", dilation=(1, 2)))
+
+
+@pytest.mark.parametrize(("groups", "each"), [(1, (8, 8)), (6, (1, 1))])
+def test_a_transposed_convolution_in_every_way(groups: int, each: tuple[int, int]) -> None:
+    options: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": (1, 0), "groups": groups}
+    weight = torch.randn(groups * each[0], each[1], 3, 3)
+    x = torch.randn(3, 2, groups * each[0], 4, 5)
+    g = torch.randn(3, *F.conv_transpose2d(x[0], weight, **options).shape)
+    term = conv_transpose(g, x, weight, **options)["weight"]
+    assert isinstance(term, Patches)
+    op = lambda x, w: F.conv_transpose2d(x, w, **options)  # noqa: E731
+    check_every_way(term, loop(op, weight.double(), x.double(), g.double()))
+
+
+@pytest.mark.parametrize(("groups", "each"), [(1, (8, 16)), (1, (3, 5)), (6, (1, 1))])
+def test_convolutions_with_their_channels_last_in_every_way(groups: int, each: tuple[int, int]) -> None:
+    term, expected = convolution(1, (6, 5), (3, 3), groups, each, padding=1)
+    last = [t.movedim(2, -1).contiguous().movedim(-1, 2) for t in (term.input, term.grad)]
+    check_every_way(replace(term, input=last[0], grad=last[1]), expected)
+
+
+@pytest.mark.parametrize("numbers", [1, 400, 2000])
+@pytest.mark.parametrize(("groups", "each"), [(1, (8, 16)), (1, (3, 5)), (2, (4, 8)), (6, (1, 1))])
+def test_convolutions_in_blocks_of_samples(
+    numbers: int, groups: int, each: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persample.terms.patches.BLOCK", numbers)
+    term, expected = convolution(2, (6, 5), (3, 3), groups, each, padding=1, stride=(1, 2))
+    check_every_way(term, expected)
+    out = torch.empty(expected.shape)
+    with forced_way("gemm"):
+        term.write(out, 3.0)
+    torch.testing.assert_close(out.double(), 3 * expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

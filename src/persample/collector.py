@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 
@@ -46,7 +46,7 @@ class Collector:
         self.factor_bytes = 0  # what all terms would keep
         self.pulling_back = False
         self.sources = asked_sources.get()
-        self._uses: Counter[int] = Counter()
+        self._uses: defaultdict[int, int] = defaultdict(int)
         self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
 

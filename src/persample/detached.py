@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -20,9 +20,14 @@ def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
     if op.inplace or (activations and not whole):
         changed = 0 if op.inplace else None
         args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
-        as_torch_would, deciding = _BY_WEIGHT.get(op.func, (op.func, ()))
-        return (as_torch_would if any(i in weights for i in deciding) else op.func)(*args, **kwargs)
+        return kernel(op.func, weights)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
+
+
+def kernel(func: Callable[..., Any], weights: Container[int]) -> Callable[..., Any]:
+    """What computes the same bits without gradients of the weights, which are given by their positions."""
+    as_torch_would, deciding = _BY_WEIGHT.get(func, (func, ()))
+    return as_torch_would if any(i in weights for i in deciding) else func
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from persample import buffers
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.terms import Dense, Term, together
@@ -55,8 +56,7 @@ class PerSampleGradients:
         name = self._names.get(id(parameter))
         if name is not None:
             self._check_unchanged(name)
-            self._arrived[name] = together([self._arrived[name], term]) if name in self._arrived else term
-            self._versions[name] = [(t, t._version) for t in tensors_of(self._arrived[name])]
+            self._keep(name, together([self._arrived[name], term]) if name in self._arrived else term)
 
     def finish(self) -> None:
         """Says that a backward pass has ended."""
@@ -95,15 +95,18 @@ class PerSampleGradients:
     def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`{name: (batch, *shape)}`: the gradients themselves, B times the size of the model, or of some names."""
         chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
-        return {name: self._scaled_dense(name).to(self._parameters[name].dtype) for name in chosen}
+        buffers.next_round()
+        return {name: self._scaled_dense(name) for name in chosen}
 
     @torch.no_grad()
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
         squares = self._squares()
-        if per_parameter:
-            return {name: square.sqrt() * self._scale for name, square in squares.items()}
-        return self._added_up(squares.values()).sqrt() * self._scale
+        if per_parameter:  # by way of inner products, rounding may leave a little less than nothing
+            return {name: square.clamp(min=0).sqrt() * self._scale for name, square in squares.items()}
+        if not squares:
+            return torch.zeros(self.batch_size, device=self._device)
+        return torch.stack([*squares.values()]).clamp_(min=0).sum(0).sqrt_().mul_(self._scale)
 
     @torch.no_grad()
     def sum(self, weights: Tensor | None = None) -> dict[str, Tensor]:
@@ -278,9 +281,10 @@ class PerSampleGradients:
             )
 
     def _scaled_dense(self, name: str) -> Tensor:
-        term = self._term(name)
-        # A dense term gives what it holds, which is not the user's to change.
-        return term.dense() * self._scale if isinstance(term, Dense) else _times(term.dense(), self._scale)
+        term, p = self._term(name), self._parameters[name]
+        result = buffers.empty((self.batch_size, *p.shape), p.dtype, p.device)
+        term.write(result, self._scale)
+        return result
 
     def _check_done(self) -> None:
         if self.batch_size and not self._backward_done:
@@ -292,7 +296,18 @@ class PerSampleGradients:
         return type(self._arrived[name]).__name__ if name in self._arrived else "not used"
 
     def _squares(self) -> dict[str, Tensor]:
-        return {name: term.squared_norms().clamp(min=0) for name, term in self._terms().items()}
+        return {name: self._measured(name, term) for name, term in self._terms().items()}
+
+    def _measured(self, name: str, term: Term) -> Tensor:
+        """The squared norms; where they took the dense form, and that is smaller, it is what is kept from now on."""
+        squared, lighter = term.measured()
+        if lighter is not term:
+            self._keep(name, lighter)
+        return squared
+
+    def _keep(self, name: str, term: Term) -> None:
+        self._arrived[name] = term
+        self._versions[name] = [(t, t._version) for t in tensors_of(term)]
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}
@@ -303,10 +318,6 @@ def _factors(norms: Tensor, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise PerSampleError(f"max_norm must be positive, got {max_norm}")
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-
-
-def _times(fresh: Tensor, scale: float) -> Tensor:
-    return fresh if scale == 1 else fresh.mul_(scale)
 
 
 def _bytes(count: float) -> str:

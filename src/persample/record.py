@@ -115,6 +115,7 @@ def record(
         torch.set_rng_state(rng_state)
         raise
     finally:
+        tracker.on_backward = None  # which knows the tracker, and with it all that was recorded
         for hook in hooks:
             hook.remove()
 

@@ -34,7 +34,10 @@ class StreamedNorms(PerSampleGradients):
         if name is not None:
             if name in self._squared:
                 raise PerSampleError(_SECOND_PASS.format(name=name, kept=self.kept))
-            self._squared[name] = term.squared_norms().clamp(min=0)
+            self._squared[name] = self._measured(name, term)
+
+    def _measured(self, name: str, term: Term) -> Tensor:
+        return term.squared_norms()
 
     def _squares(self) -> dict[str, Tensor]:
         self._check_done()
@@ -77,6 +80,7 @@ class StreamedClip(StreamedNorms):
         self._factors: Tensor | None = None
         self._clipped: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] | None = None
+        self._given: dict[str, int] = {}  # the versions of the totals when they were given out
         self._reason = ""
         self._ended = 0
 
@@ -103,8 +107,12 @@ class StreamedClip(StreamedNorms):
             self._clipped[name] = term.sum(self._factors * self._scale)
             return
         super().receive(parameter, term)
-        if self.passes != 2:
-            self._arrived[name] = term
+
+    def _measured(self, name: str, term: Term) -> Tensor:
+        if self.passes == 2:
+            return term.squared_norms()
+        squared, self._arrived[name] = term.measured()
+        return squared
 
     def finish(self) -> None:
         """A backward pass has ended: with one, this is the time to reduce; with two, the first gives the factors."""
@@ -127,6 +135,10 @@ class StreamedClip(StreamedNorms):
         if self._totals is None:
             self._totals = {name: self._total(name, self._own_clipped(name)) for name in self._parameters}
             self._clipped.clear()
+            self._given = {name: total._version for name, total in self._totals.items()}
+            return dict(self._totals)
+        if any(total._version != self._given[name] for name, total in self._totals.items()):
+            raise PerSampleError("The clipped sum was changed in place since clip() gave it, and is not kept twice.")
         return {name: total.clone() for name, total in self._totals.items()}
 
     def _own_clipped(self, name: str) -> Tensor:

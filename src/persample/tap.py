@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample import tracing
 from persample.collector import Collector
 from persample.errors import PerSampleError, op_name
 from persample.layout import Layout, Owners, joined, place, sample_ids, samples
@@ -19,7 +20,7 @@ from persample.rules.moves import moved_terms
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term, is_complex
 from persample.tree import filled, slots_in
-from persample.uncompiled import not_traced, skipped
+from persample.uncompiled import in_compiled_autograd, not_traced, skipped
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Plan:
     rule: Rule | None  # None: the generic rule, or that of moves
     rules: Sequence[Rule]  # among which it was chosen
     moves: bool
+    kernel: Callable[..., Any] | None  # what computes the result, in a call of tensors that gives one tensor, by a rule
+    weights_at: Sequence[tuple[int, int]]  # the positions of its weights among the tensors, and among the arguments
 
     @cached_property
     def reads_result(self) -> bool:
@@ -89,12 +92,17 @@ class Use:
 
     def _check_nobodys_rows(self, grad: Tensor, layout: Layout) -> None:
         rows = [j for j, n in enumerate(layout.ids or ()) if n < 0]
-        if rows and bool(grad.index_select(layout.dim, torch.tensor(rows, device=grad.device)).any()):
-            raise PerSampleError(
-                f"{op_name(self.plan.func)}: the loss depends on rows {rows} of a result, which belong to no sample: "
-                "they were made of constants and put beside samples along the batch. Leave them out, or give one to "
-                "each."
-            )
+        if not rows:
+            return
+        reached = grad.index_select(layout.dim, torch.tensor(rows, device=grad.device)).any()
+        cause = (
+            f"{op_name(self.plan.func)}: the loss depends on rows {rows} of a result, which belong to no sample: they "
+            "were made of constants and put beside samples along the batch. Leave them out, or give one to each."
+        )
+        if tracing.current is not None:
+            tracing.current.require(~reached, cause)
+        elif bool(reached):
+            raise PerSampleError(cause)
 
     def _placed(self, term: Term, position: int) -> Term:
         """The term, in the rows of the weight that each sample used where not all of them used all."""
@@ -114,13 +122,17 @@ class Use:
         (grad,) = grads
         if grad is None:
             return {}
-        return moved_terms(op, self.weights, grad, sample_ids(grad, self.plan.results[0], self.batch))
+        with tracing.left():
+            owner = sample_ids(grad, self.plan.results[0], self.batch)
+        terms = moved_terms(op, self.weights, grad, owner)
+        return self._terms(tensors, grads) if terms is None else terms
 
     def _terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms by the positions of the tensors they belong to."""
         plan = self.plan
         if plan.rule is not None and plan.rule.as_they_lie:
-            owners = Owners(sample_ids(own_grads[0], plan.results[0], self.batch), self.batch)  # type: ignore[arg-type]
+            with tracing.left():
+                owners = Owners(sample_ids(own_grads[0], plan.results[0], self.batch), self.batch)  # type: ignore[arg-type]
             return self._matched(plan.rule, [own_grads[0] if len(own_grads) == 1 else own_grads, owners], tensors)
         whole = plan.rule is not None and plan.rule.whole  # then the results are there too
         layouts = (*plan.layouts, *plan.results) if whole else plan.layouts
@@ -187,7 +199,7 @@ class Tap(torch.autograd.Function):
     @not_traced
     @skipped(inside=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if torch._C._current_graph_task_id() < 0:
+        if in_compiled_autograd():
             raise PerSampleError(
                 "Compiled autograd runs this backward pass of a recording, which keeps nothing per sample there. Call "
                 "backward inside the block, where it is turned off, or turn it off."

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from persample import tracing
 from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector
 from persample.distributed import Processes
@@ -20,7 +21,7 @@ from persample.errors import PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.motion import Motion, Op, call_simple, counts, motion_of, op_of, results_of, simple_motion
+from persample.motion import Motion, Op, call_simple, counts, motion_of, op_of, remembered, results_of
 from persample.motion.kinds import MOVES
 from persample.opened import opened
 from persample.rules import Rewrite, handler_of, rules_of
@@ -94,6 +95,7 @@ class Tracker(TorchFunctionMode):
         self._depth -= 1
         if self._depth == 0 and self._whole_modules is not None:
             self._whole_modules.remove()
+            self._whole_modules = None  # which knows the tracker: neither is to wait for the garbage collector
         super().__exit__(*error)
         if self._depth == 0:
             self._uncompiled.__exit__(None, None, None)
@@ -157,9 +159,10 @@ class Tracker(TorchFunctionMode):
         if func is torch.autograd.grad:
             self._refuse_ordinary_gradients(args, kwargs)
         op = op_of(func, args, kwargs, self.batch, self.where)
-        if (where_simply := simple_motion(op.kind)) is not None and torch.is_grad_enabled():
+        before = remembered(op.kind)
+        if before is not None and before.simply and torch.is_grad_enabled():
             result = func(*args, **kwargs)
-            self.tell(result, where_simply)
+            self.tell(result, before.simply[0])
             return result
         if func in _TYPED and len(op.tensors) > 1:  # nothing is read of the second but its type
             func, args = Tensor.to, (args[0], op.tensors[1].device, op.tensors[1].dtype)
@@ -180,8 +183,8 @@ class Tracker(TorchFunctionMode):
             return self._use(op, weights)
         self._keep_buffers(op)
         if func in MOVES and op.inplace:  # then its argument has another shape afterwards
-            before = tensors[0].detach()
-            op = replace(op, args=(before, *args[1:]), tensors=(before, *tensors[1:]))
+            unchanged = tensors[0].detach()
+            op = replace(op, args=(unchanged, *args[1:]), tensors=(unchanged, *tensors[1:]))
         if weights and not batched:
             with self.over.saving_weights():
                 result = func(*args, **kwargs)
@@ -243,18 +246,20 @@ class Tracker(TorchFunctionMode):
         base = view._base
         assert base is not None
         if not isinstance(where, (Lost, Reduced)):
-            ids = laid_out_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
-            of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
-            of_view.copy_(sample_ids(view, where, self.batch))
-            where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
+            with tracing.left():
+                ids = laid_out_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
+                of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
+                of_view.copy_(sample_ids(view, where, self.batch))
+                where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
         self.tell(base, where)
 
     def _seen_through(self, view: Tensor, base: Tensor, where: Where | None) -> Where | None:
         """Where the samples lie in a view that was made before they were written into its base."""
         if not isinstance(where, Layout):
             return None if isinstance(where, Lost) and where.listed else where
-        ids = laid_out_ids(base, where, self.batch)
-        return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, where.loose)
+        with tracing.left():
+            ids = laid_out_ids(base, where, self.batch)
+            return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, where.loose)
 
     @cached_property
     def buffers(self) -> dict[int, Tensor]:

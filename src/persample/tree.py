@@ -87,7 +87,7 @@ def filled(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
     if isinstance(value, Slot):
         return tensors[value.position]
     if isinstance(value, (tuple, list)):
-        return type(value)(filled(part, tensors) for part in value)
+        return type(value)([tensors[p.position] if type(p) is Slot else filled(p, tensors) for p in value])
     if isinstance(value, dict):
         return {key: filled(part, tensors) for key, part in value.items()}
     return value

@@ -8,11 +8,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from persample import tracing
 from persample.collector import Collector
-from persample.detached import run_detached
+from persample.detached import kernel, run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name
 from persample.layout import Layout
-from persample.motion import Motion, Op, motion_of, results_of
+from persample.motion import Motion, Op, motion_of, remembered, results_of
 from persample.motion.kinds import WRITES
 from persample.rules import Rule
 from persample.rules.moves import moves
@@ -44,6 +45,10 @@ def run_use(
     `motion` says how the op moves the samples, if that is known already.
     """
     check_apart(op, around)
+    before = remembered(op.kind)
+    plan = None if before is None else before.plans.get(tuple(weights))
+    if before is not None and plan is not None and plan.kernel is not None and plan.rules is rules:
+        return _run_as_before(op, weights, plan, around), before
     if op.func in WRITES and not moves(op):
         raise PerSampleError(
             f"{op_name(op.func)}, in {around.place()}, combines weights with samples while it puts them in place. Do "
@@ -54,9 +59,12 @@ def run_use(
         saved[0] = saved[0].clone()
         if 0 in weights:
             weights = {**weights, 0: _moved_aside(op, around)}
-    rng_state = None if rules else torch.get_rng_state()
+    trace = tracing.current
+    rng_state = None if rules or trace else torch.get_rng_state()
+    drawn = trace.drawn if trace else 0
     result = run_detached(op, weights, whole=any(rule.whole for rule in rules))
-    if rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state):
+    draws = trace.drawn > drawn and not rules if trace else _changed(rng_state)
+    if draws:
         raise PerSampleError(
             f"{op_name(op.func)}, in {around.place()}, draws random numbers where it uses weights, which cannot be "
             "drawn again for each sample. Draw them in a function of their own, as dropout before or after it does."
@@ -77,7 +85,7 @@ def run_use(
     around.collector.expect(weights.values())
     if around.collector.early:
         factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in plan.tapped]
-        around.collector.expect_bytes(sum(t.numel() * t.element_size() for t in factors))
+        around.collector.expect_bytes(sum(t.nbytes for t in factors))
     if plan.rule is not None and plan.rule.whole:
         saved += results
     chosen = [results[i] if op.inplace else _beneath(results[i]) for i in plan.tapped]
@@ -89,6 +97,31 @@ def run_use(
         return seen[0], motion
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
+
+
+def _run_as_before(op: Op, weights: dict[int, Tensor], plan: Plan, around: Surroundings) -> Tensor:
+    """The result of a plain call that has been planned: the same as above, without what cannot happen here."""
+    saved, args = list(op.tensors), list(op.args)
+    for position, argument in plan.weights_at:
+        saved[position] = args[argument] = saved[position].detach()
+    assert plan.kernel is not None
+    result = plan.kernel(*args, **op.kwargs)
+    use = Use(
+        plan, (result.shape,), weights, _autocast(result.device.type), around.batch, around.collector,
+        around.anchor_node,
+    )  # fmt: skip
+    around.collector.expect(weights.values())
+    if around.collector.early:
+        around.collector.expect_bytes(sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes))
+    chosen = _beneath(result)
+    (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, around.anchor)
+    return seen if seen.shape == result.shape else seen.view(result.shape)
+
+
+def _weights_at(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int]] | None:
+    """For each weight its position among the tensors and among the arguments, if all tensors are plain arguments."""
+    arguments = [i for i, arg in enumerate(op.args) if isinstance(arg, Tensor)]
+    return [(position, arguments[position]) for position in weights] if len(arguments) == len(op.tensors) else None
 
 
 def _planned(
@@ -108,8 +141,13 @@ def _planned(
     if rule is None and whole:
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
-    inputs = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights] if whole else []
-    return Plan(op.func, call, layouts, where, tapped, inputs, rule, rules, rule is None and moves(op))
+    reached = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
+    at = _weights_at(op, weights)
+    plain = rule is not None and reached and not whole and not op.inplace and len(results) == 1 and at is not None
+    return Plan(
+        op.func, call, layouts, where, tapped, reached if whole else [], rule, rules, rule is None and moves(op),
+        kernel(op.func, weights) if plain else None, at or [],
+    )  # fmt: skip
 
 
 def _autocast(device: str) -> tuple[str, torch.dtype] | None:
@@ -130,8 +168,12 @@ def _moved_aside(op: Op, around: Surroundings) -> Tensor:
     return aside
 
 
+def _changed(rng_state: Tensor | None) -> bool:
+    return rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state)
+
+
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _beneath(result: Tensor) -> Tensor:

@@ -315,8 +315,7 @@ def way_of(term: Term) -> str:
     if isinstance(term, Outer):
         return "ghost" if term.positions == 1 else cheaper_way(term.positions, *term.shape)
     if isinstance(term, Patches):
-        positions = term.input.shape[1] * term.grad.shape[3:].numel()
-        return cheaper_way(positions, term.shape[1:].numel(), term.shape[0] // term.groups)
+        return term.norms_way()
     return "rows" if isinstance(term, Rows) else "dense"
 
 

@@ -13,7 +13,7 @@ What was found holds for the shapes it was found for, so it is remembered by the
 """
 
 from persample.motion import counts, known
-from persample.motion.find import call_simple, motion, motion_of, simple_motion
+from persample.motion.find import call_simple, motion, motion_of, remembered
 from persample.motion.motion import Motion
 from persample.motion.op import Op, is_inplace, op_of, results_of
 
@@ -27,6 +27,6 @@ __all__ = [
     "motion",
     "motion_of",
     "op_of",
+    "remembered",
     "results_of",
-    "simple_motion",
 ]

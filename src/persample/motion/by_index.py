@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample import tracing
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Where, from_ids, sample_ids
 from persample.motion.motion import Motion
@@ -179,10 +180,44 @@ def _is_nested(item: Sequence[Any], name: str) -> bool:
     return name == "index_put" or isinstance(item, tuple)
 
 
+UNKNOWN_VALUES = "puts samples where values say that are not known when a step is compiled"
+
+
 def by_index(op: Op) -> Motion:
     """How the samples move in an op that goes by an index."""
     call = Indexing(op)
+    if tracing.current is not None and _depends_on(call, tracing.current):
+        return Motion((_masked(call) or Lost(f"{op_name(op.func)} {UNKNOWN_VALUES}"),))
     return Motion((_written(call) if call.writes else _picked(call),), by_values=True)
+
+
+def _depends_on(call: Indexing, trace: tracing.Trace) -> bool:
+    """Whether made-up values say whose an entry is: a mask, or an index along the samples."""
+    owners = [call.owner.get(id(t)) for t in (call.base, call.value) if isinstance(t, Tensor)]
+    along: set[int] = set()  # the dims that must not go by such values
+    dim = 0
+    for part in call._spelled_out():
+        if isinstance(part, Tensor) and trace.is_made_up(part):
+            if _is_mask(part):
+                return True
+            along.add(dim)
+            owners += [call.owner.get(id(part))] if call.writes else []
+        dim += part.dim() if isinstance(part, Tensor) and _is_mask(part) else part is not None
+    if call.writes and not op_name(call.op.func).startswith("scatter"):  # what is written has a shape of its own
+        return bool(along) and any(isinstance(where, Layout) for where in owners[1:])
+    return any(isinstance(where, Layout) and where.dim in along for where in owners)
+
+
+def _masked(call: Indexing) -> Layout | None:
+    """Where the samples stay, whatever a mask says, if one constant is written over entries of their own."""
+    (mask,) = call.item if len(call.item) == 1 else (None,)
+    where = call.owner.get(id(call.base))
+    one = not isinstance(call.value, Tensor) or (call.value.numel() == 1 and call.owner.get(id(call.value)) is None)
+    if not (call.writes and one and isinstance(mask, Tensor) and _is_mask(mask) and isinstance(where, Layout)):
+        return None
+    says = call.owner.get(id(mask))
+    own = isinstance(says, Layout) and (says.dim, says.inner, says.ids) == (where.dim, where.inner, where.ids)
+    return where if (says is None or own) and not where.loose else None
 
 
 def _mixed(op: Op, cause: str) -> Lost:

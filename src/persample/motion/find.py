@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample import tracing
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Reduced, Where, regular, sample_ids
 from persample.motion.by_ids import by_ids
-from persample.motion.by_index import by_index, by_order, listed
+from persample.motion.by_index import UNKNOWN_VALUES, by_index, by_order, listed
 from persample.motion.by_trial import by_trial, reduced
 from persample.motion.kinds import (
     ADDITIVE,
@@ -49,13 +50,12 @@ def motion(func: Callable[..., Any]) -> Callable[[Callable[[Op], Motion]], Calla
     return register
 
 
-def simple_motion(kind: tuple[Any, ...]) -> Layout | None:
-    """Where the samples lie in the one tensor that calls of this kind give, if that is all there is to them."""
+def remembered(kind: tuple[Any, ...]) -> Motion | None:
+    """What was found for calls of this kind."""
     try:
-        found = _found.get(kind)
+        return _found.get(kind)
     except TypeError:  # an argument that cannot be hashed
         return None
-    return found.simply[0] if found is not None and found.simply else None
 
 
 def call_simple(op: Op, result: Any) -> None:
@@ -72,10 +72,14 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     """How `op`, which gave `results`, moves the samples."""
     if op.batch == 0:
         return everywhere(Layout(0), results)
+    return _motion(op, results) if tracing.current is None else _traced_motion(op, results, tracing.current)
+
+
+def _motion(op: Op, results: Sequence[Tensor]) -> Motion:
     if op.func in _known:
         return _known[op.func](op)
     if op.func in _MEANS_OF_THE_VALID and (fair := _with_fair_divisor(op)) is not op:
-        return fair if isinstance(fair, Motion) else motion_of(fair, results)
+        return fair if isinstance(fair, Motion) else _motion(fair, results)
     key = _key(op)
     if key is not None and (found := _found.get(key)) is not None:
         return found
@@ -85,7 +89,7 @@ def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
         motion = everywhere(Lost(f"{op_name(op.func)} could not be followed ({error})"), results)
     lost = any(isinstance(where, Lost) for where in motion.results)
     by_numbers = lost and any(t.dtype in INDEX_DTYPES for t in op.tensors)  # with others they may be found
-    if key is not None and not motion.by_values and not by_numbers:
+    if key is not None and not motion.by_values and not by_numbers and tracing.current is None:
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
         _found[key] = motion
@@ -118,8 +122,11 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     if op.func in SUMS and not any(t.dim() for t in op.tensors):
         return everywhere(reduced(op), results)  # the losses of some samples, added up
     with torch.no_grad():
-        if op.func in WRITES or (op.func in PICKS and any(op.where[1:])):
+        made_up = _has_made_up_index(op)
+        if op.func in WRITES or (op.func in PICKS and (any(op.where[1:]) or made_up)):
             return by_index(op)
+        if made_up and (op.func in MOVES or (_key(op) is None and op.func not in _MASKED)):
+            return everywhere(Lost(f"{op_name(op.func)} {UNKNOWN_VALUES}"), results)
         if op.func in MOVES:
             return by_ids(op, results)
         if any(isinstance(where, Layout) and where.places for where in op.where):
@@ -127,6 +134,33 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
             return everywhere(Lost(cause), results)
         ordered = by_order(op, results) if op.func in SORTS else None
         return ordered or by_trial(op, results)
+
+
+# Of the functions that a mask steers, those that move nothing.
+_MASKED = {Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill}
+
+
+def _has_made_up_index(op: Op) -> bool:
+    """Whether an index or mask is among the arguments whose values are not known while a step is traced."""
+    trace = tracing.current
+    return trace is not None and any(t.dtype in INDEX_DTYPES and trace.is_made_up(t) for t in op.tensors[1:])
+
+
+def _traced_motion(op: Op, results: Sequence[Tensor], trace: tracing.Trace) -> Motion:
+    """How an op of tensors without values moves the samples; lost if values decide."""
+    lost = everywhere(Lost(f"{op_name(op.func)} {UNKNOWN_VALUES}"), results)
+    if op.func in _MEANS_OF_THE_VALID:
+        _require_fair_divisor(op, trace)
+    with tracing.left():
+        try:
+            if op.func in _known:
+                return _known[op.func](op)
+        except Exception:  # it looks at values
+            return lost
+        given = trace.standing_in(op)
+        given.kind = op.kind
+        motion = _motion(given, results)
+    return lost if motion.by_values and op.func not in WRITES and op.func not in PICKS else motion
 
 
 def _all_of(sample: int, result: Tensor, op: Op, loose: bool) -> Where:
@@ -153,21 +187,42 @@ _DIVISOR = "so its divisor depends on the batch: reduce by 'sum', or take each s
 
 def _with_fair_divisor(op: Op) -> Op | Motion:
     """A mean over targets of which some are ignored, as a sum if each sample has as many that are not."""
-    where = op.where[0]
-    if op.kwargs.get("reduction", "mean") != "mean" or len(op.args) > 2 or not isinstance(where, Layout):
+    found = _valid_targets(op)
+    if found is None:
         return op
-    if len(op.samples()) == 1:
-        return op
-    logits, target = op.tensors[:2]
-    if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
-        return op
-    valid = target != op.kwargs.get("ignore_index", -100)
-    owner = sample_ids(target, replace(where, dim=max(0, where.dim - 1)), op.batch)
+    valid, owner = found
     counts = owner[valid & (owner >= 0)].bincount(minlength=op.batch)
     if bool((counts != counts[0]).any()):
         cause = f"{op_name(op.func)} is a mean over {counts.tolist()} targets of the samples that are not ignored"
         return everywhere(Lost(f"{cause}, {_DIVISOR}"), op.tensors[:1])
     return op if bool(valid.all()) else replace(op, kwargs={**op.kwargs, "reduction": "sum"})
+
+
+def _valid_targets(op: Op) -> tuple[Tensor, Tensor] | None:
+    """Which targets a mean is over, and whose they are; None if it is over all of them in any case."""
+    where = op.where[0]
+    if op.kwargs.get("reduction", "mean") != "mean" or len(op.args) > 2 or not isinstance(where, Layout):
+        return None
+    if len(op.samples()) == 1:
+        return None
+    logits, target = op.tensors[:2]
+    if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
+        return None
+    valid = target != op.kwargs.get("ignore_index", -100)
+    return valid, sample_ids(target, replace(where, dim=max(0, where.dim - 1)), op.batch)
+
+
+def _require_fair_divisor(op: Op, trace: tracing.Trace) -> None:
+    """Has each run check that the samples have equal numbers of targets that are not ignored."""
+    found = _valid_targets(op)
+    if found is not None:
+        valid, owner = found
+        # of nobody's, the row is left out again
+        counts = torch.zeros(op.batch + 1, dtype=torch.int64, device=valid.device).index_add(
+            0, (owner % (op.batch + 1)).flatten().long(), valid.flatten().long()
+        )[:-1]
+        cause = f"{op_name(op.func)} is a mean over different numbers of targets of the samples that are not ignored"
+        trace.require((counts == counts[0]).all(), f"{cause}, {_DIVISOR}.")
 
 
 def _unequal_rows(op: Op) -> Lost | None:

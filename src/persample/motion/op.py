@@ -58,13 +58,7 @@ class Op:
     def filled(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with other values in the place of the tensors."""
         supply = iter(tensors)
-
-        def one(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return next(supply)
-            return map_tensors(one, value) if isinstance(value, (tuple, list, dict)) else value
-
-        return tuple([one(arg) for arg in self.args]), {name: one(arg) for name, arg in self.kwargs.items()}
+        return map_tensors(lambda _: next(supply), (self.args, self.kwargs))
 
 
 def op_of(
@@ -78,36 +72,42 @@ def op_of(
     tensors: list[Tensor] = []
     where: list[Where | None] = []
     kind: list[Any] = [func, batch, len(args)]
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            place = where_of(value)
-            tensors.append(value)
-            where.append(place)
-            kind.extend((value.shape, value.dtype, value.requires_grad, place))
-        elif isinstance(value, (tuple, list)):
-            kind.extend((type(value), len(value)))
-            for part in value:
-                look(part)
-        elif isinstance(value, dict):
-            kind.extend((dict, len(value)))
-            for name, part in value.items():
-                kind.append(name)
-                look(part)
-        elif isinstance(value, slice):
-            kind.append(slice)
-            look((value.start, value.stop, value.step))
-        else:
-            kind.extend((type(value), value))
-
     for arg in args:
-        look(arg)
+        _look_at(arg, where_of, tensors, where, kind)
     for name, arg in kwargs.items():
         kind.append(name)
-        look(arg)
+        _look_at(arg, where_of, tensors, where, kind)
     op = Op(func, args, kwargs, tuple(tensors), tuple(where), batch)
     op.kind = tuple(kind)
     return op
+
+
+def _look_at(
+    value: Any,
+    where_of: Callable[[Tensor], Where | None],
+    tensors: list[Tensor],
+    where: list[Where | None],
+    kind: list[Any],
+) -> None:
+    if isinstance(value, Tensor):
+        place = where_of(value)
+        tensors.append(value)
+        where.append(place)
+        kind += (value.shape, value.dtype, value.requires_grad, place)
+    elif isinstance(value, (tuple, list)):
+        kind += (type(value), len(value))
+        for part in value:
+            _look_at(part, where_of, tensors, where, kind)
+    elif isinstance(value, dict):
+        kind += (dict, len(value))
+        for name, part in value.items():
+            kind.append(name)
+            _look_at(part, where_of, tensors, where, kind)
+    elif isinstance(value, slice):
+        kind.append(slice)
+        _look_at((value.start, value.stop, value.step), where_of, tensors, where, kind)
+    else:
+        kind += (type(value), value)
 
 
 @cache

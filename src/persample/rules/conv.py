@@ -26,8 +26,8 @@ def conv(
 ) -> Terms:
     kernel = weight.shape[2:]
     gaps = _each(dilation, kernel)
-    patches = Patches(input, grad, kernel, _each(stride, kernel), _paddings(padding, kernel, gaps), gaps, groups)
-    return {"weight": patches, "bias": Dense(grad.flatten(3).sum((1, 3)))}
+    term = Patches(input, grad, kernel, _each(stride, kernel), _paddings(padding, kernel, gaps), gaps, groups)
+    return _terms(term, grad, bias)
 
 
 @rule(torch.conv_transpose1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False)
@@ -49,7 +49,12 @@ def conv_transpose(
     widths = zip(_each(padding, kernel), _each(output_padding, kernel), strict=True)
     cut = [(width, width - more) for width, more in widths]
     term = Patches(grad.conj(), input.conj(), kernel, _each(stride, kernel), cut, _each(dilation, kernel), groups)
-    return {"weight": term, "bias": Dense(grad.flatten(3).sum((1, 3)))}
+    return _terms(term, grad, bias)
+
+
+def _terms(of_weight: Patches, grad: Tensor, bias: Tensor | None) -> Terms:
+    """With that of the bias, if there is one: it is added at every position."""
+    return {"weight": of_weight} if bias is None else {"weight": of_weight, "bias": Dense(grad.flatten(3).sum((1, 3)))}
 
 
 def _each(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample import tracing
 from persample.layout import Layout, Lost, Owners, from_ids, regular, sample_ids, samples
 from persample.motion import Motion, Op, motion
 from persample.rules.registry import Terms, rule
@@ -54,7 +55,7 @@ def scaled_embedding(
     sparse: bool = False,
 ) -> Terms:
     """Each row's gradient is divided by how often its own sample looks it up, so that no others may be counted."""
-    ids, mine = input.reshape(-1), owners.ids[..., 0].reshape(-1).long()
+    ids, mine = input.reshape(-1), tracing.constant(owners.ids)[..., 0].reshape(-1).long()
     pairs = mine.clamp(min=0) * len(weight) + ids
     frequency = pairs.bincount(weights=(mine >= 0).to(grad.dtype))[pairs]
     grad = grad.flatten(0, -2) / frequency.unsqueeze(1)
@@ -160,7 +161,11 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Terms:
-    bag, count = _bags(input, offsets, include_last_offset)
+    with tracing.left():
+        bag, count = _bags(input, offsets, include_last_offset)
+        mine = owners.ids[:, 0][bag].long()
+        layout = regular(0, tuple(mine.tolist()), owners.batch)
+    bag, mine = tracing.constant(bag), tracing.constant(mine)
     ids = input.reshape(-1)
     valid = torch.ones_like(ids, dtype=torch.bool) if padding_idx is None else ids != padding_idx % len(weight)
     grads = grad[bag]  # of each row that was looked up
@@ -170,9 +175,7 @@ def embedding_bag(
     elif mode == "mean":
         sizes = torch.zeros(count, dtype=grad.dtype, device=grad.device).index_add_(0, bag, valid.to(grad.dtype))
         grads = grads / sizes[bag].clamp(min=1).unsqueeze(1)
-    mine = owners.ids[:, 0][bag].long()
     share = valid.to(grad.dtype) if per_sample_weights is None else per_sample_weights.reshape(-1) * valid
-    layout = regular(0, tuple(mine.tolist()), owners.batch)
     rows = samples(grads * share.unsqueeze(1), layout, owners.batch)
     weighted = grad.new_zeros(owners.batch, len(ids))
     weighted[mine.clamp(min=0), torch.arange(len(ids), device=ids.device)] = (looked_up * grads).sum(1) * valid

@@ -12,4 +12,4 @@ from persample.terms import Dense, Outer
 @rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
 def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
-    return {"weight": Outer(input, grad), "bias": Dense(grad.sum(1))}
+    return {"weight": Outer(input, grad), "bias": Dense(grad.sum(1) if grad.shape[1] > 1 else grad.squeeze(1))}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from persample import tracing
 from persample.layout import regular, samples
 from persample.motion import Op, results_of
 from persample.motion.by_index import Indexing
@@ -26,10 +27,13 @@ class Moved:
 
     def term(self, weight: Tensor, batch: int) -> Term:
         """`g_n[i] = sum of the gradients where entry i was put among those of sample n`."""
-        there = (self.owner >= 0) & (self.origin >= 0)
+        with tracing.left():
+            owner, origin = self.owner.reshape(-1), self.origin.reshape(-1)
+            there = ((owner >= 0) & (origin >= 0)).nonzero().squeeze(1)
+            at = (owner[there].long(), origin[there])
         dense = self.grad.new_zeros(batch, max(1, weight.numel()))
-        at = (self.owner[there].long(), self.origin[there])
-        dense.index_put_(at, self.grad[there], accumulate=True)
+        entries = self.grad.reshape(-1)[tracing.constant(there)]
+        dense.index_put_(tuple(map(tracing.constant, at)), entries, accumulate=True)
         return Dense(dense[:, : weight.numel()].view(batch, *weight.shape).to(weight.dtype))
 
 
@@ -38,23 +42,31 @@ def moves(op: Op) -> bool:
     return op.func in MOVES or (op.func in WRITES and "reduce" not in op.kwargs and "reduce" not in op.func.__name__)
 
 
-def moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term]:
-    """The terms of the weights in a move; `owner` has the sample of each entry of the result."""
+def moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term] | None:
+    """The terms of the weights in a move; `owner` has the sample of each entry of the result.
+
+    None while a step is traced, if it goes by an index: where entries went cannot be looked up then.
+    """
     terms: dict[int, Term] = {}
+    traced = tracing.current is not None
+    moved_ones = len(list(tensors_in(op.args[0])))
     for position in weights:
         tensor = op.tensors[position]
-        numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        if op.func in WRITES:
+        with tracing.left():
+            numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
+        if op.func in WRITES and not traced:
             moved = _written(Indexing(op), position == 0, numbers, owner, grad, op.kwargs.get("alpha", 1))
             terms[position] = moved.term(tensor, op.batch)
         elif op.func in PICKS and (rows := _rows(Indexing(op), owner, grad, op.batch)) is not None:
             terms[position] = rows
+        elif traced and (op.func in WRITES or len(op.tensors) > moved_ones):
+            return None
         else:
-            moved_ones = len(list(tensors_in(op.args[0])))
-            nobody = [torch.full_like(t, -1, dtype=torch.long) for t in op.tensors[:moved_ones]]
-            nobody[position] = numbers
-            args, kwargs = op.filled([*nobody, *op.tensors[moved_ones:]])
-            (origin,) = results_of(op.func(*args, **kwargs), args)
+            with tracing.left():
+                nobody = [torch.full(t.shape, -1, device=t.device) for t in op.tensors[:moved_ones]]
+                nobody[position] = numbers
+                args, kwargs = op.filled([*nobody, *op.tensors[moved_ones:]])
+                (origin,) = results_of(op.func(*args, **kwargs), args)
             terms[position] = Moved(origin, owner, grad).term(tensor, op.batch)
     return terms
 
@@ -76,7 +88,8 @@ def _rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | Non
     (index,) = call.item if len(call.item) == 1 else (None,)
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or call.base.dim() != 2:
         return None
-    ids = tuple(owner.reshape(index.numel(), -1).amax(1).tolist()) if index.numel() else ()
+    with tracing.left():
+        ids = tuple(owner.reshape(index.numel(), -1).amax(1).tolist()) if index.numel() else ()
     layout = regular(0, ids, batch)
     rows = samples(grad.reshape(index.numel(), -1), layout, batch)
     return Rows(samples(index.reshape(-1) % len(call.base), layout, batch), rows, len(call.base))

@@ -14,10 +14,14 @@ from persample.terms import Dense
 
 
 def _affine(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
-    """The terms of w and b, which run along the dims `keep` and are the same everywhere else in a sample."""
+    """The terms of w and b, which run along the dims `keep` and are the same everywhere else in a sample.
+
+    `normalised` is overwritten.
+    """
     rest = [dim for dim in range(1, grad.dim()) if dim not in keep]
     over_rest = (lambda t: t.sum(rest)) if rest else (lambda t: t)
-    return {"weight": Dense(over_rest(normalised.conj() * grad)), "bias": Dense(over_rest(grad))}
+    product = normalised.mul_(grad) if normalised.dtype == grad.dtype else normalised * grad
+    return {"weight": Dense(over_rest(product)), "bias": Dense(over_rest(grad))}
 
 
 @rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
@@ -56,7 +60,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Terms:
-    normalised = F.group_norm(input.flatten(0, 1).contiguous(), num_groups, eps=eps)
+    normalised = F.group_norm(input.flatten(0, 1), num_groups, eps=eps)
     return _affine(grad, normalised.view(input.shape), keep=[2])
 
 

@@ -46,6 +46,16 @@ class Term(ABC):
     def part(self, start: int, stop: int) -> Term:
         """The same for the rows `weight[start:stop]`."""
 
+    def write(self, out: Tensor, scale: float = 1.0) -> None:
+        """Writes the dense form, times `scale`, into `out`, which may be of another type."""
+        out.copy_(self.dense())
+        if scale != 1:
+            out.mul_(scale)
+
+    def measured(self) -> tuple[Tensor, Term]:
+        """`squared_norms()`, and a term of the same gradients: the dense form, if it was made and is the smaller one."""
+        return self.squared_norms(), self
+
     def squared_norms(self) -> Tensor:
         """`(batch,)`: |g_n|²."""
         return torch.cat([squares(block) for _, (block,) in self.by_samples()])
@@ -127,6 +137,13 @@ class Same(Term):
 
     def part(self, start: int, stop: int) -> Same:
         return Same(self.direction[start:stop], self.batch)
+
+
+def is_smaller_dense(term: Term, times: int = 1) -> bool:
+    """Whether the dense form, exact, takes less memory than so many times the factors."""
+    factors = list(tensors_of(term))
+    numbers = times * sum(t.numel() for t in factors)
+    return term.batch * term.shape.numel() <= numbers and all(wide(t) is t for t in factors)
 
 
 def _matrix(block: Tensor) -> Tensor:

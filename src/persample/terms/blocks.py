@@ -62,6 +62,10 @@ class Blocks(Term):
             return Dense(like.new_zeros(self.batch, stop - start, *self.shape[1:]))
         return Blocks(terms, starts, stop - start, self.single)
 
+    def measured(self) -> tuple[Tensor, Term]:
+        squared, terms = zip(*(term.measured() for term in self.terms), strict=True)
+        return sum_of(squared), Blocks(terms, self.starts, self.count, self.single)
+
     def squared_norms(self) -> Tensor:
         return sum_of([term.squared_norms() for term in self.terms])
 

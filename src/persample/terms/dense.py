@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import Term
+from persample.terms.base import Term, is_smaller_dense, promoted, squares, wide
 
 
 @dataclass(frozen=True)
@@ -32,3 +32,21 @@ class Dense(Term):
 
     def part(self, start: int, stop: int) -> Dense:
         return Dense(self.values[:, start:stop])
+
+    def squared_norms(self) -> Tensor:
+        return squares(wide(self.values))
+
+    def sum(self, weights: Tensor) -> Tensor:
+        values, weights = promoted(wide(self.values), weights)
+        return (weights @ values.reshape(self.batch, self.shape.numel())).view(self.shape)
+
+    def write(self, out: Tensor, scale: float = 1.0) -> None:
+        torch.mul(self.values, scale, out=out)
+
+
+def measured_densely(term: Term, times: int = 1) -> tuple[Tensor, Term]:
+    """`measured()` of a term whose norms take its dense form: kept if it is smaller than so many times the factors."""
+    if not is_smaller_dense(term, times):
+        return term.squared_norms(), term
+    dense = Dense(term.dense())
+    return dense.squared_norms(), dense

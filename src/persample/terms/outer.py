@@ -9,6 +9,7 @@ from torch import Tensor
 
 from persample.terms.base import BLOCK, Term, promoted, squares, wide
 from persample.terms.cost import cheaper_way
+from persample.terms.dense import measured_densely
 from persample.terms.sketch import Sketch, TensorSketch
 
 
@@ -41,11 +42,25 @@ class Outer(Term):
         input, grad = promoted(self.input, self.grad)
         return grad.mT @ input.conj()
 
+    def write(self, out: Tensor, scale: float = 1.0) -> None:
+        if not self.input.dtype == self.grad.dtype == out.dtype or out.is_complex():
+            return super().write(out, scale)
+        grad = self.grad if scale == 1 else self.grad * scale
+        if self.positions == 1:  # a product by which nothing is summed: all of the time goes into writing it
+            torch.mul(grad.mT, self.input, out=out)
+        else:
+            torch.bmm(grad.mT, self.input, out=out)
+
     def some(self, start: int, stop: int) -> Outer:
         return Outer(self.input[start:stop], self.grad[start:stop])
 
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
+
+    def measured(self) -> tuple[Tensor, Term]:
+        if self.positions > 1 and cheaper_way(self.positions, *self.shape) == "dense":
+            return measured_densely(self)
+        return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:

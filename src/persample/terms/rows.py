@@ -33,11 +33,14 @@ class Rows(Term):
         return torch.Size([self.count, self.grad.shape[2]])
 
     def dense(self) -> Tensor:
-        batch, _, width = self.grad.shape
-        sample = torch.arange(batch, device=self.ids.device).unsqueeze(1)
-        table = self.grad.new_zeros(batch * self.count, width)
-        table.index_add_(0, (sample * self.count + self.ids).flatten(), self.grad.flatten(0, 1))
-        return table.unflatten(0, (batch, self.count))
+        result = self.grad.new_empty(self.batch, *self.shape)
+        self.write(result)
+        return result
+
+    def write(self, out: Tensor, scale: float = 1.0) -> None:
+        sample = torch.arange(self.batch, device=self.ids.device).unsqueeze(1)
+        rows = self.grad if scale == 1 else self.grad * scale
+        out.zero_().flatten(0, 1).index_add_(0, (sample * self.count + self.ids).flatten(), rows.flatten(0, 1).to(out))
 
     def some(self, start: int, stop: int) -> Rows:
         return Rows(self.ids[start:stop], self.grad[start:stop], self.count)
@@ -47,23 +50,41 @@ class Rows(Term):
         ids = torch.where(inside, self.ids - start, 0)
         return Rows(ids, self.grad.masked_fill(~inside.unsqueeze(-1), 0), stop - start)
 
-    def _looked_up(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The different pairs of sample and row, and their gradients added up: (samples, ids, grads)."""
-        sample = torch.arange(self.batch, device=self.ids.device).unsqueeze(1)
-        pairs, which = (sample * self.count + self.ids).flatten().unique(return_inverse=True)
-        grads = wide(self.grad).new_zeros(len(pairs), self.grad.shape[2])
-        grads.index_add_(0, which, wide(self.grad).flatten(0, 1))
-        return pairs // self.count, pairs % self.count, grads
+    def _places(self) -> Tensor:
+        """For each position a number below batch * t, the same for equal rows of a sample and for none else."""
+        batch, positions = self.ids.shape
+        ordered, order = self.ids.sort(1)
+        first = torch.arange(0, batch * positions, max(1, positions), device=self.ids.device).view(batch, 1)
+        is_new = ordered[:, 1:] != ordered[:, :-1]
+        numbers = torch.cat([first, first + is_new.cumsum(1)], 1)[:, :positions]
+        return torch.empty_like(order).scatter_(1, order, numbers)
+
+    def _added_up(self, places: Tensor) -> Tensor:
+        """`(batch * t, width)`: the gradients of equal rows of a sample added up, at their places."""
+        grad = wide(self.grad)
+        return grad.new_zeros(places.numel(), grad.shape[2]).index_add_(0, places.flatten(), grad.flatten(0, 1))
+
+    @property
+    def _is_spread(self) -> bool:
+        """Whether all positions of a sample have the same gradient, as a mean over them gives."""
+        return self.batch > 0 and self.grad.shape[1] > 1 and self.grad.stride(1) == 0
+
+    def _times(self, weights: Tensor) -> Tensor:
+        """The gradients, those of each sample times its weight."""
+        grad, weights = promoted(wide(self.grad), weights)
+        if self._is_spread:
+            return (grad[:, :1] * weights[:, None, None]).expand_as(grad)
+        return grad * weights[:, None, None]
 
     def squared_norms(self) -> Tensor:
-        samples, _, grads = self._looked_up()
-        of_pairs = squares(grads)
-        return of_pairs.new_zeros(self.batch).index_add_(0, samples, of_pairs)
+        if self._is_spread:  # then how often each row was looked up is all there is to add up
+            ones = Rows(self.ids, torch.ones_like(wide(self.grad).real[..., :1].contiguous()), self.count)
+            return ones.squared_norms() * squares(wide(self.grad)[:, :1])
+        return squares(self._added_up(self._places()).view(self.batch, *self.grad.shape[1:]))
 
     def sum(self, weights: Tensor) -> Tensor:
-        grad, weights = promoted(wide(self.grad), weights)
-        table = grad.new_zeros(self.shape)
-        return table.index_add_(0, self.ids.flatten(), (grad * weights[:, None, None]).flatten(0, 1))
+        rows = self._times(weights)
+        return rows.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
 
     def dot(self, direction: Tensor) -> Tensor:
         grad, direction = promoted(wide(self.grad), wide(direction))
@@ -85,8 +106,10 @@ class Rows(Term):
         return super().gram(other, numbers)
 
     def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        _, ids, grads = self._looked_up()
-        return grads.new_zeros(self.shape).index_add_(0, ids, grads.abs().square())
+        places = self._places()
+        added_up = self._added_up(places).abs().square()
+        ids = places.new_zeros(places.numel()).scatter_(0, places.flatten(), self.ids.flatten())
+        return added_up.new_zeros(self.shape).index_add_(0, ids, added_up)
 
     def project(self, sketch: Sketch) -> Tensor:
         if not isinstance(sketch, TensorSketch):

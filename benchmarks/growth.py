@@ -1,0 +1,36 @@
+"""How time and memory grow with the batch, the length, the width and the vocabulary of a small GPT, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache, partial
+
+from benchmarks.workloads import Workload, gpt
+
+START = {"batch": 8, "length": 64, "width": 128, "vocabulary": 1024}
+LAYERS = 2
+
+AXES: dict[str, tuple[int, ...]] = {
+    "batch": (2, 8, 32, 64),
+    "length": (16, 64, 256, 512),
+    "width": (32, 128, 256, 512),
+    "vocabulary": (256, 1024, 4096, 16384),
+}
+QUICK_AXES = {axis: values[:2] for axis, values in AXES.items()}
+
+PATIENCE = 1.0  # seconds of steps, for each engine and point
+QUANTITIES = ("clip",)
+ENGINES = ("ExpandedWeights", "torch.func", "Opacus hooks", "Opacus ghost", "ours", "ours, 2 passes")
+
+
+def points(axes: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, int, Workload]]:
+    """Each axis and value, with the workload there."""
+    for axis, values in axes.items():
+        for value in values:
+            yield axis, value, _workload(*({**START, axis: value}.values()))
+
+
+@cache
+def _workload(batch: int, length: int, width: int, vocabulary: int) -> Workload:
+    name = f"GPT d{width} L{LAYERS} T{length} V{vocabulary}, B {batch}"
+    return Workload(name, partial(gpt, width, LAYERS, length, vocabulary, batch), name)

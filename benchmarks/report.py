@@ -1,0 +1,140 @@
+"""Tables for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks import targets
+
+Cell = dict[str, Any]
+WORKLOAD, COLUMN = 17, 18
+
+
+def times(quantity: str, tables: dict[str, dict[str, dict[str, Cell]]], engines: Sequence[str]) -> Iterator[str]:
+    """The ratios to plain for a quantity, with their quartiles: a line for each workload.
+
+    The quartiles of the plain step's own times, over their median, say how quiet the machine was.
+    """
+    shown = [name for name in engines if any(name in table[quantity] for table in tables.values())]
+    yield f"\n{quantity}: time over that of a plain step, median of rounds (quartiles)"
+    yield _line("", ["plain, ms", *shown])
+    for workload, table in tables.items():
+        cells = table[quantity]
+        low, high = cells["plain"]["quartiles"]
+        plain = f"{cells['plain']['milliseconds']:.1f} ({low:.2f}-{high:.2f})"
+        yield _line(workload, [plain, *(_time(cells.get(name)) for name in shown)])
+
+
+def peaks(quantity: str, tables: dict[str, dict[str, dict[str, Cell]]], engines: Sequence[str]) -> Iterator[str]:
+    """The peak memory for a quantity over that of a plain step: a line for each workload."""
+    shown = [name for name in engines if any(name in table[quantity] for table in tables.values())]
+    yield f"\n{quantity}: peak memory of a step over that of a plain one (in brackets, after the first step)"
+    yield _line("", ["plain, MB", *shown])
+    for workload, table in tables.items():
+        plain = table[quantity]["plain"]
+        cells = (_peak(table[quantity].get(name), plain) for name in shown)
+        yield _line(workload, [f"{plain['peak'] / 1e6:.1f}", *cells])
+
+
+def notes(tables: Iterable[dict[str, dict[str, Cell]]]) -> Iterator[str]:
+    """What the stars stand for."""
+    rows = (cells for table in tables for cells in table.values())
+    found = {(name, cell["note"]) for cells in rows for name, cell in cells.items() if "note" in cell}
+    if found:
+        yield "\n* not as the model is written, but with:"
+    for name, note in sorted(found):
+        yield f"  {name}: {note}"
+
+
+def time_targets(tables: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
+    """Target by target: what is asked, what was measured, and the best of the others."""
+    yield "\ntargets of time: at most | ours | best of the others"
+    for workload, table in tables.items():
+        for quantity, most in targets.TIME.get(workload, {}).items():
+            cells = table.get(quantity, {})
+            if "ratio" in cells.get("ours", {}):
+                found, best = cells["ours"]["ratio"], best_peer(cells)
+                yield f"{workload:{WORKLOAD}}{quantity:7}{most:6.2f} |{found:7.2f} | {best:28}{_met(found, most)}"
+
+
+def memory_targets(tables: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
+    """Target by target, for memory. Dense rows: what is taken beyond a plain step, over the size of the rows."""
+    yield "\ntargets of memory: at most | found (after the first step)"
+    for workload, table in tables.items():
+        for engine, bars in targets.MEMORY.items():
+            for quantity, most in bars.items():
+                cells = table.get(quantity, {})
+                if "peak" in cells.get(engine, {}):
+                    found, later = (cells[engine][key] / cells["plain"]["peak"] for key in ("peak", "later"))
+                    yield _memory_line(workload, f"{quantity}, {engine}", most, found, later)
+        cells = table.get("dense", {})
+        if "peak" in cells.get("ours", {}):
+            rows, plain = cells["ours"]["result"], cells["plain"]["peak"]
+            found, later = ((cells["ours"][key] - plain) / rows for key in ("peak", "later"))
+            yield _memory_line(workload, "dense, beyond plain / rows", targets.DENSE_MEMORY, found, later)
+
+
+def growth_line(axis: str, value: int, times: dict[str, Cell], peaks: dict[str, Cell], engines: Sequence[str]) -> str:
+    """Time and memory at a point, over those of a plain step."""
+    cells = []
+    for name in engines:
+        time, peak = _time(times.get(name), spread=False), _peak(peaks.get(name), peaks["plain"], later=False)
+        cells.append(time if "failure" in times.get(name, {}) else f"{time} | {peak}")
+    plain = f"{times['plain']['milliseconds']:.0f} | {peaks['plain']['peak'] / 1e6:.0f}"
+    return _line(f"{axis} {value}", [plain, *cells])
+
+
+def growth_head(quantities: Sequence[str], engines: Sequence[str]) -> str:
+    """The line above those of the points."""
+    title = f"\ngrowth, {' and '.join(quantities)}: time | peak memory over those of a plain step (its own in ms | MB)"
+    return title + "\n" + _line("", ["plain", *engines])
+
+
+def best_peer(cells: dict[str, Cell]) -> str:
+    """The fastest engine that is not ours, and its ratio."""
+    others = {n: c["ratio"] for n, c in cells.items() if "ratio" in c and n != "plain" and not n.startswith("ours")}
+    if not others:
+        return "none"
+    best = min(others, key=others.__getitem__)
+    return f"{others[best]:.2f} {best}"
+
+
+def _memory_line(workload: str, what: str, most: float, found: float, later: float) -> str:
+    verdict = "met after the first step" if later <= most < found else _met(found, most)
+    return f"{workload:{WORKLOAD}}{what:28}{most:6.2f} |{found:7.2f} ({later:.2f})   {verdict}"
+
+
+def _met(found: float, most: float) -> str:
+    return "met" if found <= most else "not met"
+
+
+def _time(cell: Cell | None, spread: bool = True) -> str:
+    if cell is None or "failure" in cell:
+        return _failure(cell)
+    low, high = cell["quartiles"]
+    figures = f"{_short(cell['ratio'])} ({_short(low)}-{_short(high)})" if spread else _short(cell["ratio"])
+    return figures + _star(cell)
+
+
+def _peak(cell: Cell | None, plain: Cell, later: bool = True) -> str:
+    if cell is None or "failure" in cell:
+        return _failure(cell)
+    figures = _short(cell["peak"] / plain["peak"]) + (f" ({_short(cell['later'] / plain['peak'])})" if later else "")
+    return figures + _star(cell)
+
+
+def _failure(cell: Cell | None) -> str:
+    return "–" if cell is None else cell["failure"].replace("error: ", "")
+
+
+def _star(cell: Cell) -> str:
+    return "*" if "note" in cell else ""
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+
+def _line(first: str, cells: Iterable[str]) -> str:
+    return f"{first:{WORKLOAD}}" + "".join(f"{cell:>{COLUMN}}" for cell in cells)

@@ -1,0 +1,162 @@
+"""While a step is traced for `persample.compile`, its tensors have shapes but no values.
+
+How the samples lie is found all the same: outside of the trace, with made-up tensors standing in for those of the step.
+Where their values would matter it is not known where the samples are. What only the run can tell is left to it: the
+trace notes a requirement, which the compiled step checks each time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+from persample.errors import PerSampleError, place_in
+from persample.motion.op import Op
+from persample.tree import map_tensors, tensors_in
+
+# What is being traced now, in whatever thread.
+current: Trace | None = None
+
+VALUES_ARE_READ = (DataDependentOutputException, DynamicOutputShapeException)
+_LARGEST_CONSTANT = 2**20
+_PACKAGES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["persample"]))  # type: ignore[arg-type]
+
+
+class Trace(TorchDispatchMode):
+    """Sees every op that is traced, and refuses what a graph cannot repeat with other values.
+
+    Of tensors that are made of nothing but numbers (`arange(n)[:, None]`), the values are known, whatever the step is
+    given; they are computed along with the trace.
+    """
+
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.requirements: list[tuple[Tensor, str]] = []  # what has to hold in a run, and what to say if it does not
+        self.refused: PerSampleError | None = None  # which the user's code may have caught
+        self.drawn = 0  # how many ops have drawn random numbers
+        self._names = names
+        self._values: Any = WeakIdKeyDictionary()
+        self._overwritten: set[int] = set()  # memory of which the values are no longer known
+        self._made_up: set[int] = set()  # memory of the tensors that stand in for others
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The time of the trace."""
+        global current
+        current = self
+        try:
+            with self:
+                yield
+        finally:
+            current = None
+
+    # ---- each op ----
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(tensors_in((args, kwargs)))
+        foreign = [t for t in tensors if not isinstance(t, FakeTensor)]
+        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.drawn += random
+        if foreign and func is not torch.ops.aten.lift_fresh.default:
+            self._refuse(
+                f"uses a tensor of shape {tuple(foreign[0].shape)} that is neither an argument of the step nor a "
+                "parameter or buffer of the model: its values would be fixed. Pass it to the step, or register it as a "
+                "buffer"
+            )
+        if random and torch._C._current_graph_task_id() >= 0:
+            self._refuse(
+                "draws random numbers in the backward pass (a checkpoint that computes dropout again), which would not "
+                "be those of the forward pass. Do without the checkpoint: the compiler decides what to keep"
+            )
+        known = not random and all(self._value(t) is not None for t in tensors)
+        try:
+            result = func(*args, **kwargs)
+        except VALUES_ARE_READ as error:
+            if not known:
+                self._refuse(f"goes by the values of a tensor ({error.func}), which are another's in each run", error)
+            return map_tensors(constant, self._of_values(func, args, kwargs))
+        if known and all(t.numel() <= _LARGEST_CONSTANT for t in tensors_in(result)):
+            values = self._of_values(func, args, kwargs)
+            for made, of_made in zip(tensors_in(result), tensors_in(values), strict=True):
+                self._values[made] = of_made
+        elif func._schema.is_mutable:
+            self._overwritten |= {_memory(value) for t in tensors if (value := self._value(t)) is not None}
+        return result
+
+    def _refuse(self, cause: str, error: Exception | None = None) -> None:
+        self.refused = PerSampleError(f"This step cannot be compiled: {place_in(self._names)}{_line()} {cause}.")
+        raise self.refused from error
+
+    def _of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an op gives for tensors whose values are known."""
+        with left(), torch.no_grad():
+            return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
+
+    def _value(self, tensor: Tensor) -> Tensor | None:
+        value = self._values.get(tensor) if isinstance(tensor, FakeTensor) else tensor
+        return None if value is None or _memory(value) in self._overwritten else value
+
+    # ---- for those who look for the samples ----
+
+    def standing_in(self, op: Op) -> Op:
+        """The same call with tensors that have values: their own if these are known, else made-up ones."""
+        self._made_up = set()
+        tensors = [self._stand_in(t) for t in op.tensors]
+        args, kwargs = op.filled(tensors)
+        return replace(op, args=args, kwargs=kwargs, tensors=tuple(tensors))
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        value = self._value(tensor)
+        if value is not None:
+            return value
+        # Zeros are indices and targets that any op takes. They lie in memory as the tensor's do, as strides may matter.
+        size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        numbers = tensor.is_floating_point() or tensor.is_complex()
+        with torch.random.fork_rng([]):
+            memory = (torch.rand if numbers else torch.zeros)(size, device=tensor.device).to(tensor.dtype)
+        made_up = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+        made_up.requires_grad_(tensor.requires_grad)
+        self._made_up.add(_memory(made_up))
+        with torch.enable_grad():
+            return made_up if tensor.is_leaf else made_up.view_as(made_up)
+
+    def is_made_up(self, tensor: Tensor) -> bool:
+        """Whether the values of a tensor, or of what it is a view of, are not those that a run will have."""
+        return _memory(tensor) in self._made_up
+
+    def require(self, holds: Tensor, otherwise: str) -> None:
+        """Has each run of the step check that something holds."""
+        self.requirements.append((holds, otherwise))
+
+
+def left() -> AbstractContextManager[Any]:
+    """Inside, what is computed is no part of a trace, and has values."""
+    return nullcontext() if current is None else _disable_current_modes()
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """A tensor that was computed outside of a trace, for use inside."""
+    return tensor if current is None else torch.ops.aten.lift_fresh.default(tensor)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _line() -> str:
+    """The line of the user's code that is running, in words."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+        frame = frame.f_back
+    return f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}," if frame is not None else ""
