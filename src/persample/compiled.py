@@ -186,7 +186,7 @@ class CompiledStep:
             raise PerSampleError(f"This step cannot be compiled: {error}") from error
         if any(fake._version != version for fake, version in given):
             raise PerSampleError("This step cannot be compiled: it changes one of its arguments in place.")
-        run = torch.compile(_simplified(graph, fakes, mode), fullgraph=True, dynamic=False, **self._compiler)
+        run = torch.compile(_simplified(graph), fullgraph=True, dynamic=False, **self._compiler)
         return Graph(run, forms[0], [message for _, message in trace.requirements])
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
@@ -282,16 +282,13 @@ class Graph:
         return self.form.filled(outputs)
 
 
-def _simplified(graph: GraphModule, inputs: Sequence[Tensor], mode: FakeTensorMode) -> GraphModule:
-    """Without what makes no difference outside of autograd; and with results of their own instead of given ones."""
+def _simplified(graph: GraphModule) -> GraphModule:
+    """Without what makes no difference outside of autograd."""
     for node in graph.graph.nodes:
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
     graph.graph.eliminate_dead_code()
     graph.recompile()
-    if any("out" in node.kwargs for node in graph.graph.nodes):  # which the compiler takes in simple cases only
-        with mode:
-            return make_fx(torch.func.functionalize(graph))(*inputs)
     return graph
 
 

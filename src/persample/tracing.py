@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ class Trace(TorchDispatchMode):
             )
         known = not random and all(self._value(t) is not None for t in tensors)
         try:
-            result = func(*args, **kwargs)
+            result = _simply(func, args, kwargs)
         except VALUES_ARE_READ as error:
             if not known:
                 self._refuse(f"goes by the values of a tensor ({error.func}), which are another's in each run", error)
@@ -138,6 +139,45 @@ class Trace(TorchDispatchMode):
     def require(self, holds: Tensor, otherwise: str) -> None:
         """Has each run of the step check that something holds."""
         self.requirements.append((holds, otherwise))
+
+
+def _simply(func: Any, args: Any, kwargs: Any) -> Any:
+    """An op, by others that leave less for a compiler to take apart.
+
+    What is written into one of several views that were made at once would be written into all of them anew.
+    """
+    if func is torch.ops.aten.unbind.int:
+        tensor, dim = (*args, 0)[:2]
+        return [torch.ops.aten.select.int(tensor, dim, i) for i in range(tensor.shape[dim])]
+    if func is torch.ops.aten.split.Tensor:
+        tensor, size, dim = (*args, 0)[:3]
+        starts = range(0, max(1, tensor.shape[dim]), max(1, size))
+        return [torch.ops.aten.slice.Tensor(tensor, dim, i, min(i + size, tensor.shape[dim])) for i in starts]
+    functional = _without_out(func)
+    if functional is None:
+        return func(*args, **kwargs)
+    names = [argument.name for argument in func._schema.arguments if argument.is_out]
+    results = functional(*args, **{name: value for name, value in kwargs.items() if name not in names})
+    for name, result in zip(names, [results] if isinstance(results, Tensor) else results, strict=True):
+        if kwargs[name].shape != result.shape:
+            raise PerSampleError(f"{func}: in a compiled step, out= must have the shape of the result")
+        torch.ops.aten.copy_.default(kwargs[name], result)
+    return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
+
+
+@cache
+def _without_out(func: Any) -> Any:
+    """The form of an op that makes its result, if it is one that writes it into given memory."""
+    arguments = func._schema.arguments
+    if not any(argument.is_out for argument in arguments):
+        return None
+    given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+    forms = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
+    return next(
+        form
+        for form in forms
+        if not form._schema.is_mutable and [(a.name, str(a.type)) for a in form._schema.arguments] == given
+    )
 
 
 def left() -> AbstractContextManager[Any]:

@@ -162,7 +162,8 @@ class Tracker(TorchFunctionMode):
         before = remembered(op.kind)
         if before is not None and before.simply and torch.is_grad_enabled():
             result = func(*args, **kwargs)
-            self.tell(result, before.simply[0])
+            if isinstance(result, Tensor):  # not so `x.grad`, now that there is none
+                self.tell(result, before.simply[0])
             return result
         if func in _TYPED and len(op.tensors) > 1:  # nothing is read of the second but its type
             func, args = Tensor.to, (args[0], op.tensors[1].device, op.tensors[1].dtype)

@@ -89,7 +89,7 @@ def _motion(op: Op, results: Sequence[Tensor]) -> Motion:
         motion = everywhere(Lost(f"{op_name(op.func)} could not be followed ({error})"), results)
     lost = any(isinstance(where, Lost) for where in motion.results)
     by_numbers = lost and any(t.dtype in INDEX_DTYPES for t in op.tensors)  # with others they may be found
-    if key is not None and not motion.by_values and not by_numbers and tracing.current is None:
+    if key is not None and not motion.by_values and not by_numbers and not _has_made_up_numbers(op):
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
         _found[key] = motion
@@ -122,7 +122,7 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
     if op.func in SUMS and not any(t.dim() for t in op.tensors):
         return everywhere(reduced(op), results)  # the losses of some samples, added up
     with torch.no_grad():
-        made_up = _has_made_up_index(op)
+        made_up = _has_made_up_numbers(op, first=1)
         if op.func in WRITES or (op.func in PICKS and (any(op.where[1:]) or made_up)):
             return by_index(op)
         if made_up and (op.func in MOVES or (_key(op) is None and op.func not in _MASKED)):
@@ -140,10 +140,10 @@ def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:
 _MASKED = {Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill}
 
 
-def _has_made_up_index(op: Op) -> bool:
+def _has_made_up_numbers(op: Op, first: int = 0) -> bool:
     """Whether an index or mask is among the arguments whose values are not known while a step is traced."""
     trace = tracing.current
-    return trace is not None and any(t.dtype in INDEX_DTYPES and trace.is_made_up(t) for t in op.tensors[1:])
+    return trace is not None and any(t.dtype in INDEX_DTYPES and trace.is_made_up(t) for t in op.tensors[first:])
 
 
 def _traced_motion(op: Op, results: Sequence[Tensor], trace: tracing.Trace) -> Motion:

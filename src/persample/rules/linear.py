@@ -6,10 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.rules.registry import Terms, rule
-from persample.terms import Dense, Outer
+from persample.terms import Dense, Outer, Term
 
 
 @rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
 def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
-    return {"weight": Outer(input, grad), "bias": Dense(grad.sum(1) if grad.shape[1] > 1 else grad.squeeze(1))}
+    terms: dict[str, Term] = {"weight": Outer(input, grad)}
+    if bias is not None:
+        terms["bias"] = Dense(grad.sum(1) if grad.shape[1] > 1 else grad.squeeze(1))
+    return terms

@@ -131,8 +131,9 @@ def rule(
     ['input', 'min_val', 'max_val', 'inplace']
 
     Used inside of this library: `whole`, for a rule that is the function's whole backward: it gets the function's
-    results too, after `grad`, and gives the `batched` arguments a term, which is their gradient; `as_they_lie`, for one that takes its tensors as they are, and after
-    `grad` the `Owners` of its entries; `further=False` for those that a bare ExpandedWeight has too.
+    results too, after `grad`, and gives the `batched` arguments a term, which is their gradient; `as_they_lie`, for one
+    that takes its tensors as they are, and after `grad` the `Owners` of its entries; `further=False` for those that a
+    bare ExpandedWeight has too.
     """
 
     def register(terms: Callable[..., Terms]) -> Callable[..., Terms]:

@@ -53,7 +53,7 @@ class Term(ABC):
             out.mul_(scale)
 
     def measured(self) -> tuple[Tensor, Term]:
-        """`squared_norms()`, and a term of the same gradients: the dense form, if it was made and is the smaller one."""
+        """`squared_norms()`, and a term of the same gradients: the dense form, if it was made and is smaller."""
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
@@ -153,8 +153,8 @@ def _matrix(block: Tensor) -> Tensor:
 def squares(block: Tensor) -> Tensor:
     """`(batch,)`: the sum of |entry|² of each sample.
 
-    One pass over the block: three times as fast as squares that are written down and then added up. It adds up one after
-    the other, so that long rows are taken in parts.
+    One pass over the block: three times as fast as squares that are written down and then added up. It adds up one
+    after the other, so that long rows are taken in parts.
     """
     rows = _matrix(block)
     if rows.shape[1] > 2**16:

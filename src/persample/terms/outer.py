@@ -77,7 +77,11 @@ class Outer(Term):
 
     def sum(self, weights: Tensor) -> Tensor:
         input, grad, weights = self._factors(weights)
-        return (grad * weights[:, None, None]).flatten(0, 1).mT @ input.flatten(0, 1).conj()
+        if grad.shape[2] <= input.shape[2]:  # the smaller one is scaled
+            grad = grad * weights[:, None, None]
+        else:
+            input = input * weights[:, None, None]
+        return grad.flatten(0, 1).mT @ input.flatten(0, 1).conj()
 
     def dot(self, direction: Tensor) -> Tensor:
         input, grad, direction = self._factors(direction)
