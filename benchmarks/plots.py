@@ -47,14 +47,14 @@ SHOWN = ("dense", "norms", "clip")
 def draw(directory: Path) -> Iterator[Path]:
     """Draws what there is; gives the files."""
     if (file := directory / "time.json").exists():
-        yield _bars(file, "ratios", "ratio", "time over that of a plain step")
+        yield _bars(file, "ratios", "ratio", "time / plain", "Strokes: quartiles.")
     if (file := directory / "memory.json").exists():
-        yield _bars(file, "bytes", "peak", "peak memory over that of a plain step")
+        yield _bars(file, "bytes", "peak", "peak memory / plain", "Strokes: after the first step.")
     if (file := directory / "growth.json").exists():
         yield _curves(file)
 
 
-def _bars(file: Path, key: str, figure: str, label: str) -> Path:
+def _bars(file: Path, key: str, figure: str, label: str, strokes: str) -> Path:
     """A row for each quantity, a group of bars for each workload, an engine each bar; a plain step is the line at 1."""
     found = json.loads(file.read_text())
     tables = found[key]
@@ -71,7 +71,7 @@ def _bars(file: Path, key: str, figure: str, label: str) -> Path:
         axes.set_ylabel(label)
         axes.margins(x=0.01)
     _legend(canvas, [e for e in COLOURS if any(e in t.get(q, {}) for t in tables.values() for q in quantities)])
-    return _save(canvas, file, found["machine"], "A cross: an error, or a wrong answer.")
+    return _save(canvas, file, found["machine"], f"{strokes} Crosses: an error, or a wrong answer.")
 
 
 def _group(axes: Axes, place: int, cells: dict[str, Cell], figure: str) -> None:
@@ -86,6 +86,9 @@ def _group(axes: Axes, place: int, cells: dict[str, Cell], figure: str) -> None:
         axes.bar(x, value - 1, bottom=1, width=0.92 * wide, color=COLOURS[engine])
         if "quartiles" in cell:
             axes.vlines(x, *cell["quartiles"], color="#333333", linewidth=0.8)
+        if "later" in cell:
+            later = cell["later"] / cells["plain"]["peak"]
+            axes.hlines(later, x - 0.4 * wide, x + 0.4 * wide, color="#333333", linewidth=1.2)
         if engine == "ours":
             axes.annotate(
                 _short(value), (x, value), xytext=(0, 2 if value >= 1 else -2), textcoords="offset points",

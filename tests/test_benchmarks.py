@@ -57,6 +57,15 @@ class Undefined(Loop):
         return super().norms() * torch.nan
 
 
+class ClippedByWrongNorms(Loop):
+    """Has norms that are off by a hundredth: a clipped sum hardly shows it."""
+
+    name = "clipped by wrong norms"
+
+    def norms(self) -> Tensor:
+        return super().norms() * (1 + 0.01 * torch.randn(len(self.x)))
+
+
 class Erring(RowsEngine):
     name = "erring"
 
@@ -93,6 +102,11 @@ def test_a_wrong_engine_shows(engine: type[Engine]) -> None:
 def test_nan_is_wrong_and_says_nothing_of_other_quantities() -> None:
     found = failures(Undefined)
     assert found["norms"] == "wrong" and found["dense"] == ""
+
+
+def test_wrong_norms_are_wrong_clipping() -> None:
+    assert failures(ClippedByWrongNorms)["clip"] == "wrong"
+    assert examine(SMALL, [ClippedByWrongNorms], ["clip"])["clipped by wrong norms"].failures == {"clip": "wrong"}
 
 
 def test_an_erring_engine_shows_its_error_and_has_no_time() -> None:

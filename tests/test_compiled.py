@@ -630,6 +630,18 @@ def test_what_a_graph_cannot_do_is_refused(name: str) -> None:
     assert grads.names
 
 
+def test_what_only_a_trace_refuses_is_recorded_afterwards() -> None:
+    """What could not be found without values is not remembered."""
+    model = Calls(lambda m, x: m.a(x[x[:, 0].argsort()][x[:, 0].argsort().argsort()]), a=nn.Linear(5, 3).double())
+    x, y = batch()
+    with pytest.raises(PerSampleError):
+        persample.compile(model, cross_entropy, lambda grads: grads.norms(), backend="eager")(x, y)
+    with persample.record(model) as grads:
+        cross_entropy(model, x, y).backward()
+    plain = Calls(lambda m, x: m.a(x), a=model.a)
+    assert_rows_close(grads.dense(), loop(plain, cross_entropy, x, y))
+
+
 def test_mixed_samples_are_refused_with_the_place() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()
     step = persample.compile(model, cross_entropy, lambda grads: grads.clip(1.0), backend="eager")

@@ -172,12 +172,11 @@ def _without_out(func: Any) -> Any:
     if not any(argument.is_out for argument in arguments):
         return None
     given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
-    forms = (getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())
-    return next(
-        form
-        for form in forms
-        if not form._schema.is_mutable and [(a.name, str(a.type)) for a in form._schema.arguments] == given
-    )
+    for name in func.overloadpacket.overloads():
+        form = getattr(func.overloadpacket, name)
+        if not form._schema.is_mutable and [(a.name, str(a.type)) for a in form._schema.arguments] == given:
+            return form
+    return None
 
 
 def left() -> AbstractContextManager[Any]:

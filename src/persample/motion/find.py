@@ -89,7 +89,8 @@ def _motion(op: Op, results: Sequence[Tensor]) -> Motion:
         motion = everywhere(Lost(f"{op_name(op.func)} could not be followed ({error})"), results)
     lost = any(isinstance(where, Lost) for where in motion.results)
     by_numbers = lost and any(t.dtype in INDEX_DTYPES for t in op.tensors)  # with others they may be found
-    if key is not None and not motion.by_values and not by_numbers and not _has_made_up_numbers(op):
+    traced = tracing.current is not None and (lost or _has_made_up_numbers(op))  # as they may be with values
+    if key is not None and not motion.by_values and not by_numbers and not traced:
         if len(_found) >= _MOST_REMEMBERED:
             _found.clear()
         _found[key] = motion
