@@ -176,8 +176,9 @@ class PerSampleGradients:
         """`(batch, dim)`: a random projection of the rows that keeps inner products in the mean.
 
         The projection depends on the seed and the parameters' names and shapes only, so rows of different batches, runs
-        and processes can be compared. "tensor" never makes a gradient dense; "sparse" does, in blocks, and has
-        the smaller spread for the same dim: use it where samples have few positions (T = 1: an MLP) and dim is dear.
+        and processes can be compared. "tensor" makes gradients dense, in blocks, only where that is quicker. "sparse"
+        always does, and has the smaller spread for the same dim: use it where samples have few positions (T = 1: an
+        MLP) and dim is dear.
         """
         if method not in ("tensor", "sparse"):
             raise PerSampleError(f"method must be 'tensor' or 'sparse', got {method!r}")

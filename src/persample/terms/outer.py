@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from persample.terms.base import BLOCK, Term, promoted, squares, wide
-from persample.terms.cost import cheaper_way
+from persample.terms.cost import cheaper_way, way_of_sketch
 from persample.terms.dense import measured_densely
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -100,7 +100,7 @@ class Outer(Term):
         return grad.squeeze(1).abs().square().mT @ input.squeeze(1).abs().square()
 
     def project(self, sketch: Sketch) -> Tensor:
-        if not isinstance(sketch, TensorSketch):
+        if not isinstance(sketch, TensorSketch) or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense":
             return super().project(sketch)
         input, grad = self._factors()
         return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)

@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, sum_of, wide
+from persample.terms.base import BLOCK, Term, promoted, wide
 from persample.terms.cost import Way, dense_of_patches, norms_of_patches
 from persample.terms.dense import Dense, measured_densely
-from persample.terms.sketch import Sketch, TensorSketch
 
 
 @dataclass(frozen=True)
@@ -196,16 +195,6 @@ class Patches(Term):
         input, grad, direction = promoted(wide(padded), wide(self.grad), wide(direction))
         out = self._conv(input.flatten(0, 1), direction, None, self.stride, padding, self.dilation, self.groups)
         return (grad.conj() * out.view(grad.shape)).real.flatten(1).sum(1)
-
-    def project(self, sketch: Sketch) -> Tensor:
-        if not isinstance(sketch, TensorSketch):
-            return super().project(sketch)
-        patches, grad = promoted(wide(self.patches()).conj(), wide(self._by_group(self.grad)))
-        each = self.shape[0] // self.groups
-        total = sum_of(
-            (sketch.columns(patches[:, k].mT) * sketch.rows(grad[:, k].mT, k * each)).sum(1) for k in range(self.groups)
-        )
-        return torch.fft.irfft(total, sketch.size)
 
     # ---- the library's own functions ----
 

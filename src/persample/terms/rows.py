@@ -114,5 +114,4 @@ class Rows(Term):
     def project(self, sketch: Sketch) -> Tensor:
         if not isinstance(sketch, TensorSketch):
             return super().project(sketch)
-        columns = sketch.columns(wide(self.grad))
-        return torch.fft.irfft((columns * sketch.at(self.ids, columns)).sum(1), sketch.size)
+        return sketch.of_rows(self.ids, wide(self.grad))

@@ -1,4 +1,4 @@
-"""Random projections that keep inner products, and that never need more of a weight than its two sides.
+"""Random projections that keep inner products.
 
 A sketch is a linear map from a weight's entries to `size` numbers: entry (o, i), o counting rows and i what is in a
 row, is added with the sign s(o, i) to the number b(o, i). For any two vectors the inner product of their sketches has
@@ -6,7 +6,7 @@ their own inner product as its mean, over the choice of the map; the spread fall
 
 *Sparse* draws b and s anew for each entry: the smallest spread, but the gradients have to be made dense (in blocks).
 *Tensor* draws them for rows and for columns and combines them: b = b(o) + b(i) mod size, s = s(o) s(i). Then the sketch
-of an outer product is the circular convolution of the sketches of its two sides, and no gradient is ever made dense.
+of an outer product is the circular convolution of the sketches of its two sides, and no gradient has to be made dense.
 Its spread is somewhat larger, the more so the fewer outer products a gradient is a sum of.
 """
 
@@ -46,8 +46,10 @@ def _hash(count: int, size: int, generator: torch.Generator, device: torch.devic
 
 def _added_up(values: Tensor, buckets: Tensor, signs: Tensor, size: int) -> Tensor:
     """`(..., count)` to `(..., size)`: each value added, with its sign, to its bucket."""
-    result = values.new_zeros(*values.shape[:-1], size)
-    return result.index_add_(-1, buckets, values * signs.to(values.dtype))
+    # The other way round: then whole rows are added, not single numbers.
+    turned = (values * signs.to(values.dtype)).flatten(0, -2).mT.contiguous()
+    result = values.new_zeros(size, turned.shape[1]).index_add_(0, buckets, turned)
+    return result.mT.reshape(*values.shape[:-1], size)
 
 
 @dataclass(frozen=True)
@@ -82,25 +84,21 @@ class TensorSketch:
         return self._size
 
     def of_dense(self, block: Tensor, start: int) -> Tensor:
-        rows = block.reshape(len(block), -1, self._columns[0].numel())
-        return torch.fft.irfft(self.rows_sum(self.columns(rows), start), self.size)
+        count = block.shape[1:].numel() // max(1, self._columns[0].numel())
+        (rows, row_signs), (columns, signs) = (t[start : start + count, None] for t in self._rows), self._columns
+        buckets, signs = (rows + columns) % self.size, row_signs * signs
+        return _added_up(block.reshape(len(block), buckets.numel()), buckets.flatten(), signs.flatten(), self.size)
+
+    def of_rows(self, ids: Tensor, values: Tensor) -> Tensor:
+        """`(batch, size)`: the sketch of `(batch, t, columns)`, each put at its row."""
+        (rows, row_signs), (columns, signs) = (t[ids].unsqueeze(-1) for t in self._rows), self._columns
+        buckets, values = (rows + columns) % self.size, values * (row_signs * signs).to(values.dtype)
+        return values.new_zeros(len(ids), self.size).scatter_add_(1, buckets.flatten(1), values.flatten(1))
 
     def columns(self, values: Tensor) -> Tensor:
         """The transform of the sketch of what is in a row: `(..., columns)` to `(..., frequencies)`."""
         return torch.fft.rfft(_added_up(values, *self._columns, self.size))
 
-    def rows(self, values: Tensor, start: int = 0) -> Tensor:
+    def rows(self, values: Tensor) -> Tensor:
         """The transform of the sketch of rows: `(..., rows)` to `(..., frequencies)`."""
-        buckets, signs = (part[start : start + values.shape[-1]] for part in self._rows)
-        return torch.fft.rfft(_added_up(values, buckets, signs, self.size))
-
-    def at(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The transform of the sketch of a one in each of these rows."""
-        buckets, signs = (part[rows].unsqueeze(-1) for part in self._rows)
-        turns = buckets * torch.arange(self.size // 2 + 1, device=like.device) % self.size  # exact, in integers
-        return signs * torch.exp(-2j * torch.pi / self.size * turns.to(like.real.dtype))
-
-    def rows_sum(self, columns: Tensor, start: int) -> Tensor:
-        """The sum over rows `(batch, rows, frequencies)` of what `columns` gave, each put at its row."""
-        index = torch.arange(start, start + columns.shape[1], device=columns.device)
-        return (columns * self.at(index, columns)).sum(1)
+        return torch.fft.rfft(_added_up(values, *self._rows, self.size))
