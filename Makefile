@@ -16,7 +16,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Everything that is published in benchmarks/results, with its plots: a quarter of an hour on a quiet machine.
+# Everything that is published in benchmarks/results, with its plots: some 20 minutes on a quiet machine.
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks
 

@@ -1,6 +1,6 @@
 """Time and memory of per-sample gradients against a plain forward and backward, for persample and its peers.
 
-Without options everything is measured, which takes about a quarter of an hour, and written to benchmarks/results.
+Without options everything is measured, which takes some 20 minutes, and written to benchmarks/results.
 Naming parts measures these only. A restricted run (--quick, --only, --quantities, --engines, --rounds) writes nothing
 unless it is told where to.
 """

@@ -111,12 +111,14 @@ def _tried(
         return Examined(None, dict.fromkeys(quantities, "not installed"))
     except Exception as error:
         return Examined(None, dict.fromkeys(quantities, _name(error)))
-    failures = {quantity: _failure(made, quantity, reference) for quantity in quantities}
-    if "clip" in failures and "norms" in engine.offers:
-        # Wrong norms change a sum of many clipped rows by little: the sum alone would not show them.
-        norms = failures["norms"] if "norms" in failures else _failure(made, "norms", reference)
-        failures["clip"] = failures["clip"] or norms
-    return Examined(made, failures)
+    needed = [quantity for quantity in ("dense", "norms") if quantity in engine.offers and quantity not in quantities]
+    failures = {quantity: _failure(made, quantity, reference) for quantity in (*quantities, *needed)}
+    # Wrong rows may have norms that are nearly right, and wrong norms a clipped sum that is: those alone show nothing.
+    wrong = {quantity for quantity, failure in failures.items() if failure == "wrong"}
+    for quantity in quantities:
+        if "dense" in wrong or (quantity == "clip" and "norms" in wrong):
+            failures[quantity] = failures[quantity] or "wrong"
+    return Examined(made, {quantity: failures[quantity] for quantity in quantities})
 
 
 def _failure(engine: Engine, quantity: str, reference: Reference) -> str:

@@ -96,7 +96,8 @@ def test_right_engines_are_accepted(name: str) -> None:
 
 @pytest.mark.parametrize("engine", [Shuffled, Doubled])
 def test_a_wrong_engine_shows(engine: type[Engine]) -> None:
-    assert failures(engine)["dense"] == "wrong"
+    assert set(failures(engine).values()) == {"wrong"}
+    assert examine(SMALL, [engine], ["clip"])[engine.name].failures == {"clip": "wrong"}
 
 
 def test_nan_is_wrong_and_says_nothing_of_other_quantities() -> None:
