@@ -17,6 +17,10 @@ class SamplesMixed(PerSampleError):
     """Samples of the batch were combined, so that no sample has a gradient of its own."""
 
 
+# Where no module of the model is running.
+ELSEWHERE = "the forward pass"
+
+
 def place_in(names: Mapping[nn.Module, str]) -> str:
     """The innermost module of `names` whose code is running now, as words for an error message."""
     frame: FrameType | None = sys._getframe(1)
@@ -25,7 +29,7 @@ def place_in(names: Mapping[nn.Module, str]) -> str:
         if isinstance(module, nn.Module) and module in names:
             return f"module '{names[module]}' ({type(module).__name__})" if names[module] else type(module).__name__
         frame = frame.f_back
-    return "the forward pass"
+    return ELSEWHERE
 
 
 def op_name(func: object) -> str:

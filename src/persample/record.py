@@ -85,6 +85,7 @@ def record(
 
     collector = Collector(map(over.used, trainable.values()), deliver, grads.finish, early=keep != "everything")
     tracker = Tracker(0, collector, model, legacy_use(loss_reduction))
+    tracker.inside = False
     tracker.over = over
 
     def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -101,8 +102,15 @@ def record(
             inputs.check_dims()
             tracker.batch = grads.start(inputs.batch_size("record") if batch_size is None else batch_size)
             inputs.tell(tracker, told=batch_size is not None)
+        tracker.inside = True
 
-    hooks = [model.register_forward_pre_hook(before, with_kwargs=True, prepend=True)]
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tracker.inside = False
+
+    hooks = [
+        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        model.register_forward_hook(after, always_call=True),
+    ]
     for name, p in recorded.items():
         forms = {id(form): form for form in (p, over.used(p))}
         hooks += [form.register_hook(_unrecorded(name, collector)) for form in forms.values()]

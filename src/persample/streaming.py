@@ -122,8 +122,9 @@ class StreamedClip(StreamedNorms):
             self.passes, self._reason = 1, ": loss.backward() was not called inside the block"
         if self._factors is None:
             self._factors = self.clip_factors(self.max_norm)
+            weights = self._factors * self._scale
             for name, term in self._arrived.items():
-                self._clipped[name] = term.sum(self._factors * self._scale)
+                self._clipped[name] = term.sum(weights)
             self._arrived.clear()
 
     def clip(self, max_norm: float | None = None, per_parameter: bool = False) -> dict[str, Tensor]:

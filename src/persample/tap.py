@@ -36,8 +36,9 @@ class Plan:
     rule: Rule | None  # None: the generic rule, or that of moves
     rules: Sequence[Rule]  # among which it was chosen
     moves: bool
-    kernel: Callable[..., Any] | None  # what computes the result, in a call of tensors that gives one tensor, by a rule
-    weights_at: Sequence[tuple[int, int]]  # the positions of its weights among the tensors, and among the arguments
+    kernel: Callable[..., Any]  # what computes the result without gradients of the weights
+    reached: bool  # whether activations have gradients
+    weights_at: Sequence[tuple[int, int | str]]  # the weights' positions among the tensors, and where they are given
 
     @cached_property
     def reads_result(self) -> bool:

@@ -17,7 +17,7 @@ from persample import tracing
 from persample.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
 from persample.collector import Collector
 from persample.distributed import Processes
-from persample.errors import PerSampleError, SamplesMixed, place_in
+from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, place_in
 from persample.fastpath import WholeModules
 from persample.graph import leaves_behind, nodes_behind
 from persample.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
@@ -28,7 +28,7 @@ from persample.rules import Rewrite, handler_of, rules_of
 from persample.tensor_map import TensorMap
 from persample.tree import tensors_in
 from persample.uncompiled import not_traced, skipped, uncompiled
-from persample.uses import REMEDY, check_apart, run_use
+from persample.uses import REMEDY, can_repeat, check_apart, repeat_use, run_use
 
 # Ops that return their argument itself, with nothing of its entries changed.
 _UNTOUCHED = {
@@ -72,6 +72,7 @@ class Tracker(TorchFunctionMode):
         self.on_backward: Callable[..., Any] | None = None
         self.over = Processes()
         self.has_inputs = False
+        self.inside = True  # the model's forward is running, as far as is known
         self.memory: Memory = {}
         self.buffers_before: dict[int, Tensor] = {}
         counts.forget()
@@ -117,7 +118,7 @@ class Tracker(TorchFunctionMode):
                 return self._seen_through(tensor, base, of_base[0])
             return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
         where, had_grad = known
-        if where is not None and tensor.grad_fn is not None and not had_grad:
+        if not had_grad and where is not None and tensor.grad_fn is not None:
             self._came_out_of_a_function(tensor, where)
         return where
 
@@ -130,7 +131,9 @@ class Tracker(TorchFunctionMode):
     def tell(self, tensor: Tensor, where: Where | None) -> None:
         """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
         if isinstance(where, (Lost, Reduced)) and not where.place:
-            where = replace(where, place=self.place())
+            # A loss, outside of the model, is in none of its modules: that is not looked for in each step.
+            within = self.inside or isinstance(where, Lost)
+            where = replace(where, place=self.place() if within else ELSEWHERE)
         if isinstance(where, Lost) and tensor.grad_fn is not None:
             tensor.register_hook(_refusal(f"{where.cause}, in {where.place}"))
         remember(self.memory, tensor, where)
@@ -160,11 +163,17 @@ class Tracker(TorchFunctionMode):
             self._refuse_ordinary_gradients(args, kwargs)
         op = op_of(func, args, kwargs, self.batch, self.where)
         before = remembered(op.kind)
-        if before is not None and before.simply and torch.is_grad_enabled():
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor):  # not so `x.grad`, now that there is none
-                self.tell(result, before.simply[0])
-            return result
+        if before is not None and torch.is_grad_enabled():
+            if before.simple is not None:
+                result = func(*args, **kwargs)
+                if isinstance(result, Tensor):  # not so `x.grad`, now that there is none
+                    self.tell(result, before.simple)
+                return result
+            if before.use is not None and can_repeat(op, before.use, self):
+                prepare_recomputation(self)
+                result = repeat_use(op, before.use, self)
+                self.tell(result, before.results[0])
+                return result
         if func in _TYPED and len(op.tensors) > 1:  # nothing is read of the second but its type
             func, args = Tensor.to, (args[0], op.tensors[1].device, op.tensors[1].dtype)
             op = op_of(func, args, kwargs, self.batch, self.where)

@@ -13,9 +13,9 @@ from persample.collector import Collector
 from persample.detached import kernel, run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name
 from persample.layout import Layout
-from persample.motion import Motion, Op, motion_of, remembered, results_of
+from persample.motion import Motion, Op, motion_of, results_of
 from persample.motion.kinds import WRITES
-from persample.rules import Rule
+from persample.rules import Rule, rules_of
 from persample.rules.moves import moves
 from persample.tap import Plan, Tap, Use
 from persample.tree import emptied, map_tensors, slots_in
@@ -45,10 +45,6 @@ def run_use(
     `motion` says how the op moves the samples, if that is known already.
     """
     check_apart(op, around)
-    before = remembered(op.kind)
-    plan = None if before is None else before.plans.get(tuple(weights))
-    if before is not None and plan is not None and plan.kernel is not None and plan.rules is rules:
-        return _run_as_before(op, weights, plan, around), before
     if op.func in WRITES and not moves(op):
         raise PerSampleError(
             f"{op_name(op.func)}, in {around.place()}, combines weights with samples while it puts them in place. Do "
@@ -76,6 +72,7 @@ def run_use(
     plan = motion.plans.get(key)
     if plan is None or plan.rules is not rules:
         plan = motion.plans[key] = _planned(op, results, weights, rules, motion, around)
+        motion.use = plan if _can_be_repeated(op, result, weights, plan) else None
     if not plan.tapped:
         return result, motion
 
@@ -99,29 +96,47 @@ def run_use(
     return map_tensors(lambda _: next(supply), result), motion
 
 
-def _run_as_before(op: Op, weights: dict[int, Tensor], plan: Plan, around: Surroundings) -> Tensor:
-    """The result of a plain call that has been planned: the same as above, without what cannot happen here."""
-    saved, args = list(op.tensors), list(op.args)
-    for position, argument in plan.weights_at:
-        saved[position] = args[argument] = saved[position].detach()
-    assert plan.kernel is not None
-    result = plan.kernel(*args, **op.kwargs)
+def can_repeat(op: Op, plan: Plan, around: Surroundings) -> bool:
+    """Whether a call of the kind that `plan` was made for can be run by it."""
+    parameters = around.collector.parameters
+    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is rules_of(op.func)
+
+
+def repeat_use(op: Op, plan: Plan, around: Surroundings) -> Tensor:
+    """The result of a call that has been planned: the same as above, without what cannot happen here."""
+    saved, weights = list(op.tensors), {i: op.tensors[i] for i, _ in plan.weights_at}
+    if plan.reached:
+        args, kwargs = list(op.args), dict(op.kwargs)
+        for position, argument in plan.weights_at:
+            (args if isinstance(argument, int) else kwargs)[argument] = saved[position].detach()  # type: ignore[index]
+        result = plan.kernel(*args, **kwargs)
+    else:
+        result = plan.kernel(*op.args, **op.kwargs).detach()
+    collector = around.collector
     use = Use(
-        plan, (result.shape,), weights, _autocast(result.device.type), around.batch, around.collector,
-        around.anchor_node,
-    )  # fmt: skip
-    around.collector.expect(weights.values())
-    if around.collector.early:
-        around.collector.expect_bytes(sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes))
+        plan, (result.shape,), weights, _autocast(result.device.type), around.batch, collector, around.anchor_node
+    )
+    collector.expect(weights.values())
+    if collector.early:
+        collector.expect_bytes(sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes))
+    for i in weights:
+        saved[i] = saved[i].detach()
     chosen = _beneath(result)
     (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, around.anchor)
     return seen if seen.shape == result.shape else seen.view(result.shape)
 
 
-def _weights_at(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int]] | None:
-    """For each weight its position among the tensors and among the arguments, if all tensors are plain arguments."""
-    arguments = [i for i, arg in enumerate(op.args) if isinstance(arg, Tensor)]
-    return [(position, arguments[position]) for position in weights] if len(arguments) == len(op.tensors) else None
+def _can_be_repeated(op: Op, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
+    """Whether this is a plain call by a rule, which gives one tensor, and nothing but its weights may be weights."""
+    may_be_weights = {i for i, t in enumerate(op.tensors) if t.requires_grad and op.where[i] is None}
+    plain = plan.rule is not None and not plan.rule.whole and not op.inplace and isinstance(result, Tensor)
+    return plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and may_be_weights == {*weights}
+
+
+def _weights_at(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
+    """For each weight its position among the tensors, and its place or name among the arguments, if all are such."""
+    places = [place for place, arg in [*enumerate(op.args), *op.kwargs.items()] if isinstance(arg, Tensor)]
+    return [(i, places[i]) for i in weights] if len(places) == len(op.tensors) else []
 
 
 def _planned(
@@ -142,11 +157,9 @@ def _planned(
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     reached = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
-    at = _weights_at(op, weights)
-    plain = rule is not None and reached and not whole and not op.inplace and len(results) == 1 and at is not None
     return Plan(
         op.func, call, layouts, where, tapped, reached if whole else [], rule, rules, rule is None and moves(op),
-        kernel(op.func, weights) if plain else None, at or [],
+        kernel(op.func, weights) if reached else op.func, bool(reached), _weights_at(op, weights),
     )  # fmt: skip
 
 

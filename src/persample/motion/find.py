@@ -61,11 +61,12 @@ def remembered(kind: tuple[Any, ...]) -> Motion | None:
 def call_simple(op: Op, result: Any) -> None:
     """Notes that a call without weights gave one new tensor, and that all others of its kind will do the same."""
     may_be_weights = any(t.requires_grad and where is None for t, where in zip(op.tensors, op.where, strict=True))
-    if op.inplace or may_be_weights or op.func in _MEANS_OF_THE_VALID or not isinstance(result, Tensor):
+    by_count = op.func in _MEANS_OF_THE_VALID and op.kwargs.get("reduction", "mean") == "mean"
+    if op.inplace or may_be_weights or by_count or not isinstance(result, Tensor):
         return
     motion = _found.get(_key(op))
-    if motion is not None and isinstance(motion.results[0], Layout):
-        motion.simply[:] = [motion.results[0]]
+    if motion is not None and isinstance(motion.results[0], (Layout, Reduced)):
+        motion.simple = motion.results[0]
 
 
 def motion_of(op: Op, results: Sequence[Tensor]) -> Motion:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from persample.layout import Layout, Where
+from persample.layout import Layout, Reduced, Where
 
 
-@dataclass(frozen=True)
+@dataclass
 class Motion:
     """Where the samples lie in each tensor of a result, and in those arguments that were thought to hold none.
 
@@ -23,8 +23,10 @@ class Motion:
     following: tuple[tuple[int, Layout], ...] = ()
     by_values: bool = False
     plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what else is known of such calls
-    # set once it is known that calls of this kind do nothing but to give one tensor, where the samples lie here
-    simply: list[Layout] = field(default_factory=list, compare=False, repr=False)
+    # Set once it is known that calls of this kind do nothing but to give one tensor, where the samples lie so; or that
+    # they use weights by this plan, if these are parameters.
+    simple: Layout | Reduced | None = field(default=None, compare=False, repr=False)
+    use: Any = field(default=None, compare=False, repr=False)
 
     def follows(self, position: int) -> Layout | None:
         return dict(self.following).get(position)

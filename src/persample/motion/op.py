@@ -73,7 +73,13 @@ def op_of(
     where: list[Where | None] = []
     kind: list[Any] = [func, batch, len(args)]
     for arg in args:
-        _look_at(arg, where_of, tensors, where, kind)
+        if isinstance(arg, Tensor):  # as below, without a call
+            place = where_of(arg)
+            tensors.append(arg)
+            where.append(place)
+            kind += (arg.shape, arg.dtype, arg.layout, arg.requires_grad, place)
+        else:
+            _look_at(arg, where_of, tensors, where, kind)
     for name, arg in kwargs.items():
         kind.append(name)
         _look_at(arg, where_of, tensors, where, kind)
@@ -93,7 +99,7 @@ def _look_at(
         place = where_of(value)
         tensors.append(value)
         where.append(place)
-        kind += (value.shape, value.dtype, value.requires_grad, place)
+        kind += (value.shape, value.dtype, value.layout, value.requires_grad, place)
     elif isinstance(value, (tuple, list)):
         kind += (type(value), len(value))
         for part in value:

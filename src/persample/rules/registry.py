@@ -26,6 +26,7 @@ HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
 FURTHER: dict[Callable[..., Any] | str, list[Rule]] = {}
 
 _RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
+_NONE: list[Rule] = []
 
 
 def handler_of(func: Callable[..., Any]) -> Any:
@@ -35,11 +36,13 @@ def handler_of(func: Callable[..., Any]) -> Any:
 
 def rules_of(func: Callable[..., Any]) -> list[Rule]:
     """The rules that a torch function has: the same list as long as none is added or replaced."""
-    first, further = handler_of(func), FURTHER.get(_key(func), [])
-    rules = [*([first] if isinstance(first, Rule) else []), *further]
-    kept = _RULES.setdefault(_key(func), rules)
-    if len(kept) != len(rules) or any(a is not b for a, b in zip(kept, rules, strict=True)):
-        kept = _RULES[_key(func)] = rules
+    key = _key(func)
+    first, rules = HANDLED_FUNCTIONS.get(key), FURTHER.get(key, _NONE)
+    if isinstance(first, Rule):
+        rules = [first, *rules]
+    kept = _RULES.setdefault(key, rules)
+    if kept != rules:  # the rules themselves are compared by identity
+        kept = _RULES[key] = list(rules)
     return kept
 
 
@@ -66,7 +69,7 @@ def _always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """How the weights of one torch function get their terms.
 

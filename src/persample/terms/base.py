@@ -211,6 +211,8 @@ def dense_sum(terms: Sequence[Term]) -> Tensor:
 def promoted(*tensors: Tensor) -> tuple[Any, ...]:
     """All in the widest of their types: under autocast, activations and gradients differ."""
     dtype = tensors[0].dtype
+    if all([tensor.dtype == dtype for tensor in tensors]):
+        return tensors
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     return tuple(tensor.to(dtype) for tensor in tensors)
