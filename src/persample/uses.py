@@ -135,7 +135,8 @@ def _can_be_repeated(op: Op, result: Any, weights: dict[int, Tensor], plan: Plan
 
 def _weights_at(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
     """For each weight its position among the tensors, and its place or name among the arguments, if all are such."""
-    places = [place for place, arg in [*enumerate(op.args), *op.kwargs.items()] if isinstance(arg, Tensor)]
+    given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs.items()]
+    places = [place for place, arg in given if isinstance(arg, Tensor)]
     return [(i, places[i]) for i in weights] if len(places) == len(op.tensors) else []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -220,23 +220,31 @@ Results = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Trials:
-    """Results of an op on some values, and on these with some of the samples changed, then all."""
+    """An op on some values, on these with all of the samples changed, and with some of them changed.
+
+    The last are run when they are looked at, one after the other: together they would take the memory of many steps.
+    """
 
     before: Results
-    changed: Mapping[frozenset[int], Results]
     all_changed: Results
+    run: Callable[[Set[int]], Results]
+    samples: Set[int]
     by_values: bool  # the values were the op's own, or could not be changed
+
+    def some_changed(self, result: int) -> Iterator[tuple[frozenset[int], Tensor]]:
+        """Sets of samples, each followed by the rest, with what a result is when these are changed."""
+        return ((half, self.run(half)[result]) for half in _halves(self.samples))
 
     def tells(self, result: int) -> bool:
         """Whether a result changes at all when the samples do, or some of them."""
-        before = self.before[result]
-        if bool(before.isnan().all()):
+        before = self.before[result].nan_to_num()
+        if bool(self.before[result].isnan().all()):
             return False
-        others = (self.all_changed, *self.changed.values())
-        return any(not torch.equal(before.nan_to_num(), after[result].nan_to_num()) for after in others)
+        others = itertools.chain([self.all_changed[result]], (after for _, after in self.some_changed(result)))
+        return any(not torch.equal(before, after.nan_to_num()) for after in others)
 
 
-def _halves(samples: set[int]) -> list[frozenset[int]]:
+def _halves(samples: Set[int]) -> list[frozenset[int]]:
     """Sets of samples such that of any two samples, each is in one of the sets without the other.
 
     >>> [sorted(half) for half in _halves({0, 1, 2})]
@@ -279,25 +287,25 @@ def _trials(op: Op, constants: bool, kinds: Sequence[str] = _KINDS) -> Trials | 
 
 def _tried(op: Op, constants: bool, kind: str, step: int, precise: bool) -> Trials | None:
     present = op.samples() or {0}
-    with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the user has not asked for these values
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         _seed(0)
         given = [t.float() if precise and t.dtype in _HALVES else t for t in op.tensors]
         base = [_invented(t, where, constants, kind) for t, where in zip(given, op.where, strict=True)]
+    others = [_other(t, where, kind, step) for t, where in zip(base, op.where, strict=True)]
 
-        others = [_other(t, where, kind, step) for t, where in zip(base, op.where, strict=True)]
-
-        def run(samples: Set[int]) -> Results:
-            places = zip(base, others, op.where, strict=True)
-            values = [_changed(t, other, where, samples, op.batch) for t, other, where in places]
+    def run(samples: Set[int]) -> Results:
+        places = zip(base, others, op.where, strict=True)
+        values = [_changed(t, other, where, samples, op.batch) for t, other, where in places]
+        with torch.random.fork_rng(range(torch.cuda.device_count())), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user has not asked for these values
             _seed(1)
             return op.run(values)
 
-        try:
-            halves = {half: run(half) for half in _halves(present)}
-            return Trials(run(set()), halves, run(present), by_values=kind == "own" or step == 0)
-        except Exception:  # the op does not take such numbers
-            return None
+    try:
+        run(_halves(present)[0])
+        return Trials(run(set()), run(present), run, present, by_values=kind == "own" or step == 0)
+    except Exception:  # the op does not take such numbers
+        return None
 
 
 def _seed(number: int) -> None:
@@ -352,8 +360,7 @@ def _keeps_apart(layout: Layout, trials: Trials, result: int, batch: int) -> boo
     """Whether, by this layout, samples kept their entries when others changed."""
     before = trials.before[result]
     ids = layout.sample_of(before.shape[layout.dim], batch)
-    for changed, results in trials.changed.items():
-        after = results[result]
+    for changed, after in trials.some_changed(result):
         if before.shape != after.shape:
             return False
         kept = [j for j, n in enumerate(ids) if n >= 0 and n not in changed]
@@ -368,8 +375,8 @@ def _adds_up(trials: Trials, result: int) -> bool:
     dtype = trials.before[result].dtype
     tolerance = 1e3 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
     whole = trials.before[result].double() + trials.all_changed[result].double()
-    halves = [results[result].double() for results in trials.changed.values()]
-    pairs = zip(halves[::2], halves[1::2], strict=True)  # a set and the rest
+    each = (after.double() for _, after in trials.some_changed(result))
+    pairs = zip(each, each, strict=True)  # a set, and the rest, which comes next
     return all(torch.allclose(whole, half + rest, rtol=tolerance, atol=tolerance) for half, rest in pairs)
 
 

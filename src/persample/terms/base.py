@@ -107,8 +107,12 @@ class Term(ABC):
             yield tuple(wide(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
 
     def by_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """The dense forms, in the accumulation type, of a few samples at a time; and which."""
-        step = max(1, BLOCK // max(1, self.shape.numel()))
+        """The dense forms, in the accumulation type, of a few samples at a time; and which.
+
+        So few that neither these nor their factors, which may be copied on the way, are more than a block.
+        """
+        factors = sum(t.numel() for t in tensors_of(self)) // max(1, self.batch)
+        step = max(1, BLOCK // max(1, self.shape.numel(), factors))
         for start in range(0, max(1, self.batch), step):
             stop = min(start + step, self.batch)
             yield slice(start, stop), tuple(wide(term.some(start, stop).dense()) for term in (self, *others))
