@@ -3,7 +3,8 @@
 A process builds the model and the batch, makes one step with two samples, so that libraries are loaded and thread pools
 started, and notes its resident memory. Then come whole steps, each answer dropped before the next. What they take is
 the highest resident memory of the process less what was noted. It is given for all steps, the first with what is tried
-and planned in it included, and for the later ones, once the first's garbage has been collected.
+and planned in it included, and for the later ones, once the first's garbage has been collected. A last step tells how
+much tensors took at once, which is what the libraries' own buffers and a heap with gaps are not part of.
 
 The processes are forked from one that has imported everything and computed nothing.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import multiprocessing
+import os
 import statistics
 import warnings
 from collections.abc import Iterable
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from benchmarks.engines import Engine
@@ -32,10 +36,11 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes: the peak of all steps, that of the steps after the first, and the size of the answer."""
+    """Bytes: the peak of all steps, that of the steps after the first, of the tensors alone, and the answer's size."""
 
     peak: int
     later: int
+    tensors: int
     result: int
 
 
@@ -50,10 +55,11 @@ def measure(
             return peak
         peaks.append(peak)
     peak, later = (round(statistics.median(getattr(p, part) for p in peaks)) for part in ("peak", "later"))
-    return Peak(peak, later, peaks[0].result)
+    return Peak(peak, later, peaks[0].tensors, peaks[0].result)
 
 
 def _in_a_process(*work: Any) -> Peak | str:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.preload"])
     mine, theirs = context.Pipe(duplex=False)
@@ -94,7 +100,15 @@ def _peak_of_steps(engine: Engine, quantity: str) -> Peak:
         del answer
         engine.clear()
     later = _resident("VmHWM")
-    return Peak(max(first, later) - before, later - before, result)
+    return Peak(max(first, later) - before, later - before, _most_in_tensors(engine, quantity), result)
+
+
+def _most_in_tensors(engine: Engine, quantity: str) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.step(quantity)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(itertools.accumulate(changes), default=0)
 
 
 def _resident(field: str) -> int:

@@ -60,14 +60,15 @@ def time_targets(tables: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]
 
 def memory_targets(tables: dict[str, dict[str, dict[str, Cell]]]) -> Iterator[str]:
     """Target by target, for memory. Dense rows: what is taken beyond a plain step, over the size of the rows."""
-    yield "\ntargets of memory: at most | found (after the first step)"
+    yield "\ntargets of memory: at most | resident (after the first step) | tensors alone"
     for workload, table in tables.items():
         for engine, bars in targets.MEMORY.items():
             for quantity, most in bars.items():
                 cells = table.get(quantity, {})
                 if "peak" in cells.get(engine, {}):
                     found, later = (cells[engine][key] / cells["plain"]["peak"] for key in ("peak", "later"))
-                    yield _memory_line(workload, f"{quantity}, {engine}", most, found, later)
+                    tensors = cells[engine]["tensors"] / cells["plain"]["tensors"]
+                    yield _memory_line(workload, f"{quantity}, {engine}", most, found, later, tensors)
         cells = table.get("dense", {})
         if "peak" in cells.get("ours", {}):
             rows, plain = cells["ours"]["result"], cells["plain"]["peak"]
@@ -100,9 +101,13 @@ def best_peer(cells: dict[str, Cell]) -> str:
     return f"{others[best]:.2f} {best}"
 
 
-def _memory_line(workload: str, what: str, most: float, found: float, later: float) -> str:
-    verdict = "met after the first step" if later <= most < found else _met(found, most)
-    return f"{workload:{WORKLOAD}}{what:28}{most:6.2f} |{found:7.2f} ({later:.2f})   {verdict}"
+def _memory_line(
+    workload: str, what: str, most: float, found: float, later: float, tensors: float | None = None
+) -> str:
+    verdicts = {"met": found, "met after the first step": later, "met by the tensors": tensors}
+    verdict = next((words for words, ratio in verdicts.items() if ratio is not None and ratio <= most), "not met")
+    of_tensors = "" if tensors is None else f"{tensors:.2f}"
+    return f"{workload:{WORKLOAD}}{what:28}{most:6.2f} |{found:7.2f} ({later:.2f}) | {of_tensors:4}   {verdict}"
 
 
 def _met(found: float, most: float) -> str:
