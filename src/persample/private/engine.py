@@ -25,6 +25,7 @@ from persample.distributed import fsdp_states
 from persample.errors import PerSampleError, SamplesMixed
 from persample.private.criterion import Criterion
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.sampling import shared_loader
 
 _WITH_CRITERION = ("ghost", "ghost_fsdp")
 _MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
@@ -141,6 +142,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             accountant=self.accountant.mechanism(),
         )
         return self.make_private(data_loader=data_loader, noise_multiplier=noise_multiplier, **others)
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+        prepared = super()._prepare_data_loader(data_loader, **options)
+        return shared_loader(prepared) if options["distributed"] and options["poisson_sampling"] else prepared
 
     # ---- what cannot be private ----
 
