@@ -184,7 +184,10 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         return whole
 
     def _drawn(self, std: float, like: Tensor) -> Tensor:
-        return _generate_noise(std=std, reference=like, generator=self.generator, secure_mode=self.secure_mode)
+        if self.secure_mode:
+            return _generate_noise(std=std, reference=like, generator=self.generator, secure_mode=True)
+        drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        return drawn.normal_(0, std, generator=self.generator) if std else drawn.zero_()
 
     def scale_grad(self) -> None:
         """Divides by the expected number of samples, if the loss is a mean."""

@@ -100,7 +100,8 @@ class Outer(Term):
         return grad.squeeze(1).abs().square().mT @ input.squeeze(1).abs().square()
 
     def project(self, sketch: Sketch) -> Tensor:
-        if not isinstance(sketch, TensorSketch) or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense":
+        densely = not self.positions or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense"
+        if densely or not isinstance(sketch, TensorSketch):
             return super().project(sketch)
         input, grad = self._factors()
         return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)
