@@ -15,7 +15,7 @@ from cases import CASES, B, Calls, D, T, param
 from oracle import Case, assert_rows_close, loss_of, oracle, tensors_within
 from torch import Tensor, nn
 
-from persample import ExpandedWeight, PerSampleError, call_for_per_sample_grads
+from persample import ExpandedWeight, PerSampleError, call_for_per_sample_grads, record
 
 
 def rows_of(module: nn.Module) -> dict[str, Tensor]:
@@ -261,3 +261,25 @@ def test_importing_needs_torch_alone() -> None:
         "assert m.weight.grad_sample.shape == (3, 2, 2)"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_a_part_that_all_samples_lack() -> None:
+    """A layer that is called with no rows has zeros for every sample, in the shape of its weights."""
+
+    def forward(m: Any, h: Tensor, there: Tensor) -> Tensor:
+        out = m.a(h)
+        out[there] = m.b(h[there])
+        return out
+
+    module, h = Calls(forward, a=nn.Linear(D, D), b=nn.Linear(D, D)), torch.randn(B, D)
+    with record(module) as grads:
+        module(h, torch.zeros(B, dtype=torch.bool)).square().mean().backward()
+    for rows in (grads.dense()["b.weight"], grads.dense()["b.bias"]):
+        assert rows.shape[0] == B and not rows.any()
+    for answer in (grads.clip(1.0), grads.second_moment(), grads.variance(), grads.mean()):
+        for name, p in module.named_parameters():
+            assert answer[name].shape == p.shape
+            assert bool(answer[name].any()) == (name[0] == "a")
+    with record(module, parameters=["b.weight", "b.bias"]) as none:
+        module(h, torch.zeros(B, dtype=torch.bool)).square().mean().backward()
+    assert not none.gram().any() and not none.norms().any() and not none.project(4).any()

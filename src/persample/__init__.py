@@ -8,6 +8,7 @@ from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads
 from persample.gradients import PerSampleGradients
 from persample.record import record
 from persample.rules import rule as register_rule
+from persample.watch import Watch, watch
 
 __all__ = [
     "CompiledStep",
@@ -15,6 +16,7 @@ __all__ = [
     "PerSampleError",
     "PerSampleGradients",
     "SamplesMixed",
+    "Watch",
     "call_for_per_sample_grads",
     "check",
     "compile",
@@ -22,5 +24,6 @@ __all__ = [
     "record",
     "register_rule",
     "release_memory",
+    "watch",
 ]
 __version__ = "0.1.0"

@@ -31,8 +31,8 @@ from persample.distributed import Processes, processes_of
 from persample.errors import PerSampleError
 from persample.fixed import NUMBERS, State, described_tensor
 from persample.gradients import PerSampleGradients
-from persample.inputs import BatchDim
-from persample.record import Chosen, record
+from persample.options import BatchDim, Chosen
+from persample.record import record
 from persample.tracing import Trace
 from persample.tracker import Tracker
 from persample.uncompiled import not_traced, uncompiled

@@ -109,8 +109,8 @@ class PerSampleGradients:
         return torch.stack([*squares.values()]).clamp_(min=0).sum(0).sqrt_().mul_(self._scale)
 
     @torch.no_grad()
-    def sum(self, weights: Tensor | None = None) -> dict[str, Tensor]:
-        """`{name: shape}`: the sum of the rows, each times its weight."""
+    def sum(self, weights: Tensor | None = None, own: bool = False) -> dict[str, Tensor]:
+        """`{name: shape}`: the sum of the rows, each times its weight; `own`: of this process's rows alone."""
         if weights is None:
             weights = torch.ones(self.batch_size, device=self._device, dtype=torch.float32)
         if weights.shape != (self.batch_size,):
@@ -118,7 +118,7 @@ class PerSampleGradients:
                 f"One weight for each of {self.batch_size} samples is needed, got {tuple(weights.shape)}"
             )
         weights = weights.to(self._device) * self._scale
-        return {name: self._total(name, term.sum(weights)) for name, term in self._terms().items()}
+        return {name: self._total(name, term.sum(weights), own=own) for name, term in self._terms().items()}
 
     @torch.no_grad()
     def mean(self) -> dict[str, Tensor]:
@@ -129,20 +129,21 @@ class PerSampleGradients:
     @torch.no_grad()
     def clip_factors(self, max_norm: float) -> Tensor:
         """`(batch,)`: what each row has to be scaled by so that its norm is at most `max_norm`."""
-        return _factors(self._all_norms(), max_norm)
+        return factors_of(self._all_norms(), max_norm)
 
     @torch.no_grad()
-    def clip(self, max_norm: float, per_parameter: bool = False) -> dict[str, Tensor]:
+    def clip(self, max_norm: float, per_parameter: bool = False, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the sum of the rows, each scaled down to a norm of at most `max_norm`.
 
-        With `per_parameter`, each parameter's part of a row is scaled by itself to that norm.
+        With `per_parameter`, each parameter's part of a row is scaled by itself to that norm. Where several processes
+        share a batch, `own` gives the sum of this process's rows alone, for which the others need not ask.
         """
         if not per_parameter:
-            return self.sum(self.clip_factors(max_norm))
+            return self.sum(self.clip_factors(max_norm), own)
         norms = self.norms(per_parameter=True)
         assert isinstance(norms, dict)
-        factors = {name: _factors(part, max_norm) * self._scale for name, part in norms.items()}
-        return {name: self._total(name, term.sum(factors[name])) for name, term in self._terms().items()}
+        factors = {name: factors_of(part, max_norm) * self._scale for name, part in norms.items()}
+        return {name: self._total(name, term.sum(factors[name]), own=own) for name, term in self._terms().items()}
 
     @torch.no_grad()
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
@@ -241,8 +242,10 @@ class PerSampleGradients:
     def _device(self) -> torch.device:
         return next((p.device for p in self._parameters.values()), torch.device("cpu"))
 
-    def _total(self, name: str, part: Tensor, double: bool = False) -> Tensor:
+    def _total(self, name: str, part: Tensor, double: bool = False, own: bool = False) -> Tensor:
         """The sum of what all processes found for a parameter, which may differ in type where one did not use it."""
+        if own:
+            return part
         dtype = wide(self._parameters[name].new_empty(0)).dtype
         if double:
             dtype = torch.promote_types(dtype, torch.float64)
@@ -314,10 +317,16 @@ class PerSampleGradients:
         return {name: self._term(name) for name in self._parameters}
 
 
-def _factors(norms: Tensor, max_norm: float) -> Tensor:
-    """What makes each norm at most `max_norm`; a norm of zero stays."""
+def factors_of(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:
+    """What makes each norm at most `max_norm`; a norm of zero stays. With a stabiliser, all are scaled by as much.
+
+    >>> factors_of(torch.tensor([0.5, 4.0]), 1.0), factors_of(torch.tensor([0.5, 4.0]), 1.0, stabiliser=0.5)
+    (tensor([1.0000, 0.2500]), tensor([1.0000, 0.2222]))
+    """
     if not max_norm > 0:
         raise PerSampleError(f"max_norm must be positive, got {max_norm}")
+    if stabiliser is not None:
+        return max_norm / (norms + stabiliser)
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,12 +13,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from persample.layout import Layout
+from persample.options import BatchDim
 from persample.rules.recurrent import packed_layout
 from persample.tracker import Tracker
-
-# One dim for all arguments, or one for each, by position or name; None: its tensors are the same for all samples.
-BatchDim = int | Sequence[int | None] | Mapping[str | int, int | None]
-
 
 NO_TENSOR = (
     "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so ExpandedWeights cannot "

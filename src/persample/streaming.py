@@ -10,7 +10,8 @@ from torch import Tensor
 
 from persample.distributed import Processes
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients
+from persample.gradients import PerSampleGradients, factors_of
+from persample.options import Options
 from persample.terms import Term
 from persample.terms.base import wide
 
@@ -59,30 +60,36 @@ class StreamedClip(StreamedNorms):
     """Knows the norms and the clipped sum: `record(model, keep="clip", max_norm=1.0)`.
 
     With one backward pass the factors are kept until it has ended, then reduced. With two nothing is kept: the
-    first gives the norms, the second, over the same graph, the sum of the rows times what the norms allow.
+    first gives the norms, the second, over the same graph, the sum of the rows times what the norms allow. Where each
+    parameter has a bound of its own, its norms are all that its sum needs: nothing is kept either.
     """
 
     kept = "clip"
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: str,
-        max_norm: float,
-        passes: int | None,
-        memory: int,
-        over: Processes,
-    ) -> None:
-        super().__init__(parameters, loss_reduction, over)
-        self.max_norm = max_norm
-        self.passes = passes
-        self.memory = memory
+    def __init__(self, parameters: Mapping[str, Tensor], options: Options, over: Processes) -> None:
+        super().__init__(parameters, options.loss_reduction, over)
+        assert options.max_norm is not None
+        self.max_norm = options.max_norm
+        self.stabiliser = options.stabiliser
+        self.passes: int | None = options.passes
+        self.memory = options.memory
+        if isinstance(self.max_norm, Mapping):
+            if self.max_norm.keys() != self._parameters.keys():
+                wrong = sorted(self.max_norm.keys() ^ self._parameters.keys())
+                raise PerSampleError(f"max_norm has to name the recorded parameters, and differs from them in {wrong}")
+            self.passes = 1
         self._factors: Tensor | None = None
         self._clipped: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] | None = None
         self._given: dict[str, int] = {}  # the versions of the totals when they were given out
+        self._given_own = False
         self._reason = ""
         self._ended = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether there has been all that was to come."""
+        return self._ended == self.passes
 
     @property
     def first_of_two(self) -> bool:
@@ -111,7 +118,12 @@ class StreamedClip(StreamedNorms):
     def _measured(self, name: str, term: Term) -> Tensor:
         if self.passes == 2:
             return term.squared_norms()
-        squared, self._arrived[name] = term.measured()
+        squared, term = term.measured()
+        if isinstance(self.max_norm, Mapping):
+            norms = squared.clamp(min=0).sqrt() * self._scale
+            self._clipped[name] = term.sum(factors_of(norms, self.max_norm[name], self.stabiliser) * self._scale)
+        else:
+            self._arrived[name] = term
         return squared
 
     def finish(self) -> None:
@@ -120,24 +132,29 @@ class StreamedClip(StreamedNorms):
         self._ended += 1
         if self.passes is None:
             self.passes, self._reason = 1, ": loss.backward() was not called inside the block"
-        if self._factors is None:
-            self._factors = self.clip_factors(self.max_norm)
+        if self._factors is None and not isinstance(self.max_norm, Mapping):
+            self._factors = factors_of(self._all_norms(), self.max_norm, self.stabiliser)
             weights = self._factors * self._scale
             for name, term in self._arrived.items():
                 self._clipped[name] = term.sum(weights)
             self._arrived.clear()
 
-    def clip(self, max_norm: float | None = None, per_parameter: bool = False) -> dict[str, Tensor]:
+    def clip(
+        self, max_norm: float | None = None, per_parameter: bool = False, own: bool = False
+    ) -> dict[str, Tensor]:
         self._check_done()
         if self.batch_size and self.passes == 2 and self._ended < 2:
             raise PerSampleError("The two passes are made by loss.backward() inside the block, and there was none.")
         if per_parameter or max_norm not in (None, self.max_norm):
             raise PerSampleError(f"This recording kept the sum clipped at {self.max_norm} only.")
         if self._totals is None:
-            self._totals = {name: self._total(name, self._own_clipped(name)) for name in self._parameters}
+            self._totals = {name: self._total(name, self._own_clipped(name), own=own) for name in self._parameters}
             self._clipped.clear()
             self._given = {name: total._version for name, total in self._totals.items()}
+            self._given_own = own
             return dict(self._totals)
+        if own != self._given_own:
+            raise PerSampleError("The clipped sum was asked for with another `own` before, and is not kept twice.")
         if any(total._version != self._given[name] for name, total in self._totals.items()):
             raise PerSampleError("The clipped sum was changed in place since clip() gave it, and is not kept twice.")
         return {name: total.clone() for name, total in self._totals.items()}

@@ -73,6 +73,7 @@ class Tracker(TorchFunctionMode):
         self.over = Processes()
         self.has_inputs = False
         self.inside = True  # the model's forward is running, as far as is known
+        self.rests = False  # it has seen all that it will see
         self.memory: Memory = {}
         self.buffers_before: dict[int, Tensor] = {}
         counts.forget()
@@ -83,23 +84,31 @@ class Tracker(TorchFunctionMode):
         # where a tensor's samples lie, and whether it required grad when that was found
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
 
-    def __enter__(self) -> Any:
+    def start(self) -> None:
+        """Prepares the model, and torch, for being followed."""
         if self._depth == 0:
             self._uncompiled = uncompiled()
             self._uncompiled.__enter__()
             if self.model is not None:
                 self._whole_modules = WholeModules(self)
         self._depth += 1
+
+    def stop(self) -> None:
+        """The opposite of `start`."""
+        self._depth -= 1
+        if self._depth == 0:
+            if self._whole_modules is not None:
+                self._whole_modules.remove()
+                self._whole_modules = None  # which knows the tracker: neither is to wait for the garbage collector
+            self._uncompiled.__exit__(None, None, None)
+
+    def __enter__(self) -> Any:
+        self.start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and self._whole_modules is not None:
-            self._whole_modules.remove()
-            self._whole_modules = None  # which knows the tracker: neither is to wait for the garbage collector
         super().__exit__(*error)
-        if self._depth == 0:
-            self._uncompiled.__exit__(None, None, None)
+        self.stop()
 
     # ---- what is known of a tensor ----
 
@@ -157,6 +166,8 @@ class Tracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.rests:
+            return func(*args, **kwargs)
         if func is Tensor.backward and self.on_backward is not None:
             return self.on_backward(func, args, kwargs)
         if func is torch.autograd.grad:

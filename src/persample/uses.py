@@ -12,7 +12,7 @@ from persample import tracing
 from persample.collector import Collector
 from persample.detached import kernel, run_detached
 from persample.errors import PerSampleError, SamplesMixed, op_name
-from persample.layout import Layout
+from persample.layout import Layout, Reduced
 from persample.motion import Motion, Op, motion_of, results_of
 from persample.motion.kinds import WRITES
 from persample.rules import Rule, rules_of
@@ -203,6 +203,12 @@ def check_apart(op: Op, around: Surroundings) -> None:
         cause = "uses weights with sparse tensors: make them dense"
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, {cause}.")
     for where in op.where:
+        if isinstance(where, Reduced):
+            raise SamplesMixed(
+                f"{op_name(op.func)}, in {around.place()}, uses weights on a sum over the samples ({where.cause}, in "
+                f"{where.place}), as a penalty on the weights does: it is no sample's own. Leave it to the optimizer "
+                "(weight_decay), or give it a backward pass of its own, outside of the recording."
+            )
         if where is not None and not isinstance(where, Layout):
             raise SamplesMixed(
                 f"{op_name(op.func)}, in {around.place()}, uses weights on a tensor in which the samples of the batch "

@@ -15,7 +15,7 @@ from persample.checking.samples import Batch
 from persample.checking.subject import Gradient, Subject, untouched
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
-from persample.inputs import BatchDim
+from persample.options import BatchDim
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import tensors_of
 from persample.terms.cost import cheaper_way

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from persample.errors import PerSampleError
-from persample.inputs import BatchDim
+from persample.options import BatchDim
 
 # What is made of a tensor (or PackedSequence) of the batch, given the dim in which its samples should lie.
 OfLeaf = Callable[[Any, int | None], Any]

@@ -14,5 +14,5 @@ def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = No
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
     terms: dict[str, Term] = {"weight": Outer(input, grad)}
     if bias is not None:
-        terms["bias"] = Dense(grad.sum(1) if grad.shape[1] > 1 else grad.squeeze(1))
+        terms["bias"] = Dense(grad.squeeze(1) if grad.shape[1] == 1 else grad.sum(1))
     return terms

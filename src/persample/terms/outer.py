@@ -88,19 +88,20 @@ class Outer(Term):
         return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
 
     def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
-        if not isinstance(other, Outer) or self.positions > 1 or other.positions > 1:
+        if not isinstance(other, Outer) or self.positions != 1 or other.positions != 1:
             return super().gram(other, numbers)
         a, g, b, h = (t.squeeze(1) for t in self._factors(other.input, other.grad))
         return ((a @ b.mH) * (g.conj() @ h.mT)).real
 
     def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        if self.positions > 1:  # the square of a sum is no sum of squares
+        if self.positions != 1:  # the square of a sum is no sum of squares
             return super().square_sum(numbers)
         input, grad = self._factors()
         return grad.squeeze(1).abs().square().mT @ input.squeeze(1).abs().square()
 
     def project(self, sketch: Sketch) -> Tensor:
-        if not isinstance(sketch, TensorSketch) or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense":
+        densely = not self.positions or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense"
+        if densely or not isinstance(sketch, TensorSketch):
             return super().project(sketch)
         input, grad = self._factors()
         return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)

@@ -1,0 +1,235 @@
+"""Opacus' PrivacyEngine, with the model left as it is and the gradients from persample."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import opacus
+import torch
+from opacus.accountants.utils import get_noise_multiplier
+from opacus.validators.module_validator import ModuleValidator
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from persample.distributed import fsdp_states
+from persample.errors import PerSampleError, SamplesMixed
+from persample.private.criterion import Criterion
+from persample.private.optimizer import PrivateOptimizer
+from persample.private.sampling import shared_loader
+
+_WITH_CRITERION = ("ghost", "ghost_fsdp")
+_MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
+
+
+class PrivacyEngine(opacus.PrivacyEngine):
+    """Makes a model, its optimizer and its data loader private: differential privacy at the price of ordinary training.
+
+    To be used as Opacus' own, whose accountants, samplers, schedulers and checkpoints it has. The difference is in the
+    gradients: any model that runs in PyTorch can be trained, it stays the model that it is, with no wrapper around it,
+    and a step takes one backward pass.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> from torch.utils.data import TensorDataset
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(2, (64,))), batch_size=16)
+    >>> engine = PrivacyEngine()
+    >>> model, optimizer, data = engine.make_private(
+    ...     module=model, optimizer=optimizer, data_loader=data, noise_multiplier=1.0, max_grad_norm=1.0)
+    >>> for x, y in data:
+    ...     optimizer.zero_grad()
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    ...     optimizer.step()
+    >>> bool(0 < engine.get_epsilon(delta=1e-3) < 10)
+    True
+    """
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        **recording: Any,
+    ) -> tuple[Any, ...]:
+        """The module, itself; an optimizer and a data loader that make its training private.
+
+        The arguments are those of Opacus' engine. `clipping` is "flat", "per_layer" or "automatic". `grad_sample_mode`
+        names ways of Opacus' to find gradients, which are all one here; with "ghost", for which Opacus gives a
+        criterion too, there is one between the optimizer and the data loader. `wrap_model` makes no difference.
+
+        Further arguments go to `persample.record`: `batch_dim` for models with inputs that are not all of samples,
+        `passes=2` for two backward passes in less memory, `memory` for what decides it.
+
+        `optimizer.release()` makes the model an ordinary one again.
+        """
+        if noise_generator is not None and self.secure_mode:
+            raise ValueError("Passing seed is prohibited in secure mode")
+        if grad_sample_mode not in _MODES:
+            raise PerSampleError(f"grad_sample_mode is one of {_MODES}, got {grad_sample_mode!r}")
+        if isinstance(optimizer, PrivateOptimizer):
+            optimizer.release()
+            optimizer = optimizer.original_optimizer
+        own = set(module.parameters())
+        if any(p not in own for p in chain.from_iterable(group["params"] for group in optimizer.param_groups)):
+            raise ValueError("Module parameters are different than optimizer Parameters")
+        self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
+
+        recording.setdefault("batch_dim", 0 if batch_first else 1)
+        distributed = is_distributed(module)
+        data_loader = self._prepare_data_loader(
+            data_loader,
+            distributed=distributed,
+            poisson_sampling=poisson_sampling,
+            batch_first=batch_first,
+            rand_on_empty=rand_on_empty,
+        )
+        sample_rate = 1 / len(data_loader)
+        expected_batch_size = int(len(data_loader.dataset) * sample_rate)  # type: ignore[arg-type]
+        private = PrivateOptimizer(
+            optimizer,
+            module=module,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size / (torch.distributed.get_world_size() if distributed else 1),
+            loss_reduction=loss_reduction,
+            clipping=clipping,
+            poisson_sampling=poisson_sampling,
+            distributed=distributed,
+            recording=recording,
+            generator=self.secure_rng if self.secure_mode else noise_generator,
+            secure_mode=self.secure_mode,
+        )
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        if grad_sample_mode in _WITH_CRITERION:
+            return module, private, Criterion(criterion or nn.CrossEntropyLoss(), loss_reduction), data_loader
+        return module, private, data_loader
+
+    def make_private_with_epsilon(
+        self, *, data_loader: DataLoader[Any], target_epsilon: float, target_delta: float, epochs: int, **others: Any
+    ) -> tuple[Any, ...]:
+        """`make_private`, with the noise that spends (target_epsilon, target_delta) in so many epochs."""
+        if len(self.accountant) > 0:
+            warnings.warn(
+                "Some of the privacy budget has been spent already, and comes on top of target_epsilon.", stacklevel=2
+            )
+        noise_multiplier = get_noise_multiplier(
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+            sample_rate=1 / len(data_loader),
+            epochs=epochs,
+            accountant=self.accountant.mechanism(),
+        )
+        return self.make_private(data_loader=data_loader, noise_multiplier=noise_multiplier, **others)
+
+    def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
+        prepared = super()._prepare_data_loader(data_loader, **options)
+        return shared_loader(prepared) if options["distributed"] and options["poisson_sampling"] else prepared
+
+    # ---- what cannot be private ----
+
+    def validate(
+        self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
+    ) -> None:
+        """Refuses what can be known to mix samples, or to keep something of them, before anything has run."""
+        for name, found in _unfit(module).items():
+            raise SamplesMixed(
+                f"'{name}', a {type(found).__name__}, cannot be trained privately: it normalises with statistics of "
+                "the batch, or keeps them. Put GroupNorm in its place, as PrivacyEngine.get_compatible_module(model) "
+                "does (make the optimizer afterwards), or call eval() on it and leave it there."
+            )
+
+    def is_compatible(
+        self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
+    ) -> bool:
+        """Whether `validate` has nothing to refuse."""
+        return not _unfit(module)
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """A copy of the module, with what cannot be private replaced as Opacus' fixer does, and nothing else."""
+        module = deepcopy(module)
+        for name, part in _unfit(module).items():
+            like = next(chain(part.parameters(), part.buffers()), torch.empty(0))
+            fitting = ModuleValidator.FIXERS[type(part)](part).to(like.device, like.dtype)
+            if not name:
+                return fitting
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, fitting)
+        return module
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(self, *, path: Any, optimizer: Any = None, checkpoint_dict: Any = None, **kwargs: Any) -> None:
+        """As Opacus does; a file is there whole or not at all, and says where the noise was, which must not repeat."""
+        noise = {"persample_noise_state": _noise_state(optimizer)}
+        together = {**(checkpoint_dict or {}), **noise}
+        if not isinstance(path, (str, os.PathLike)):
+            super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
+            return
+        part = Path(f"{os.fspath(path)}.part")
+        try:
+            super().save_checkpoint(path=part, optimizer=optimizer, checkpoint_dict=together, **kwargs)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def load_checkpoint(self, *, path: Any, optimizer: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """As Opacus does; given the optimizer, its noise goes on from where it was."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(path=path, optimizer=optimizer, **kwargs)
+        state = checkpoint.pop("persample_noise_state", None)
+        if optimizer is not None and state is not None:
+            _noise_source(optimizer).set_state(state)
+        return checkpoint
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether several processes train a module together."""
+    there_are = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not there_are:
+        return False
+    wrappers = (DistributedDataParallel, opacus.distributed.DifferentiallyPrivateDistributedDataParallel)
+    return isinstance(module, wrappers) or bool(fsdp_states(module))
+
+
+def _unfit(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules that use statistics of the batch, or keep statistics of samples."""
+    found: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        of_the_batch = isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
+        kept = isinstance(part, _InstanceNorm) and part.track_running_stats and part.training
+        if of_the_batch or kept:
+            found[name] = part
+    return found
+
+
+def _noise_state(optimizer: Any) -> torch.Tensor | None:
+    return None if optimizer is None or optimizer.secure_mode else _noise_source(optimizer).get_state()
+
+
+def _noise_source(optimizer: Any) -> torch.Generator:
+    if optimizer.generator is not None:
+        return optimizer.generator
+    device = next((p.device for p in optimizer.params), torch.device("cpu"))
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator

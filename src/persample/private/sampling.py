@@ -1,0 +1,50 @@
+"""Poisson sampling by several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from torch.utils.data import DataLoader
+
+_LARGE_PRIME = 2_147_483_647
+
+
+class ShareOfBatches(DistributedUniformWithReplacementSampler):
+    """Opacus' sampler for one of several processes, with its empty batches, and drawing apart from the others.
+
+    Opacus leaves empty batches out, so that some processes have fewer steps than others and all wait; and where all
+    processes have the same seed, as they often do, they choose by the same numbers.
+    """
+
+    def __init__(self, *, total_size: int, sample_rate: float, generator: torch.Generator | None = None) -> None:
+        if generator is None:
+            seed = (torch.initial_seed() + _LARGE_PRIME * torch.distributed.get_rank()) % 2**63
+            generator = torch.Generator().manual_seed(seed)
+        super().__init__(total_size=total_size, sample_rate=sample_rate, generator=generator)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch))
+        own = order[self.rank :: self.num_replicas]
+        for _ in range(self.num_batches):
+            yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
+
+
+def shared_loader(loader: Any) -> DataLoader[Any]:
+    """One of Opacus' loaders for several processes, with this sampler."""
+    sampler = ShareOfBatches(total_size=len(loader.dataset), sample_rate=loader.sample_rate, generator=loader.generator)
+    return DataLoader(
+        dataset=loader.dataset,
+        batch_sampler=sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )

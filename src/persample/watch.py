@@ -1,0 +1,208 @@
+"""Recording each step of a model that trains as it always does, where no block can be put around its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+
+from persample.distributed import processes_of
+from persample.errors import PerSampleError
+from persample.gradients import PerSampleGradients
+from persample.options import Options, chosen
+from persample.recording import Recording, unrecorded
+from persample.streaming import StreamedClip
+from persample.tree import tensors_in
+from persample.uncompiled import not_traced, skipped
+
+Receive = Callable[[PerSampleGradients], None]
+
+
+def watch(model: nn.Module, receive: Receive, options: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> Watch:
+    """From now on each step of the model is recorded: `receive(grads)` is called when its backward pass has ended.
+
+    A step is a call of the model with gradients enabled, whatever is computed of its outputs, and the backward pass
+    behind. The `options` are those of `record`, or a function that gives those of the next step. Calls whose outputs go
+    into one loss must be of the same samples, and are one step. An ordinary gradient of a recorded parameter, by a way
+    that was not recorded, is refused, as long as the model is watched: until `stop()`.
+
+    What follows the samples stays active until the next call of the model, or `rest()`; from the end of the backward
+    pass on it lets everything through.
+
+    >>> model, found = nn.Linear(3, 2), []
+    >>> watched = watch(model, lambda grads: found.append(grads.norms()), {"keep": "norms"})
+    >>> for _ in range(2):
+    ...     model(torch.randn(5, 3)).square().mean().backward()
+    >>> watched.stop()
+    >>> [norms.shape for norms in found]
+    [torch.Size([5]), torch.Size([5])]
+    """
+    return Watch(model, receive, options)
+
+
+class Watch:
+    """What `watch` returns: `rest()` between steps is optional; `stop()` ends it, or the end of a `with` block."""
+
+    def __init__(
+        self, model: nn.Module, receive: Receive, options: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._model = model
+        self._receive = receive
+        self._options = options if callable(options) else lambda: options
+        self._recording: Recording | None = None
+        self._step = object()
+        self._opened = ExitStack()
+        self._outputs: list[ref[Tensor]] = []
+        self._runs = False  # a call of the model
+        self._empty_passes: set[int] = set()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+            *self._refusals(),
+        ]
+
+    def stop(self) -> None:
+        """Ends the watch: the model is as it was."""
+        self.rest()
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    def rest(self) -> None:
+        """Says that a step has ended; what was not back-propagated of it is not recorded any more."""
+        recording, self._recording = self._recording, None
+        self._opened.close()
+        if recording is not None:
+            recording.forget()
+
+    # ---- the forward pass ----
+
+    @not_traced
+    @skipped(inside=True)
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recomputed = torch._C._current_graph_task_id() >= 0
+        if recomputed or self._runs or not torch.is_grad_enabled():
+            return
+        try:
+            if not self._goes_on(args, kwargs):
+                self._begin()
+            assert self._recording is not None
+            self._recording.before_forward(args, kwargs)
+        except BaseException:
+            self.rest()
+            raise
+        self._runs = True
+
+    def _goes_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is part of the step that was begun: a loss of both may follow, and it is of the same samples.
+
+        If no output of the earlier call is left, there will be none.
+        """
+        recording = self._recording
+        if recording is None or recording.tracker.rests or not any(output() is not None for output in self._outputs):
+            return False
+        return recording.batch_of(args, kwargs) == recording.grads.batch_size
+
+    def _begin(self) -> None:
+        self.rest()
+        self._outputs = []
+        self._step = step = object()  # by which it is known, for what it keeps must not know the recording itself
+        self._recording = recording = Recording(self._model, Options(**self._options()), lambda: self._ended(step))
+        tracker = recording.tracker
+        self._opened.enter_context(recording.over.recording(tracker, recording.options.keep_grad))
+        tracker.start()
+        self._opened.callback(tracker.stop)
+        put_beneath(tracker)
+        self._opened.callback(take_out, tracker)
+        # Where there are no samples no term arrives, but the anchor's node is part of every backward pass.
+        tracker.anchor_node.register_prehook(lambda grads: self._passes_by(step))
+
+    @not_traced
+    @skipped(inside=True)
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not self._runs:
+            return
+        self._runs = False
+        if output is None:  # it has failed, or there is nothing to be back-propagated
+            self.rest()
+        elif self._recording is not None:
+            self._recording.after_forward()
+            self._outputs += [ref(t) for t in _tensors_of(output) if t.requires_grad]
+
+    # ---- the backward pass ----
+
+    def _passes_by(self, step: object) -> None:
+        recording, backward_pass = self._recording, torch._C._current_graph_task_id()
+        if recording is None or step is not self._step or recording.grads.batch_size:
+            return
+        if backward_pass not in self._empty_passes:
+            self._empty_passes.add(backward_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(recording.collector.finished)
+
+    def _ended(self, step: object) -> None:
+        self._empty_passes.clear()
+        recording = self._recording
+        if recording is None or step is not self._step:
+            raise PerSampleError(
+                "A backward pass reached a call of the model that is not part of the step: one from before the last "
+                "rest(), or of another number of samples than a later one. One loss can be of one batch only."
+            )
+        grads = recording.grads
+        if not isinstance(grads, StreamedClip) or grads.is_complete:
+            recording.tracker.rests = True
+            self._receive(grads)
+
+    def _refusals(self) -> list[Any]:
+        over, options = processes_of(self._model), Options(**self._options())
+        trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        hooks = []
+        for name, p in chosen(trainable, options.parameters).items():
+            forms = {id(form): form for form in (p, over.used(p))}
+            hooks += [form.register_hook(self._refusal(name)) for form in forms.values()]
+        return hooks
+
+    def _refusal(self, name: str) -> Callable[[Tensor | None], None]:
+        def refuse(grad: Tensor | None) -> None:
+            recording = self._recording
+            if grad is not None and (recording is None or not recording.collector.pulling_back):
+                raise PerSampleError(unrecorded(name))
+
+        return refuse
+
+
+def _tensors_of(output: Any) -> list[Tensor]:
+    """The tensors of an output, which may be an object that has them as attributes."""
+    found = list(tensors_in(dict(output) if isinstance(output, Mapping) else output))
+    return found or list(tensors_in(list(vars(output).values()) if hasattr(output, "__dict__") else ()))
+
+
+def put_beneath(mode: TorchFunctionMode) -> None:
+    """Enters a mode below all others, whose blocks then end as they began: a step need not end in the block it began.
+
+    That of the default device, which is no block, has to be the lowest.
+    """
+    above = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+        _push_mode(above.pop())
+    _push_mode(mode)
+    for other in reversed(above):
+        _push_mode(other)
+
+
+def take_out(mode: TorchFunctionMode) -> None:
+    """Leaves a mode, wherever it is among the others."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    for other in reversed(modes):
+        if other is not mode:
+            _push_mode(other)
