@@ -520,6 +520,20 @@ def test_autocast() -> None:
     assert float((sums[0] - sums[1]).norm() / sums[0].norm()) < 0.05
 
 
+def test_grads_may_be_cleared_before_the_backward_pass() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, max_grad_norm=0.3)
+    for _ in range(2):
+        loss = module(x).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows)
+
+
 def test_a_closure() -> None:
     torch.manual_seed(0)
     module, x = mlp(), torch.randn(B, 6)
@@ -534,6 +548,26 @@ def test_a_closure() -> None:
 
     optimizer.step(closure)
     assert not torch.equal(before, module[0].weight)
+
+
+def test_opacus_with_our_rows() -> None:
+    """Opacus' own engine, with persample filling grad_sample, as docs/private.md says."""
+    torch.manual_seed(0)
+    ours, theirs = mlp(), mlp()
+    theirs.load_state_dict(ours.state_dict())
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": 0.1}
+    trained(PrivacyEngine(), ours, **settings)
+    model, optimizer, loader = made_private(opacus.PrivacyEngine(), theirs, grad_sample_mode="no_op", **settings)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with record(model) as grads:
+            F.cross_entropy(model(x), y).backward()
+        rows = grads.dense()
+        for name, p in model.named_parameters():
+            p.grad_sample = rows[name]
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
 
 # ---- checkpoints ----

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from persample.expanded_weights import HANDLED_FUNCTIONS
 
@@ -17,12 +18,17 @@ def test_the_code_of_the_readme_runs() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
     w, gain = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
-    names = {"torch": torch, "model": model, "x": torch.randn(3, 4), "y": torch.tensor([0, 4, 2]), "w": w}
+    x, y = torch.randn(3, 4), torch.tensor([0, 4, 2])
+    names = {
+        "torch": torch, "model": model, "x": x, "y": y, "w": w,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": DataLoader(TensorDataset(x, y)),
+    }  # fmt: skip
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(blocks) >= 3
     try:
         for block in blocks:
             exec(block, names)  # as a reader would paste it
+            names |= {"x": x, "y": y}
         assert w.grad_sample.shape == (3, 6, 4)
         assert all(p.grad is not None for p in model.parameters())
         torch.mul(torch.ones(3, 2, 4), names["persample"].ExpandedWeight(gain, 3, "sum")).sum().backward()

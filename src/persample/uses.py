@@ -152,7 +152,8 @@ def _planned(
     _check_results(op, [motion.results[i] for i in tapped], around)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
     call = emptied((op.args, op.kwargs))
-    rule = next((r for r in rules if _holds(r, op, call, layouts, weights)), None)
+    # Where there are no samples it is not known where they lie, and makes no difference.
+    rule = next((r for r in rules if not around.batch or _holds(r, op, call, layouts, weights)), None)
     whole = any(r.whole for r in rules)
     if rule is None and whole:
         raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")

@@ -14,6 +14,7 @@ from torch import Tensor
 from persample import tracing
 from persample.errors import op_name
 from persample.layout import Layout, Lost, Reduced, Where, regular, sample_ids
+from persample.motion import general
 from persample.motion.by_ids import by_ids
 from persample.motion.by_index import UNKNOWN_VALUES, by_index, by_order, listed
 from persample.motion.by_trial import by_trial, reduced
@@ -51,11 +52,14 @@ def motion(func: Callable[..., Any]) -> Callable[[Callable[[Op], Motion]], Calla
 
 
 def remembered(kind: tuple[Any, ...]) -> Motion | None:
-    """What was found for calls of this kind."""
+    """What was found for calls of this kind, or of kinds that differ in the size of the batch only."""
     try:
-        return _found.get(kind)
+        found = _found.get(kind)
     except TypeError:  # an argument that cannot be hashed
         return None
+    if found is None and (found := general.of_any_batch(kind)) is not None:
+        _keep(kind, found)
+    return found
 
 
 def call_simple(op: Op, result: Any) -> None:
@@ -82,7 +86,7 @@ def _motion(op: Op, results: Sequence[Tensor]) -> Motion:
     if op.func in _MEANS_OF_THE_VALID and (fair := _with_fair_divisor(op)) is not op:
         return fair if isinstance(fair, Motion) else _motion(fair, results)
     key = _key(op)
-    if key is not None and (found := _found.get(key)) is not None:
+    if key is not None and (found := remembered(key)) is not None:
         return found
     try:
         motion = _motion_of(op, results)
@@ -92,10 +96,15 @@ def _motion(op: Op, results: Sequence[Tensor]) -> Motion:
     by_numbers = lost and any(t.dtype in INDEX_DTYPES for t in op.tensors)  # with others they may be found
     traced = tracing.current is not None and (lost or _has_made_up_numbers(op))  # as they may be with values
     if key is not None and not motion.by_values and not by_numbers and not traced:
-        if len(_found) >= _MOST_REMEMBERED:
-            _found.clear()
-        _found[key] = motion
+        motion = general.learn(key, motion)
+        _keep(key, motion)
     return motion
+
+
+def _keep(kind: tuple[Any, ...], motion: Motion) -> None:
+    if len(_found) >= _MOST_REMEMBERED:
+        _found.clear()
+    _found[kind] = motion
 
 
 def _motion_of(op: Op, results: Sequence[Tensor]) -> Motion:

@@ -148,7 +148,6 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         return True
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        self._watch.rest()
         self._arrived = 0
         super().zero_grad(set_to_none)
 
