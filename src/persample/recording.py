@@ -30,7 +30,10 @@ class Recording:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Per-sample gradients are those of an nn.Module, got {type(model).__name__}")
         if any(isinstance(mode, Tracker) and not mode.rests for mode in _get_current_function_mode_stack()):
-            raise PerSampleError("Recordings cannot be nested: leave the one block before the next.")
+            raise PerSampleError(
+                "Recordings cannot be nested: leave the one block before the next. The step of a model that is watched "
+                "ends with rest(), that of one that is trained privately with its optimizer's step()."
+            )
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.model, self.options = model, options
         self.over = processes_of(model)

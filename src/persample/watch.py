@@ -123,6 +123,8 @@ class Watch:
         self._opened.enter_context(recording.over.recording(tracker, recording.options.keep_grad))
         tracker.start()
         self._opened.callback(tracker.stop)
+        backward = tracker.on_backward
+        tracker.on_backward = lambda *call: self._to_the_end(backward, *call)  # type: ignore[arg-type]
         put_beneath(tracker)
         self._opened.callback(take_out, tracker)
         # Where there are no samples no term arrives, but the anchor's node is part of every backward pass.
@@ -141,6 +143,15 @@ class Watch:
             self._outputs += [ref(t) for t in _tensors_of(output) if t.requires_grad]
 
     # ---- the backward pass ----
+
+    def _to_the_end(self, backward: Callable[..., Any], *call: Any) -> Any:
+        """A backward pass that fails ends its step."""
+        try:
+            return backward(*call)
+        except BaseException:
+            if self._recording is not None:
+                self._recording.tracker.rests = True
+            raise
 
     def _passes_by(self, step: object) -> None:
         recording, backward_pass = self._recording, torch._C._current_graph_task_id()

@@ -25,7 +25,7 @@ from persample.distributed import fsdp_states
 from persample.errors import PerSampleError, SamplesMixed
 from persample.private.criterion import Criterion
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import shared_loader
+from persample.private.sampling import know_empty_batches, shared_loader
 
 _WITH_CRITERION = ("ghost", "ghost_fsdp")
 _MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
@@ -127,7 +127,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return module, private, data_loader
 
     def make_private_with_epsilon(
-        self, *, data_loader: DataLoader[Any], target_epsilon: float, target_delta: float, epochs: int, **others: Any
+        self, *, data_loader: DataLoader[Any], target_epsilon: float, target_delta: float, epochs: float, **others: Any
     ) -> tuple[Any, ...]:
         """`make_private`, with the noise that spends (target_epsilon, target_delta) in so many epochs."""
         if len(self.accountant) > 0:
@@ -145,7 +145,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         prepared = super()._prepare_data_loader(data_loader, **options)
-        return shared_loader(prepared) if options["distributed"] and options["poisson_sampling"] else prepared
+        if not options["poisson_sampling"]:
+            return prepared
+        know_empty_batches(prepared)
+        return shared_loader(prepared) if options["distributed"] else prepared
 
     # ---- what cannot be private ----
 

@@ -48,3 +48,13 @@ def shared_loader(loader: Any) -> DataLoader[Any]:
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+def know_empty_batches(loader: Any) -> None:
+    """Shows one of Opacus' loaders what a batch looks like, so that it can make an empty one also if that is the first.
+
+    Of the sample that is taken for it, only shapes and types are used.
+    """
+    collate = loader.collate_fn
+    if collate.first_batch is None and collate.wrapped_collator_fn is not None:
+        collate.first_batch = collate.wrapped_collator_fn([loader.dataset[0]])

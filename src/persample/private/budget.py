@@ -1,0 +1,39 @@
+"""How much noise there is: as a number, or as much as a budget allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from persample.errors import PerSampleError
+from persample.private.engine import PrivacyEngine
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Either `noise_multiplier` or `target_epsilon`; `target_delta` goes with what is spent, too.
+
+    >>> Budget(noise_multiplier=1.0, target_epsilon=3.0)
+    Traceback (most recent call last):
+    persample.errors.PerSampleError: Give either noise_multiplier or target_epsilon.
+    """
+
+    noise_multiplier: float | None = None
+    target_epsilon: float | None = None
+    target_delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if (self.noise_multiplier is None) == (self.target_epsilon is None):
+            raise PerSampleError("Give either noise_multiplier or target_epsilon.")
+
+    def make_private(self, engine: PrivacyEngine, epochs: float, **options: Any) -> Any:
+        """The private optimizer, for so many epochs."""
+        if self.noise_multiplier is not None:
+            return engine.make_private(noise_multiplier=self.noise_multiplier, **options)[1]
+        assert self.target_epsilon is not None
+        target = {"target_epsilon": self.target_epsilon, "target_delta": self.target_delta}
+        return engine.make_private_with_epsilon(epochs=epochs, **target, **options)[1]
+
+    def spent(self, engine: PrivacyEngine) -> float:
+        """The epsilon of the steps so far."""
+        return float(engine.get_epsilon(self.target_delta))

@@ -1,0 +1,208 @@
+"""Private training by those who train for you: Hugging Face's Trainer and Lightning, the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+from persample import PerSampleError, SamplesMixed
+from persample.private import PrivacyEngine, PrivateOptimizer
+from persample.private.huggingface import PrivateTrainer, mean_of_sequences
+from persample.private.lightning import PrivateTraining, poisson
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+# ---- Hugging Face ----
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Made-up ids; the samples of `lengths` are filled up behind."""
+
+    def __init__(self, causal: bool, lengths: tuple[int, ...] = (6,)) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(1, 20, (24, 6), generator=generator)
+        self.lengths = [lengths[i % len(lengths)] for i in range(len(self.ids))]
+        self.causal = causal
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, i: int) -> dict[str, Tensor]:
+        there = torch.arange(6) < self.lengths[i]
+        labels = torch.where(there, self.ids[i], -100) if self.causal else self.ids[i].sum() % 2
+        return {"input_ids": self.ids[i] * there, "attention_mask": there.long(), "labels": labels}
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    return BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
+
+
+def writer() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+
+
+def trainer_of(path: Path, model: nn.Module, data: Any, args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    settings = {
+        "per_device_train_batch_size": 4, "num_train_epochs": 2, "report_to": [], "use_cpu": True, "logging_steps": 1,
+        "save_strategy": "no", "disable_tqdm": True, **(args or {}),
+    }  # fmt: skip
+    noise = {} if "target_epsilon" in kwargs else {"noise_multiplier": 1.0}
+    arguments = TrainingArguments(str(path), **settings)  # type: ignore[arg-type]
+    return PrivateTrainer(model=model, args=arguments, train_dataset=data, target_delta=1e-3, **noise, **kwargs)
+
+
+@pytest.mark.parametrize("make, data, options", [
+    (classifier, Texts(causal=False), {}),
+    (classifier, Texts(causal=False, lengths=(6, 3)), {"private": {"passes": 2}}),
+    (writer, Texts(causal=True), {}),
+    (writer, Texts(causal=True, lengths=(6, 3)), {"compute_loss_func": mean_of_sequences}),
+])  # fmt: skip
+def test_trainer(make: Callable[[], nn.Module], data: Texts, options: dict[str, Any], tmp_path: Path) -> None:
+    model = make()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = trainer_of(tmp_path, model, data, **options)
+    trainer.train()
+    history = trainer.engine.accountant.history
+    assert sum(steps for _, _, steps in history) == 12 and history[0][1] == pytest.approx(1 / 6)
+    assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+    epsilons = [entry["epsilon"] for entry in trainer.state.log_history if "epsilon" in entry]
+    assert epsilons == sorted(epsilons) and epsilons[-1] > 0
+    trainer.save_model()
+    again = type(model).from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
+
+
+def test_a_step_of_the_trainer(tmp_path: Path) -> None:
+    """Without noise, the sum of clipped rows over the expected size; the Trainer's own clipping does not take part."""
+    model, data = classifier().eval(), Texts(causal=False)
+    inputs = torch.utils.data.default_collate([data[i] for i in range(3)])
+    rows = []
+    for i in range(3):
+        loss = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
+        rows.append(torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))]))
+    norms = torch.stack([row.norm() for row in rows])
+    trainer = trainer_of(tmp_path, model, data, max_grad_norm=0.05, args={"max_grad_norm": 1e-6})
+    assert trainer.args.max_grad_norm == 0
+    optimizer = trainer.create_optimizer()
+    optimizer.noise_multiplier = 0.0
+    model(**inputs).loss.backward()
+    optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.05 / norms).clamp(max=1) @ torch.stack(rows) / 4, rtol=1e-4, atol=1e-7)
+    optimizer.release()
+
+
+def test_empty_batches_of_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, writer(), Texts(causal=True), args={"per_device_train_batch_size": 1})
+    trainer.train()
+    assert sum(steps for _, _, steps in trainer.engine.accountant.history) == 48
+
+
+def test_a_target_for_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, classifier(), Texts(causal=False), target_epsilon=5.0)
+    trainer.train()
+    assert trainer.engine.get_epsilon(1e-3) == pytest.approx(5.0, rel=0.1)
+
+
+@pytest.mark.parametrize("args, kwargs, message", [
+    ({"gradient_accumulation_steps": 2}, {}, "sampled by themselves"),
+    ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}, "either noise_multiplier or target_epsilon"),
+])  # fmt: skip
+def test_the_trainer_refuses(args: Any, kwargs: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PerSampleError, match=message):
+        trainer_of(tmp_path, classifier(), Texts(causal=False), args=args, **kwargs)
+
+
+def test_a_loss_over_all_tokens_is_refused(tmp_path: Path) -> None:
+    """Where the sequences differ in length, how much a token counts would depend on the other samples."""
+    trainer = trainer_of(tmp_path, writer(), Texts(causal=True, lengths=(6, 3)))
+    with pytest.raises(SamplesMixed, match="is a mean over"):
+        trainer.train()
+    trainer.model(**torch.utils.data.default_collate([trainer.train_dataset[0]])).loss.backward()  # ordinary again
+
+
+# ---- Lightning ----
+
+
+class Digits(pl.LightningModule):
+    def __init__(self, own_call: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.own_call = own_call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x) if self.own_call else self.net(x), y)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(24, 6, generator=generator), torch.randint(3, (24,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def fit(path: Path, module: pl.LightningModule, callback: PrivateTraining, data: Any, **options: Any) -> pl.Trainer:
+    trainer = pl.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=path, callbacks=[callback], **options,
+    )  # fmt: skip
+    trainer.fit(module, data)
+    return trainer
+
+
+@pytest.mark.parametrize("own_call", [True, False])
+def test_lightning(own_call: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    module = Digits(own_call)
+    before = module.net[0].weight.detach().clone()
+    callback = PrivateTraining(noise_multiplier=1.0, target_delta=1e-3, module=None if own_call else "net")
+    trainer = fit(tmp_path, module, callback, poisson(loader()))
+    assert sum(steps for _, _, steps in callback.engine.accountant.history) == 12
+    assert not torch.equal(before, module.net[0].weight)
+    assert trainer.callback_metrics["epsilon"] > 0
+    assert not isinstance(trainer.optimizers[0], PrivateOptimizer)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.025
+    module(torch.randn(2, 6)).sum().backward()  # an ordinary model again
+
+
+def test_a_target_for_lightning(tmp_path: Path) -> None:
+    callback = PrivateTraining(target_epsilon=5.0, target_delta=1e-3, engine=PrivacyEngine(accountant="rdp"))
+    fit(tmp_path, Digits(), callback, poisson(loader()))
+    assert callback.engine.get_epsilon(1e-3) == pytest.approx(5.0, rel=0.1)
+
+
+@pytest.mark.parametrize("data, options, message", [
+    (loader(), {}, "poisson\\(loader\\)"),
+    (poisson(loader()), {"accumulate_grad_batches": 2}, "sampled by themselves"),
+    (poisson(loader()), {"gradient_clip_val": 1.0}, "would clip the sum"),
+])  # fmt: skip
+def test_lightning_refuses(data: Any, options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(PerSampleError, match=message):
+        fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), data, **options)
+    with pytest.raises(PerSampleError, match="either noise_multiplier or target_epsilon"):
+        PrivateTraining()
+
+
+def test_a_part_that_is_called_by_itself_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PerSampleError, match="a submodule or forward\\(\\) called directly"):
+        fit(tmp_path, Digits(own_call=False), PrivateTraining(noise_multiplier=1.0), poisson(loader()))
