@@ -31,8 +31,9 @@ class Budget:
         if self.noise_multiplier is not None:
             return engine.make_private(noise_multiplier=self.noise_multiplier, **options)[1]
         assert self.target_epsilon is not None
-        target = {"target_epsilon": self.target_epsilon, "target_delta": self.target_delta}
-        return engine.make_private_with_epsilon(epochs=epochs, **target, **options)[1]
+        return engine.make_private_with_epsilon(
+            target_epsilon=self.target_epsilon, target_delta=self.target_delta, epochs=epochs, **options
+        )[1]
 
     def spent(self, engine: PrivacyEngine) -> float:
         """The epsilon of the steps so far."""
