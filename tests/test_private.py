@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -84,14 +85,14 @@ def test_clipped_sums_against_the_loop(case: Case) -> None:
 
 @pytest.mark.parametrize("case", STREAMED, ids=str)
 def test_no_sample_contributes_more(case: Case) -> None:
-    """Each sample alone, in float32, with a bound far below its gradient and one above."""
+    """Each sample alone, in float32, with a bound far below its gradient and one near it."""
     module, args, kwargs = case.build()
     if not is_dataclass(args[0]):
         module, (args, kwargs) = module.float(), pytree.tree_map(_to_float, (args, kwargs))
     own_batch = {"batch_size": 1} if "batch_size" in case.options else {}
     for n in range(batch_size_of(case, args)):
         own_args, own_kwargs = case.sample(n, args, kwargs)
-        for bound in (1e-4, 1.0, 1e4):
+        for bound in (1e-4, 1.0):
             total = private_sum(case, module, own_args, own_kwargs, max_grad_norm=bound, recording=own_batch)
             assert total.double().norm() <= bound * (1 + 1e-5)
 
@@ -163,7 +164,9 @@ def trained(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> 
 
 @pytest.mark.parametrize("make", [mlp, cnn, words])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
+def test_the_gradients_of_opacus(make: Any, clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
     torch.manual_seed(0)
     ours = make()
     theirs = copy.deepcopy(ours)
@@ -635,3 +638,23 @@ def test_two_processes() -> None:
     for check in checks:
         for rank in (0, 1):
             assert f"{check} passed on {rank}" in output, output
+
+
+# ---- examples ----
+
+
+@pytest.mark.parametrize("name", ["private_digits", "private_text"])
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short run; what they say of a long one is in docs/private.md."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    if name == "private_text":
+        sentences = example.sentences
+        monkeypatch.setattr(example, "sentences", lambda count, seed: sentences(count // 10, seed))
+    for private in (False, True):
+        assert 0 < example.train("name", private) < 1
+    printed = capsys.readouterr().out
+    assert "no privacy" in printed and re.search(r"epsilon \d+\.\d\d at delta", printed)

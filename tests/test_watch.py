@@ -34,7 +34,7 @@ def stopped() -> Iterator[None]:
         STARTED.pop().stop()
 
 
-@pytest.mark.parametrize("case", CASES[::2], ids=str)
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_as_in_a_block(case: Case) -> None:
     module, args, kwargs = case.build()
     with record(module, **options_of(case)) as grads:

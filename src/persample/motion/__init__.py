@@ -9,7 +9,8 @@ the number of its sample: the result says exactly where each sample went. Any ot
     of the others must stay the same. This is what notices a softmax over the batch, a `cumsum` along it, or
     attention from one sample to the others, all of which keep their shapes.
 
-What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`).
+What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`). If it was found alike
+for two sizes of the batch, and nothing else in the call goes with that size, it holds for all sizes (`general`).
 """
 
 from persample.motion import counts, known
