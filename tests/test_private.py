@@ -201,6 +201,17 @@ def test_the_noise_of_opacus() -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_noise_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what one call draws."""
+    monkeypatch.setattr("persample.private.optimizer._BLOCK", 64)
+    module = nn.Linear(37, 5)
+    optimizer = private(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
+    optimizer.step()
+    generator = torch.Generator().manual_seed(7)
+    for p in module.parameters():
+        assert torch.equal(p.grad, torch.normal(0, 1.5, p.shape, generator=generator))  # type: ignore[arg-type]
+
+
 def test_noise_for_a_target() -> None:
     multipliers = []
     for engine in (PrivacyEngine(), opacus.PrivacyEngine()):

@@ -17,6 +17,7 @@ from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.watch import Watch
 
+_BLOCK = 2**18  # numbers of noise that are drawn at once: 1 MB in float32
 AUTOMATIC_STABILISER = 0.01  # that of Bu et al. (2023), whose results it does not change much
 
 
@@ -70,6 +71,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             raise PerSampleError(f"{clipping} clipping takes one max_grad_norm, got {max_grad_norm}")
         self._recording = dict(recording or {})
         self._processes = torch.distributed.get_world_size() if distributed else 1
+        self._rank = torch.distributed.get_rank() if distributed else 0
         self._arrived = 0  # backward passes since the last step
         self._shards = {id(p): p for p in self.params if hasattr(p, "full_tensor")} if fsdp_states(module) else {}
         self._watch = Watch(module, self._receive, self._options)
@@ -138,8 +140,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             self._is_last_step_skipped = True
             self._arrived = 0
             return False
-        self._reduce()
         self.add_noise()
+        self._reduce()
         self.scale_grad()
         if self.step_hook:
             self.step_hook(self)
@@ -151,42 +153,45 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self._arrived = 0
         super().zero_grad(set_to_none)
 
-    def _reduce(self) -> None:
-        """Adds up what the processes have; shards are sums over all of them already."""
-        for p in self.params:
-            if p.summed_grad is None:  # no sample used it, but it gets noise as all others do
-                p.summed_grad = torch.zeros_like(p)
-            if self._processes > 1 and id(p) not in self._shards:
-                torch.distributed.all_reduce(p.summed_grad)
-
     @torch.no_grad()
     def add_noise(self) -> None:
-        """Adds noise of `noise_multiplier * max_grad_norm` to the sums."""
-        for p in self.params:
-            noise = self._noise(p)
-            p.grad = noise.add_(p.summed_grad)
-            p.summed_grad = None
-
-    def _noise(self, p: Tensor) -> Tensor:
-        """What one process would draw: where there are several, the first draws for all."""
+        """Adds noise of `noise_multiplier * max_grad_norm` to the sums. Of several processes the first draws it."""
         std = self.noise_multiplier * self.max_grad_norm
-        if self._processes == 1:
-            return self._drawn(std, p)
-        whole = torch.empty(p.shape, dtype=p.dtype, device=p.device)
-        if torch.distributed.get_rank() == 0:
-            whole = self._drawn(std, whole)
-        if id(p) in self._shards:
-            from torch.distributed.tensor import distribute_tensor
+        for p in self.params:
+            # Where no sample used it there is no sum, but noise as everywhere.
+            p.grad = torch.zeros_like(p) if p.summed_grad is None else p.summed_grad
+            p.summed_grad = None
+            if id(p) in self._shards:
+                p.grad += self._noise_of_shard(std, p)
+            elif self._rank == 0 and std:
+                p.grad = self._noised(p.grad, std)
 
-            return distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
-        torch.distributed.broadcast(whole, 0)
-        return whole
-
-    def _drawn(self, std: float, like: Tensor) -> Tensor:
+    def _noised(self, total: Tensor, std: float) -> Tensor:
+        """The sum with noise, block after block: what is drawn stays in cache."""
         if self.secure_mode:
-            return _generate_noise(std=std, reference=like, generator=self.generator, secure_mode=True)
-        drawn = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-        return drawn.normal_(0, std, generator=self.generator) if std else drawn.zero_()
+            return total + _generate_noise(std=std, reference=total, generator=self.generator, secure_mode=True)
+        total = total.contiguous()
+        numbers = total.view(-1)
+        blocks = max(1, len(numbers) // _BLOCK)
+        drawn = torch.empty(min(len(numbers), 2 * _BLOCK), dtype=total.dtype, device=total.device)
+        for i in range(blocks):  # the last one takes the rest
+            block = numbers[i * _BLOCK : (i + 1) * _BLOCK if i < blocks - 1 else None]
+            block += drawn[: len(block)].normal_(0, std, generator=self.generator)
+        return total
+
+    def _noise_of_shard(self, std: float, p: Tensor) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+        if self._rank == 0 and std:
+            whole = self._noised(whole, std)
+        return distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
+
+    def _reduce(self) -> None:
+        """Adds up what the processes have; shards are sums over all of them already."""
+        for p in self.params if self._processes > 1 else ():
+            if id(p) not in self._shards:
+                torch.distributed.all_reduce(p.grad)
 
     def scale_grad(self) -> None:
         """Divides by the expected number of samples, if the loss is a mean."""
