@@ -62,6 +62,14 @@ def sharded() -> Net:
     return fully_shard(net)
 
 
+def sharded_in_part() -> Net:
+    """Some parameters are whole on each process."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = plain_net()
+    return fully_shard(net, ignored_params={net.head.bias, net.places, net.unused.weight})
+
+
 def replicated() -> nn.Module:
     return DistributedDataParallel(plain_net())
 
@@ -80,6 +88,10 @@ def ddp_steps() -> None:
 
 def fsdp_steps() -> None:
     every_way(sharded)
+
+
+def fsdp_with_whole_parameters() -> None:
+    every_way(sharded_in_part)
 
 
 def ddp_parts_of_batches() -> None:

@@ -548,6 +548,18 @@ def test_grads_may_be_cleared_before_the_backward_pass() -> None:
     torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows)
 
 
+def test_grads_have_to_be_cleared() -> None:
+    module, x = mlp(), torch.randn(B, 6)
+    optimizer = private(module)
+    module(x).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(PerSampleError, match="zero_grad"):
+        module(x).square().sum().backward()
+    module.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+
+
 def test_a_closure() -> None:
     torch.manual_seed(0)
     module, x = mlp(), torch.randn(B, 6)

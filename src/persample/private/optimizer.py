@@ -73,6 +73,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self._processes = torch.distributed.get_world_size() if distributed else 1
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._arrived = 0  # backward passes since the last step
+        self._spent = False  # whether what is in `grad` has been used for a step
         self._shards = {id(p): p for p in self.params if hasattr(p, "full_tensor")} if fsdp_states(module) else {}
         self._watch = Watch(module, self._receive, self._options)
 
@@ -112,6 +113,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
                 "the privacy spent would be another. Step after each, split large batches by BatchMemoryManager, or "
                 "set poisson_sampling=False."
             )
+        if self._spent and any(p.grad is not None for p in self.params):
+            raise PerSampleError(
+                "The gradients of the last step, with their noise, are still there: call optimizer.zero_grad() before "
+                "the next backward pass."
+            )
+        self._spent = False
         self._arrived += 1
         clipped = grads.clip(own=not self._shards)  # type: ignore[call-arg]  # the bound is the recording's
         for p in self.params:
@@ -147,10 +154,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             self.step_hook(self)
         self._is_last_step_skipped = False
         self._arrived = 0
+        self._spent = True
         return True
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         self._arrived = 0
+        self._spent = False
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
@@ -188,10 +197,14 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         return distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
 
     def _reduce(self) -> None:
-        """Adds up what the processes have; shards are sums over all of them already."""
+        """Adds up what the processes have. With FSDP2 all sums are over all of them already: those of parameters that
+        are no shards lack the noise that the first process has.
+        """
         for p in self.params if self._processes > 1 else ():
-            if id(p) not in self._shards:
+            if not self._shards:
                 torch.distributed.all_reduce(p.grad)
+            elif id(p) not in self._shards:
+                torch.distributed.broadcast(p.grad, 0)
 
     def scale_grad(self) -> None:
         """Divides by the expected number of samples, if the loss is a mean."""
