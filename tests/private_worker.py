@@ -6,15 +6,13 @@ all processes, with the same noise.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_worker import Batch, Net, batch_of, plain_net, same
+from distributed_worker import Batch, Net, batch_of, plain_net, run, same
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -138,15 +136,6 @@ def ddp_engine() -> None:
     assert torch.equal(weight, net.module.weight)
 
 
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    for name in sys.argv[1:]:
-        globals()[name]()
-        print(f"{name} passed on {dist.get_rank()}", flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    warnings.filterwarnings("ignore")
+    run(globals())

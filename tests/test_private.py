@@ -19,7 +19,7 @@ from cases import B
 from opacus import schedulers
 from oracle import Case, loss_of, oracle
 from test_call import batch_size_of
-from test_distributed import torchrun
+from test_distributed import assert_all_pass
 from test_record import flat, options_of
 from test_streaming import STREAMED
 from torch import Tensor, nn
@@ -164,16 +164,16 @@ def trained(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> 
 
 @pytest.mark.parametrize("make", [mlp, cnn, words])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_the_gradients_of_opacus(make: Any, clipping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
     torch.manual_seed(0)
     ours = make()
     theirs = copy.deepcopy(ours)
     bound: Any = 0.1 if clipping == "flat" else [0.1 / (1 + i) for i, _ in enumerate(ours.parameters())]
     options = {"noise_multiplier": 0.0, "max_grad_norm": bound, "clipping": clipping}
     trained(PrivacyEngine(), ours, **options)
-    trained(opacus.PrivacyEngine(), theirs, **options)
+    # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # noqa: B009
+        trained(opacus.PrivacyEngine(), theirs, **options)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
         assert a.grad is not None
@@ -654,13 +654,7 @@ def test_a_checkpoint_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
 
 
 def test_two_processes() -> None:
-    worker = Path(__file__).parent / "private_worker.py"
-    checks = re.findall(r"^def ((?:ddp|fsdp)_\w+)", worker.read_text(), re.MULTILINE)
-    assert len(checks) > 3
-    output = torchrun(str(worker), *checks)
-    for check in checks:
-        for rank in (0, 1):
-            assert f"{check} passed on {rank}" in output, output
+    assert_all_pass("private_worker.py", at_least=5)
 
 
 # ---- examples ----
