@@ -172,7 +172,7 @@ def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
     options = {"noise_multiplier": 0.0, "max_grad_norm": bound, "clipping": clipping}
     trained(PrivacyEngine(), ours, **options)
     # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
-    with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # noqa: B009
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
         trained(opacus.PrivacyEngine(), theirs, **options)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
