@@ -134,6 +134,17 @@ def test_a_loss_over_all_tokens_is_refused(tmp_path: Path) -> None:
     trainer.model(**torch.utils.data.default_collate([trainer.train_dataset[0]])).loss.backward()  # ordinary again
 
 
+def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
+    data, args = Texts(causal=False), {"save_strategy": "epoch"}
+    trainer_of(tmp_path, classifier(), data, args={**args, "num_train_epochs": 1}).train()
+    again = trainer_of(tmp_path, classifier(), data, args=args)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == sum(steps for _, _, steps in again.engine.accountant.history) == 12
+    (tmp_path / "checkpoint-6" / "privacy_accountant.pt").unlink()
+    with pytest.raises(PerSampleError, match="which steps were made"):
+        trainer_of(tmp_path, classifier(), data).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
 # ---- Lightning ----
 
 
@@ -163,8 +174,8 @@ def loader() -> DataLoader[Any]:
 
 def fit(path: Path, module: pl.LightningModule, callback: PrivateTraining, data: Any, **options: Any) -> pl.Trainer:
     trainer = pl.Trainer(
-        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=path, callbacks=[callback], **options,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=path, callbacks=[callback], **{"max_epochs": 2, **options},
     )  # fmt: skip
     trainer.fit(module, data)
     return trainer
@@ -206,3 +217,30 @@ def test_lightning_refuses(data: Any, options: Any, message: str, tmp_path: Path
 def test_a_part_that_is_called_by_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PerSampleError, match="a submodule or forward\\(\\) called directly"):
         fit(tmp_path, Digits(own_call=False), PrivateTraining(noise_multiplier=1.0), poisson(loader()))
+
+
+def test_lightning_counts_on(tmp_path: Path) -> None:
+    first = fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), poisson(loader()))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    callback = PrivateTraining(noise_multiplier=1.0)
+    numbers = torch.get_rng_state()
+    torch.manual_seed(0)  # as a script does at its start
+    seen: list[Tensor] = []
+
+    class Noted(pl.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(torch.get_rng_state())
+
+    trainer = pl.Trainer(
+        max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[callback, Noted()],
+    )  # fmt: skip
+    trainer.fit(Digits(), poisson(loader()), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    assert trainer.global_step == sum(steps for _, _, steps in callback.engine.accountant.history) == 18
+    assert torch.equal(seen[0], numbers)
+
+
+def test_a_target_needs_an_end(tmp_path: Path) -> None:
+    """Without one, as good as no noise would do."""
+    with pytest.raises(PerSampleError, match="how long training goes"):
+        fit(tmp_path, Digits(), PrivateTraining(target_epsilon=5.0), poisson(loader()), max_epochs=-1)

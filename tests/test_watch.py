@@ -203,3 +203,22 @@ def test_the_options_of_the_next_step() -> None:
     watched.stop()
     sizes = [torch.cat([part.flatten() for part in clipped.values()]).norm() for clipped in found]
     torch.testing.assert_close(sizes[0] / sizes[1], torch.tensor(100.0))
+
+
+def test_a_refused_step_leaves_buffers_and_random_numbers() -> None:
+    def forward(m: Any, x: Tensor, mixes: bool) -> Tensor:
+        m.count.add_(1)
+        h = F.dropout(x, 0.5)
+        return m.a(h - h.mean(0) if mixes else h)
+
+    model, x = Calls(forward, a=nn.Linear(D, D), count=torch.zeros(1)), torch.randn(B, D)
+    watch(model, lambda grads: None, {})
+    model(x, False).sum().backward()
+    before, numbers = model.count.clone(), torch.get_rng_state()
+    with pytest.raises(SamplesMixed):
+        model(x, True)
+    assert torch.equal(model.count, before) and torch.equal(torch.get_rng_state(), numbers)
+    out = model(x, False)
+    with pytest.raises(SamplesMixed):
+        (out - out.mean(0)).square().sum().backward()
+    assert torch.equal(model.count, before) and torch.equal(torch.get_rng_state(), numbers)

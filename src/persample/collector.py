@@ -50,6 +50,10 @@ class Collector:
         self._entangled: set[int] = set()
         self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
 
+    def pulls_back(self) -> bool:
+        """Whether gradients are being pulled back to parameters now."""
+        return self.pulling_back
+
     def expect_bytes(self, factor_bytes: int) -> None:
         """Says how much the terms of a use in the forward pass would keep."""
         if torch._C._current_graph_task_id() < 0:

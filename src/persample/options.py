@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from persample.errors import PerSampleError
 
@@ -47,6 +47,11 @@ class Options:
             raise PerSampleError(f"stabiliser is positive and goes with keep='clip', got {self.stabiliser}")
 
 
+def trainable_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained, by their names."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
 def chosen(trainable: Mapping[str, Tensor], parameters: Chosen | None) -> Mapping[str, Tensor]:
     """The parameters that are to be recorded."""
     if parameters is None:
@@ -57,4 +62,5 @@ def chosen(trainable: Mapping[str, Tensor], parameters: Chosen | None) -> Mappin
     for name in names:
         if name not in trainable:
             raise PerSampleError(f"'{name}' is no trainable parameter of the model")
-    return {name: p for name, p in trainable.items() if name in names}
+    wanted = set(names)
+    return {name: p for name, p in trainable.items() if name in wanted}

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.options import BatchDim, Chosen, Options
-from persample.recording import Recording
+from persample.recording import Recording, refuse_unrecorded
 from persample.uncompiled import not_traced, skipped
 
 
@@ -74,15 +73,13 @@ def record(
     hooks = [
         model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         model.register_forward_hook(after, always_call=True),
-        *recording.refuse_unrecorded(),
+        *refuse_unrecorded(recording.recorded, recording.over, recording.collector.pulls_back),
     ]
-    rng_state = torch.get_rng_state()
     try:
         with recording.over.recording(recording.tracker, keep_grad), recording.tracker:
             yield recording.grads
     except PerSampleError:
-        recording.tracker.restore()
-        torch.set_rng_state(rng_state)
+        recording.undo()
         raise
     finally:
         recording.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use
 from persample.gradients import PerSampleGradients
 from persample.inputs import Inputs
-from persample.options import Options, chosen
+from persample.options import Options, chosen, trainable_of
 from persample.streaming import StreamedClip, StreamedNorms, backward_twice
 from persample.terms import Term, together
 from persample.tracker import Tracker
@@ -34,7 +34,7 @@ class Recording:
                 "Recordings cannot be nested: leave the one block before the next. The step of a model that is watched "
                 "ends with rest(), that of one that is trained privately with its optimizer's step()."
             )
-        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trainable = trainable_of(model)
         self.model, self.options = model, options
         self.over = processes_of(model)
         self.recorded = chosen(trainable, options.parameters)
@@ -51,6 +51,7 @@ class Recording:
         self.tracker.over = self.over
         self.tracker.inside = False
         self.tracker.on_backward = self._backward
+        self._rng_state = torch.get_rng_state()
 
     def _gradients(self) -> PerSampleGradients:
         options = self.options
@@ -88,14 +89,10 @@ class Recording:
         """Says that the call has ended."""
         self.tracker.inside = False
 
-    def refuse_unrecorded(self) -> list[RemovableHandle]:
-        """Hooks that refuse gradients of recorded parameters that come by a way that was not recorded."""
-        collector = self.collector
-        hooks = []
-        for name, p in self.recorded.items():
-            forms = {id(form): form for form in (p, self.over.used(p))}
-            hooks += [form.register_hook(refusal(name, collector)) for form in forms.values()]
-        return hooks
+    def undo(self) -> None:
+        """Gives the model's buffers, and the random numbers, the state that they had before."""
+        self.tracker.restore()
+        torch.set_rng_state(self._rng_state)
 
     # ---- the backward pass ----
 
@@ -120,20 +117,27 @@ def _deliver(
         over.add_to_grad(parameter, total)
 
 
-def refusal(name: str, collector: Collector) -> Callable[[Tensor | None], None]:
-    """Refuses an ordinary gradient of a recorded parameter: it comes by a way that was not recorded."""
+def refuse_unrecorded(
+    recorded: Mapping[str, Tensor], over: Processes, pulls_back: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Hooks that refuse ordinary gradients of parameters: they come by a way that was not recorded.
 
-    def refuse(grad: Tensor | None) -> None:
-        if grad is not None and not collector.pulling_back:
-            raise PerSampleError(unrecorded(name))
+    While a recording pulls gradients back to its parameters, these are its own.
+    """
 
-    return refuse
+    def refusal(name: str) -> Callable[[Tensor | None], None]:
+        def refuse(grad: Tensor | None) -> None:
+            if grad is not None and not pulls_back():
+                raise PerSampleError(
+                    f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
+                    "directly, a penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, "
+                    "and keep penalties out of the block."
+                )
 
+        return refuse
 
-def unrecorded(name: str) -> str:
-    """The message for a gradient that is none of the recording's."""
-    return (
-        f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called directly, a "
-        "penalty on the weights, or a use inside of torch.func.vmap. Call the model itself, and keep penalties out of "
-        "the block."
-    )
+    hooks = []
+    for name, p in recorded.items():
+        forms = {id(form): form for form in (p, over.used(p))}
+        hooks += [form.register_hook(refusal(name)) for form in forms.values()]
+    return hooks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.utils.hooks import RemovableHandle
 
 from persample.distributed import processes_of
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
-from persample.options import Options, chosen
-from persample.recording import Recording, unrecorded
+from persample.inputs import tensors_within
+from persample.options import Options, chosen, trainable_of
+from persample.recording import Recording, refuse_unrecorded
 from persample.streaming import StreamedClip
-from persample.tree import tensors_in
 from persample.uncompiled import not_traced, skipped
 
 Receive = Callable[[PerSampleGradients], None]
@@ -82,6 +84,7 @@ class Watch:
     def rest(self) -> None:
         """Says that a step has ended; what was not back-propagated of it is not recorded any more."""
         recording, self._recording = self._recording, None
+        self._runs = False
         self._opened.close()
         if recording is not None:
             recording.forget()
@@ -137,10 +140,11 @@ class Watch:
             return
         self._runs = False
         if output is None:  # it has failed, or there is nothing to be back-propagated
+            self._fail(sys.exc_info()[1])
             self.rest()
         elif self._recording is not None:
             self._recording.after_forward()
-            self._outputs += [ref(t) for t in _tensors_of(output) if t.requires_grad]
+            self._outputs += [ref(t) for t in tensors_within(output) if t.requires_grad]
 
     # ---- the backward pass ----
 
@@ -148,10 +152,16 @@ class Watch:
         """A backward pass that fails ends its step."""
         try:
             return backward(*call)
-        except BaseException:
-            if self._recording is not None:
-                self._recording.tracker.rests = True
+        except BaseException as error:
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException | None) -> None:
+        """Ends a step; if it was refused, the model is left as it was before."""
+        if self._recording is not None:
+            self._recording.tracker.rests = True
+            if isinstance(error, PerSampleError):
+                self._recording.undo()
 
     def _passes_by(self, step: object) -> None:
         recording, backward_pass = self._recording, torch._C._current_graph_task_id()
@@ -174,28 +184,13 @@ class Watch:
             recording.tracker.rests = True
             self._receive(grads)
 
-    def _refusals(self) -> list[Any]:
-        over, options = processes_of(self._model), Options(**self._options())
-        trainable = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        hooks = []
-        for name, p in chosen(trainable, options.parameters).items():
-            forms = {id(form): form for form in (p, over.used(p))}
-            hooks += [form.register_hook(self._refusal(name)) for form in forms.values()]
-        return hooks
-
-    def _refusal(self, name: str) -> Callable[[Tensor | None], None]:
-        def refuse(grad: Tensor | None) -> None:
-            recording = self._recording
-            if grad is not None and (recording is None or not recording.collector.pulling_back):
-                raise PerSampleError(unrecorded(name))
-
-        return refuse
-
-
-def _tensors_of(output: Any) -> list[Tensor]:
-    """The tensors of an output, which may be an object that has them as attributes."""
-    found = list(tensors_in(dict(output) if isinstance(output, Mapping) else output))
-    return found or list(tensors_in(list(vars(output).values()) if hasattr(output, "__dict__") else ()))
+    def _refusals(self) -> list[RemovableHandle]:
+        recorded = chosen(trainable_of(self._model), Options(**self._options()).parameters)
+        return refuse_unrecorded(
+            recorded,
+            processes_of(self._model),
+            lambda: self._recording is not None and self._recording.collector.pulls_back(),
+        )
 
 
 def put_beneath(mode: TorchFunctionMode) -> None:

@@ -134,6 +134,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             warnings.warn(
                 "Some of the privacy budget has been spent already, and comes on top of target_epsilon.", stacklevel=2
             )
+        if not epochs > 0:  # for which as good as no noise would do
+            raise PerSampleError(f"The noise for a target depends on how long training goes, got epochs={epochs}")
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -186,7 +188,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     def save_checkpoint(self, *, path: Any, optimizer: Any = None, checkpoint_dict: Any = None, **kwargs: Any) -> None:
         """As Opacus does; a file is there whole or not at all, and says where the noise was, which must not repeat."""
-        noise = {"persample_noise_state": _noise_state(optimizer)}
+        noise = {"persample_noise_state": noise_state(optimizer)}
         together = {**(checkpoint_dict or {}), **noise}
         if not isinstance(path, (str, os.PathLike)):
             super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
@@ -203,7 +205,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         checkpoint: dict[str, Any] = super().load_checkpoint(path=path, optimizer=optimizer, **kwargs)
         state = checkpoint.pop("persample_noise_state", None)
         if optimizer is not None and state is not None:
-            _noise_source(optimizer).set_state(state)
+            noise_source(optimizer).set_state(state)
         return checkpoint
 
 
@@ -227,11 +229,13 @@ def _unfit(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _noise_state(optimizer: Any) -> torch.Tensor | None:
-    return None if optimizer is None or optimizer.secure_mode else _noise_source(optimizer).get_state()
+def noise_state(optimizer: Any) -> torch.Tensor | None:
+    """Where the noise of an optimizer is in its random numbers; None if nobody can know."""
+    return None if optimizer is None or optimizer.secure_mode else noise_source(optimizer).get_state()
 
 
-def _noise_source(optimizer: Any) -> torch.Generator:
+def noise_source(optimizer: Any) -> torch.Generator:
+    """What an optimizer draws its noise from."""
     if optimizer.generator is not None:
         return optimizer.generator
     device = next((p.device for p in optimizer.params), torch.device("cpu"))

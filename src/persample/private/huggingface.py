@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
+from transformers.trainer_utils import get_last_checkpoint
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
+
+_ACCOUNTANT = "privacy_accountant.pt"
 
 
 class PrivateTrainer(Trainer):
@@ -82,15 +86,31 @@ class PrivateTrainer(Trainer):
         steps = self.args.max_steps
         return steps / len(self.get_train_dataloader()) if steps > 0 else self.args.num_train_epochs
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; afterwards the model is an ordinary one again."""
+        if resume_from_checkpoint:
+            self._go_on_counting(resume_from_checkpoint)
         try:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper, or not yet
             if isinstance(optimizer, PrivateOptimizer):
                 optimizer.release()
                 self.optimizer = optimizer.original_optimizer
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer does; the steps that were made are written first, so that no checkpoint is without them."""
+        folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self.engine.accountant.state_dict(), folder / _ACCOUNTANT)
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _go_on_counting(self, checkpoint: str | bool) -> None:
+        folder = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
+        path = Path(str(folder)) / _ACCOUNTANT
+        if not path.exists():
+            raise PerSampleError(f"{folder} does not tell which steps were made: PrivateTrainer did not write it.")
+        self.engine.accountant.load_state_dict(torch.load(path, weights_only=False))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Of a batch that has turned out empty there is nothing to compute; its step adds noise."""

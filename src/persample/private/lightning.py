@@ -11,13 +11,16 @@ from torch.utils.data import DataLoader
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
-from persample.private.engine import PrivacyEngine
+from persample.private.engine import PrivacyEngine, noise_source, noise_state
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.sampling import know_empty_batches
 
 
 def poisson(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader whose batches are sampled as the privacy of the steps takes it; of the same size on average."""
-    return DPDataLoader.from_data_loader(loader)
+    sampled = DPDataLoader.from_data_loader(loader)
+    know_empty_batches(sampled)
+    return sampled
 
 
 class PrivateTraining(pl.Callback):
@@ -43,6 +46,8 @@ class PrivateTraining(pl.Callback):
         self.budget = Budget(noise_multiplier, target_epsilon, target_delta)
         self.engine = engine or PrivacyEngine()
         self._epochs = epochs
+        self._optimizer: Any = None
+        self._noise_state: Any = None  # of a checkpoint, until there is an optimizer
         self._module = module
         self._private = {"max_grad_norm": max_grad_norm, **private}
 
@@ -52,15 +57,18 @@ class PrivateTraining(pl.Callback):
         self._check(trainer, loader)
         if isinstance(trainer.optimizers[0], PrivateOptimizer):
             return
-        private = self.budget.make_private(
+        self._optimizer = self.budget.make_private(
             self.engine,
-            self._epochs or trainer.max_epochs,
+            self._epochs or _epochs_of(trainer, loader),
             module=pl_module.get_submodule(self._module) if self._module else pl_module,
             optimizer=trainer.optimizers[0],
             data_loader=loader,
             **self._private,
         )
-        trainer.strategy.optimizers = [private]
+        trainer.strategy.optimizers = [self._optimizer]
+        if self._noise_state is not None:
+            noise_source(self._optimizer).set_state(self._noise_state)
+            self._noise_state = None
 
     def _check(self, trainer: Any, loader: Any) -> None:
         if not isinstance(loader, DPDataLoader):
@@ -74,8 +82,19 @@ class PrivateTraining(pl.Callback):
             raise PerSampleError("accumulate_grad_batches adds up batches that are sampled by themselves: use 1.")
         if trainer.world_size > 1:
             raise PerSampleError("PrivateTraining is for one process: for several, use PrivacyEngine with DDP or FSDP2")
+        if self.engine.secure_mode:
+            raise PerSampleError("secure_mode samples by a generator of the engine's own: use PrivacyEngine itself.")
         if trainer.gradient_clip_val:
             raise PerSampleError("gradient_clip_val would clip the sum: max_grad_norm clips each sample's gradient.")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the steps that were made, and where the noise was, which must not repeat."""
+        return {"accountant": self.engine.accountant.state_dict(), "noise": noise_state(self._optimizer)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.engine.accountant.load_state_dict(state_dict["accountant"])
+        self._noise_state = state_dict["noise"]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Logs what is spent."""
@@ -94,3 +113,9 @@ class PrivateTraining(pl.Callback):
         if isinstance(optimizer, PrivateOptimizer):
             optimizer.release()
             trainer.strategy.optimizers = [optimizer.original_optimizer]
+
+
+def _epochs_of(trainer: Any, loader: Any) -> float:
+    if trainer.max_steps and trainer.max_steps > 0:
+        return trainer.max_steps / len(loader)
+    return trainer.max_epochs or 0
