@@ -490,3 +490,20 @@ def test_losses_of_one_sample_after_the_other() -> None:
     with record(module, loss_reduction="sum") as other:
         F.cross_entropy(module(x), torch.ones(B).long(), reduction="sum").backward()
     torch.testing.assert_close(one.dense(), other.dense())
+
+
+def test_statistics_are_restored_also_where_the_call_is_known() -> None:
+    def forward(m: Any, h: Tensor, mixes: bool) -> Tensor:
+        h = m.norm(m.first(h))
+        return m.last(h - h.mean(0) if mixes else h)
+
+    norm = nn.InstanceNorm1d(D, affine=True, track_running_stats=True)
+    model = Calls(forward, first=nn.Conv1d(D, D, 1), norm=norm, last=nn.Conv1d(D, 2, 1))
+    x = torch.randn(B, D, T)
+    for _ in range(3):
+        with record(model):
+            model(x, False).square().mean().backward()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    with pytest.raises(SamplesMixed), record(model):
+        model(x, True)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -180,7 +180,7 @@ class Tracker(TorchFunctionMode):
                 if isinstance(result, Tensor):  # not so `x.grad`, now that there is none
                     self.tell(result, before.simple)
                 return result
-            if before.use is not None and can_repeat(op, before.use, self):
+            if before.use is not None and func not in _UPDATING and can_repeat(op, before.use, self):
                 prepare_recomputation(self)
                 result = repeat_use(op, before.use, self)
                 self.tell(result, before.results[0])
