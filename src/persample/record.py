@@ -52,6 +52,7 @@ def record(
     A `stabiliser` makes it automatic clipping: every row is scaled, to max_norm / (norm + stabiliser), not only those
     that are too long.
 
+    >>> import torch
     >>> model = nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
     >>> with record(model) as grads:
