@@ -1,5 +1,7 @@
 """Per-sample gradients for PyTorch."""
 
+from typing import TYPE_CHECKING, Any
+
 from persample.buffers import release_memory
 from persample.checking import check
 from persample.compiled import CompiledStep, compile
@@ -10,12 +12,16 @@ from persample.record import record
 from persample.rules import rule as register_rule
 from persample.watch import Watch, watch
 
+if TYPE_CHECKING:
+    from persample.scanning import Scan, scan
+
 __all__ = [
     "CompiledStep",
     "ExpandedWeight",
     "PerSampleError",
     "PerSampleGradients",
     "SamplesMixed",
+    "Scan",
     "Watch",
     "call_for_per_sample_grads",
     "check",
@@ -24,6 +30,16 @@ __all__ = [
     "record",
     "register_rule",
     "release_memory",
+    "scan",
     "watch",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """What needs an extra is imported when it is asked for."""
+    if name in ("Scan", "scan"):
+        from persample import scanning
+
+        return getattr(scanning, name)
+    raise AttributeError(f"module 'persample' has no attribute '{name}'")

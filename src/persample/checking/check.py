@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from persample.checking.report import ParameterReport, Report, Verdict
-from persample.checking.samples import Batch
 from persample.checking.subject import Gradient, Subject, untouched
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
+from persample.losses import check_pair, described, takes_outputs
 from persample.options import BatchDim
+from persample.samples import Batch
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import tensors_of
 from persample.terms.cost import cheaper_way
@@ -68,12 +68,9 @@ def check(
     Mistakes in the call raise, as does a model that does not run by itself.
     """
     _check_arguments(model, samples, loss_reduction)
-    pair = _is_loss(loss_fn)
-    if pair and not (isinstance(batch, (tuple, list)) and len(batch) == 2):
-        raise PerSampleError(
-            f"{_name(loss_fn)} is a loss of outputs and targets, so the batch has to be (inputs, targets), got "
-            f"{_described(batch)}. For anything else pass loss_fn(model, batch)."
-        )
+    pair = takes_outputs(loss_fn)
+    if pair:
+        check_pair(loss_fn, batch)
     whole = Batch(batch, batch_dim, batch_size, pair)
     if whole.size == 0:
         raise PerSampleError("The batch has no samples.")
@@ -352,7 +349,7 @@ def _largest(rows: Tensor) -> Tensor:
 
 def _check_arguments(model: Any, samples: Any, loss_reduction: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise PerSampleError(f"check takes an nn.Module, got {_described(model)}")
+        raise PerSampleError(f"check takes an nn.Module, got {described(model)}")
     if not isinstance(samples, int) or samples < 1:
         raise PerSampleError(f"samples must be a positive number, got {samples!r}")
     if loss_reduction not in ("mean", "sum"):
@@ -364,30 +361,10 @@ def _check_arguments(model: Any, samples: Any, loss_reduction: Any) -> None:
         raise PerSampleError("The model has no parameter that requires grad.")
 
 
-def _is_loss(loss_fn: Any) -> bool:
-    """Whether it takes outputs and targets: a loss module, or a function of torch, which never takes a model."""
-    func = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
-    if not callable(func):
-        raise PerSampleError(f"loss_fn must be a function or a loss module, got {_described(loss_fn)}")
-    return isinstance(func, nn.Module) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
-
-
 def _as_refusal(error: Exception, message: str) -> PerSampleError:
     refusal = PerSampleError(message)
     refusal.__cause__ = error
     return refusal
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, (tuple, list)):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"
 
 
 def _listed(names: Any, most: int = 5) -> str:

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from persample.checking.samples import Batch
 from persample.collector import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.graph import leaves_behind
+from persample.losses import loss_of
 from persample.record import record
+from persample.samples import Batch
 from persample.tree import tensors_in
 
 Gradient = dict[str, Tensor]
@@ -115,11 +116,7 @@ class Subject:
         return self.batch.part(start, stop, as_double if self.double else lambda tensor: tensor)
 
     def _loss(self, part: Any) -> Tensor:
-        if self.batch.pair:
-            inputs, targets = part
-            loss = self.loss_fn(_called(self.model, inputs), targets)
-        else:
-            loss = self.loss_fn(self.model, part)
+        loss = loss_of(self.model, part, self.loss_fn)
         if not isinstance(loss, Tensor):
             raise PerSampleError(f"loss_fn gave a {type(loss).__name__}; a tensor of one number is needed.")
         if loss.numel() != 1:
@@ -167,12 +164,6 @@ class Subject:
                 mine.copy_(given)
         for p in self.parameters.values():
             p.grad = None
-
-
-def _called(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 def as_double(tensor: Tensor) -> Tensor:
