@@ -17,7 +17,7 @@ from persample.scanning.store import Array, Store
 BLOCK = 4096
 
 # How much of the rows' squared length the directions that duplicates are looked for in have to leave out at most.
-LEFT_OUT = 0.1
+LEFT_OUT = 0.3
 
 
 class Rows:
@@ -133,12 +133,13 @@ def duplicates(rows: Rows, tolerance: float) -> list[list[int]]:
     for own in torch.arange(len(rows)).split(_COMPARED_AT_ONCE):
         earlier = leads.nonzero().flatten()
         leads[own] = True
-        for part in earlier.split(BLOCK):
-            near = (bounds[part] @ bounds[own].T >= least).nonzero()
-            join(torch.stack([part[near[:, 0]], own[near[:, 1]]], 1))
+        for part in earlier.split(BLOCK) if len(earlier) else ():
+            join(_near(bounds, part, own, least))
         own = own[leads[own]]
-        near = (bounds[own] @ bounds[own].T >= least).triu(1).nonzero()
-        join(own[near])
+        if not len(own):
+            continue
+        near = _near(bounds, own, own, least)
+        join(near[near[:, 0] < near[:, 1]])
     return list(groups.values())
 
 
@@ -159,6 +160,14 @@ def _bounds(rows: Rows) -> Tensor:
         return torch.cat([inside, rest[:, None]], 1)
 
     return torch.cat([bound(block) for _, block in rows.blocks()])
+
+
+def _near(bounds: Tensor, some: Tensor, others: Tensor, least: float) -> Tensor:
+    """The pairs whose cosine may be as large as `least`."""
+    products = bounds[some] @ bounds[others].T
+    has_any = (products.amax(0) >= least).nonzero().flatten()  # few: the whole is looked at but once
+    near = (products[:, has_any] >= least).nonzero()
+    return torch.stack([some[near[:, 0]], others[has_any[near[:, 1]]]], 1)
 
 
 def _alike(rows: Rows, pairs: Tensor, tolerance: float) -> Tensor:

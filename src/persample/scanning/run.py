@@ -269,7 +269,7 @@ def _packed(measured: Sequence[Columns], dtype: str) -> tuple[dict[str, Array], 
     columns = {name: torch.cat([part[name] for part in measured]) for name in measured[0]}
     rows: Array | None = None
     if (projected := columns.pop("projection", None)) is not None:
-        lengths = projected.double().norm(dim=1)
+        lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)  # what is no number pushes nobody
         rows = _unit(projected.double(), lengths).numpy().astype(dtype)
         columns["length"] = lengths
     return {name: column.numpy() for name, column in columns.items()}, rows

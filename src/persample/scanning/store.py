@@ -12,6 +12,7 @@ Every file is written under another name, flushed to the disk, and given its own
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -111,8 +112,10 @@ class Store:
     def write_shard(self, checkpoint: int, shard: int, columns: Mapping[str, Array], rows: Array | None) -> None:
         """Adds a shard: its columns, and its projected gradients."""
         if rows is not None:
+            contents = io.BytesIO()  # numpy's own writing to files does not tell that a disk is full
+            np.save(contents, rows)
             with self.whole_file(self._shard(checkpoint, shard, "npy")) as file:
-                np.save(file, rows)
+                file.write(contents.getbuffer())
         with self.whole_file(self._shard(checkpoint, shard, "npz")) as file:
             _save(file, columns)
 

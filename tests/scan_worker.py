@@ -1,0 +1,21 @@
+"""A process of a scan that several share; started by test_scan.py, as torchrun does."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.test_scan import QUICK, Stream, built
+
+import persample
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model, data, loss_fn, _ = built("images")
+    persample.scan(model, loss_fn, Stream(data) if sys.argv[2] == "1" else data, out=sys.argv[1], **QUICK)
+    print(f"scanned on {dist.get_rank()}")
+    dist.destroy_process_group()
