@@ -29,6 +29,10 @@ class NotFinite(ScanError):
         )
 
 
+class NoRoom(ScanError):
+    """The disk is full."""
+
+
 @contextmanager
 def told_if_full(path: Path) -> Iterator[None]:
     """Says in one line what to do where the disk is full."""
@@ -36,7 +40,7 @@ def told_if_full(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_ROOM:
-            raise ScanError(
+            raise NoRoom(
                 f"There is no room for {path} ({error.strerror}). What was finished is whole: make room and scan "
                 "again, and it goes on from there."
             ) from error

@@ -109,6 +109,21 @@ class Scan:
         order = values.argsort(descending=by != "alignment", stable=True)[:k]
         return Found(order, values[order])
 
+    @property
+    def table_path(self) -> Path:
+        """The file with the table."""
+        return self.directory / f"table.{self.settings['table']}"
+
+    def report(self, path: str | Path | None = None, *, data: Any = None, **options: Any) -> Path:
+        """Writes a page to look at, `report.html` in the scan's directory, and gives its path.
+
+        `data`, what was scanned, is for pictures or texts of the examples. For the other options see
+        `persample.scanning.report.write_report`.
+        """
+        from persample.scanning.report import write_report  # which takes matplotlib and pillow
+
+        return write_report(self, path, data=data, **options)
+
     # ---- questions ----
 
     def neighbours(self, i: int, k: int = 10) -> Found:

@@ -97,7 +97,8 @@ def scan(
 
     The model is in evaluation mode meanwhile, and as it was afterwards. A scan that was stopped goes on, with `resume`,
     after the last whole shard of `shard_size` examples, and gives what it would have given. Processes of
-    torch.distributed share the work. Without `out`, files are kept until the result is dropped.
+    torch.distributed share the work. `classes` are the names of the classes, if the dataset has none (`data.classes`).
+    Without `out`, files are kept until the result is dropped.
     """
     source = Source(data, batch_size, collate)
     if source.size == 0:
@@ -134,7 +135,7 @@ def scan(
         "loss_reduction": loss_reduction,
         "checkpoints": states.digests(),
         "learning_rates": states.learning_rates,
-        "classes": list(classes) if classes is not None else None,
+        "classes": source.classes if classes is None else list(classes),
         "table": table,
         "about": {"persample": persample.__version__, "torch": torch.__version__},
     }

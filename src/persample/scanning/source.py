@@ -55,6 +55,12 @@ class Source:
         """The number of examples; None where only the end will tell."""
         return len(self._data) if _has_places(self._data) else None
 
+    @property
+    def classes(self) -> list[str] | None:
+        """The names of the classes, where the dataset tells them as torchvision's do."""
+        names = getattr(self._data, "classes", None)
+        return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
+
     def pieces(self, shard_size: int, wanted: Callable[[int], bool]) -> Iterator[Piece]:
         """The batches of the shards that are wanted: shard s has the examples from `s * shard_size` on."""
         if not _has_places(self._data):

@@ -88,8 +88,7 @@ class Store:
             if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
                 raise ScanError(f"{self.directory} exists and holds no scan; choose an empty or a new directory.")
             return
-        ours = ["scan.json", "summary.json", "table.parquet", "table.csv", "mean-*.npz", "sum-*.npz", "[0-9]*/*.np[yz]"]
-        for pattern in ours:  # scan.json first: what is left without it is no scan
+        for pattern in _FILES:
             for path in self.directory.glob(pattern):
                 path.unlink()
         for path in self.directory.glob("[0-9]*"):
@@ -176,6 +175,11 @@ class Store:
             finally:
                 unfinished.unlink(missing_ok=True)
 
+
+# scan.json first: what is left without it is no scan.
+_FILES = (
+    "scan.json", "summary.json", "command.json", "table.*", "report.html", "mean-*.npz", "sum-*.npz", "[0-9]*/*.np[yz]",
+)  # fmt: skip
 
 _NAMES = {
     "batch_size": "batch size",

@@ -1,0 +1,148 @@
+"""Datasets from files: a folder of images, or a table with a column of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from pyarrow import csv, json, parquet
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from persample.losses import called
+from persample.scanning.errors import ScanError
+
+Tokenizer = Callable[[list[str]], Mapping[str, Any]]
+
+_READERS = {".csv": csv.read_csv, ".parquet": parquet.read_table, ".jsonl": json.read_json, ".json": json.read_json}
+_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """The images `root/CLASS/...` as `(image, class)`: `(channels, size, size)` with values from 0 to 1."""
+
+    def __init__(self, root: str | Path, size: int, channels: int = 3) -> None:
+        self.root, self._size, self._mode = Path(root), (size, size), {1: "L", 3: "RGB"}[channels]
+        if not self.root.is_dir():
+            raise ScanError(f"There is no folder {root}.")
+        self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
+        self.files = [
+            (path, label)
+            for label, name in enumerate(self.classes)
+            for path in sorted((self.root / name).rglob("*"))
+            if path.suffix.lower() in _SUFFIXES
+        ]
+        if not self.files:
+            raise ScanError(f"{root} has no images: they are looked for in a folder for each class, {root}/CLASS/....")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        path, label = self.files[i]
+        try:
+            with Image.open(path) as image:
+                pixels = np.asarray(image.convert(self._mode).resize(self._size), dtype=np.float32) / 255
+        except Exception as error:
+            raise ScanError(f"Image {i}, {path}, cannot be read: {error}") from error
+        picture = torch.from_numpy(pixels)
+        return (picture[None] if picture.dim() == 2 else picture.permute(2, 0, 1)), label
+
+
+class TextTable(Dataset[dict[str, Any]]):
+    """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`, the label only where there is one."""
+
+    def __init__(self, path: str | Path, text: str = "text", label: str | None = "label") -> None:
+        table = _read(Path(path))
+        if text not in table.column_names:
+            raise ScanError(f"{path} has no column '{text}' with the text; it has {', '.join(table.column_names)}.")
+        texts = table[text]
+        if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
+            raise ScanError(f"The column '{text}' of {path} is of {texts.type}, not of text.")
+        self._texts = texts
+        self.classes: list[str] | None = None
+        self._labels: list[int] | None = None
+        if label is not None and label in table.column_names:
+            values = table[label].to_pylist()
+            if None in values:
+                raise ScanError(f"Row {values.index(None)} of {path} has no '{label}'.")
+            if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+                self._labels = values
+            else:
+                self.classes = sorted({str(value) for value in values})
+                places = {name: i for i, name in enumerate(self.classes)}
+                self._labels = [places[str(value)] for value in values]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        example: dict[str, Any] = {"text": self._texts[i].as_py() or ""}
+        return example if self._labels is None else {**example, "label": self._labels[i]}
+
+
+class Tokenized:
+    """Collates rows of a `TextTable` to `{"tokens": {...}, "label": ...}`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        tokens = {key: torch.as_tensor(part) for key, part in self._tokenizer([e["text"] for e in examples]).items()}
+        if "label" not in examples[0]:
+            return {"tokens": tokens}
+        return {"tokens": tokens, "label": torch.tensor([example["label"] for example in examples])}
+
+
+def loaded_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
+    """A tokenizer of Hugging Face's from its folder, or its `tokenizer.json`."""
+    if not Path(path).exists():
+        raise ScanError(f"There is no tokenizer {path}: a folder that a tokenizer was saved in, or its tokenizer.json.")
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ScanError("A tokenizer from files needs transformers: pip install transformers") from error
+    if Path(path).is_file():
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+
+    def tokenize(texts: list[str]) -> Mapping[str, Any]:
+        # To a few lengths only: what a model does is looked at anew for each shape of its inputs.
+        return tokenizer(
+            texts, padding=True, truncation=True, max_length=max_length, pad_to_multiple_of=32, return_tensors="pt"
+        )
+
+    return tokenize
+
+
+def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """`(batch,)`: the cross entropy of each text's class, or without one, the mean over its next tokens."""
+    tokens = dict(batch["tokens"])
+    outputs = called(model, tokens)
+    logits = outputs if isinstance(outputs, Tensor) else outputs.logits
+    if "label" in batch:
+        return F.cross_entropy(logits, batch["label"], reduction="none")
+    targets = tokens["input_ids"][:, 1:]
+    losses = F.cross_entropy(logits[:, :-1].mT, targets, reduction="none")
+    counted = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))[:, 1:]
+    return (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _read(path: Path) -> pa.Table:
+    if not path.is_file():
+        raise ScanError(f"There is no file {path}.")
+    if path.suffix not in _READERS:
+        raise ScanError(f"{path} has to be one of {', '.join(_READERS)}.")
+    try:
+        return _READERS[path.suffix](path)
+    except pa.ArrowInvalid as error:
+        raise ScanError(f"{path} cannot be read: {error}") from error
