@@ -5,8 +5,9 @@ BENCH_STAMP := $(VENV)/.bench-stamp
 
 .PHONY: demo test coverage lint bench clean
 
+# Flips labels of digits, finds them, and writes demo/report.html.
 demo: $(STAMP)
-	$(BIN)/python examples/digits_norms.py
+	$(BIN)/persample demo --out demo
 
 # Two workers, one thread each.
 test: lint
@@ -26,7 +27,7 @@ bench: $(BENCH_STAMP)
 
 # The environment stays: remove it by hand to set up from scratch.
 clean:
-	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and by its exact version: a range could pull another build of it, gigabytes of CUDA included.

@@ -1,0 +1,186 @@
+"use strict";
+// The page is whole without this: sorting and filtering, and looking at single examples, are all that is added.
+(() => {
+  const byId = (id) => document.getElementById(id);
+
+  // ---- the table: sorting and filtering ----
+
+  const table = byId("table");
+  if (table) {
+    const body = table.tBodies[0];
+    const rows = [...body.rows];
+    const heads = [...table.tHead.rows[0].cells];
+    const text = byId("filter-text");
+    const choice = byId("filter-class");
+    const found = new Map(
+      rows.map((row) => [row, [...row.querySelectorAll("[data-search]")].map((c) => c.textContent).join(" ").toLowerCase()])
+    );
+
+    const filter = () => {
+      const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let count = 0;
+      for (const row of rows) {
+        const fits = words.every((word) => found.get(row).includes(word));
+        row.hidden = !(fits && (!choice || choice.value === "" || row.dataset.class === choice.value));
+        count += row.hidden ? 0 : 1;
+      }
+      table.parentElement.hidden = count === 0;
+      byId("no-rows").hidden = count !== 0;
+      byId("count").textContent = `${count} of ${rows.length} suspects shown`;
+    };
+
+    const sort = (head) => {
+      const numeric = head.dataset.kind === "number";
+      const first = head.dataset.first || "ascending";
+      const other = first === "ascending" ? "descending" : "ascending";
+      const direction = head.getAttribute("aria-sort") === first ? other : first;
+      heads.forEach((one) => one.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", direction);
+      const sign = direction === "ascending" ? 1 : -1;
+      const value = (row) => row.cells[head.cellIndex].dataset.v || "";
+      rows.sort((a, b) => {
+        const [one, two] = [value(a), value(b)];
+        if (one === "" || two === "") return (one === "") - (two === ""); // what has no value comes last either way
+        return sign * (numeric ? Number(one) - Number(two) : one.localeCompare(two, "en", { numeric: true }));
+      });
+      body.append(...rows);
+    };
+
+    heads.forEach((head) => head.querySelector("button")?.addEventListener("click", () => sort(head)));
+    text.addEventListener("input", filter);
+    choice?.addEventListener("change", filter);
+    text.form.addEventListener("submit", (event) => event.preventDefault());
+    const showAll = () => {
+      text.value = "";
+      if (choice) choice.value = "";
+      filter();
+    };
+    byId("clear").addEventListener("click", () => {
+      showAll();
+      text.focus();
+    });
+    byId("jump")?.addEventListener("click", (event) => {
+      const row = document.querySelector(event.target.getAttribute("href"));
+      if (row?.hidden || table.parentElement.hidden) showAll(); // there is no way to a row that is not there
+    });
+    text.form.hidden = false;
+    filter();
+  }
+
+  // ---- the scatter: the example that is pointed at ----
+
+  const plot = byId("plot");
+  if (plot) {
+    const points = JSON.parse(byId("points").textContent);
+    const circles = [...plot.querySelectorAll(".points circle")];
+    const places = circles.map((circle) => [parseFloat(circle.getAttribute("cx")), parseFloat(circle.getAttribute("cy"))]);
+    const marker = byId("marker");
+    const isShown = (i) => !circles[i].classList.contains("faded");
+    const order = (axis, sign) => circles.map((_, i) => i).sort((a, b) => sign * (places[a][axis] - places[b][axis]) || a - b);
+    const orders = { x: order(0, 1), y: order(1, -1) };
+    const first = points.length - 1; // the first suspect lies on top
+    let current = -1;
+
+    const stage = (point) => {
+      const own = point.rank && byId(`example-${point.id}`)?.querySelector(".preview");
+      let preview = null;
+      if (own) {
+        preview = own.cloneNode(true);
+      } else if (point.preview) {
+        const [kind, content, tiny] = point.preview;
+        preview = document.createElement(kind === "image" ? "img" : "span");
+        preview.className = `preview ${kind === "image" ? (tiny ? "tiny" : "") : kind}`;
+        if (kind === "image") {
+          preview.src = content;
+          preview.alt = `Example ${point.id}`;
+        } else {
+          preview.textContent = content;
+        }
+      }
+      byId("stage").hidden = !preview || preview.classList.contains("nothing");
+      byId("stage").replaceChildren(...(preview ? [preview] : []));
+    };
+
+    const choose = (i, aloud) => {
+      if (i < 0) return;
+      current = i;
+      const point = points[i];
+      marker.setAttribute("cx", `${places[i][0]}%`);
+      marker.setAttribute("cy", `${places[i][1]}%`);
+      stage(point);
+      const facts = [["Id", point.id], ["Label", point.label], ["Loss", point.loss], ["Gradient norm", point.norm], ["Suspect", point.rank && `no. ${point.rank}`]];
+      const known = facts.filter(([, value]) => value !== undefined);
+      byId("known").replaceChildren(
+        ...known.flatMap(([name, value]) => [["dt", name], ["dd", value]]).map(([tag, content]) => {
+          const element = document.createElement(tag);
+          element.textContent = content;
+          return element;
+        })
+      );
+      byId("known-note").hidden = !point.note;
+      byId("known-note").textContent = point.note || "";
+      byId("jump").hidden = !point.rank;
+      byId("jump").firstElementChild.href = point.rank ? `#example-${point.id}` : "#suspects";
+      if (aloud) {
+        const words = known.map(([name, value]) => `${name} ${value}`);
+        byId("spoken").textContent = [...words, point.note].filter(Boolean).join(", ");
+      }
+    };
+
+    const near = (event) => {
+      const box = plot.getBoundingClientRect();
+      let [best, least] = [-1, 28 * 28];
+      places.forEach(([x, y], i) => {
+        const across = box.left + (x / 100) * box.width - event.clientX;
+        const up = box.top + (y / 100) * box.height - event.clientY;
+        const distance = across * across + up * up;
+        if (distance <= least && isShown(i)) [best, least] = [i, distance]; // the last of equals lies on top
+      });
+      return best;
+    };
+
+    const step = (axis, by) => {
+      const shown = orders[axis].filter(isShown);
+      if (!shown.length) return -1;
+      const at = shown.indexOf(current);
+      return at < 0 ? shown[0] : shown[Math.min(shown.length - 1, Math.max(0, at + by))];
+    };
+
+    const keys = {
+      ArrowRight: () => step("x", 1),
+      ArrowLeft: () => step("x", -1),
+      ArrowUp: () => step("y", 1),
+      ArrowDown: () => step("y", -1),
+      PageUp: () => step("y", 25),
+      PageDown: () => step("y", -25),
+      Home: () => first,
+    };
+
+    plot.addEventListener("pointermove", (event) => choose(near(event), false));
+    plot.addEventListener("pointerdown", (event) => choose(near(event), false));
+    plot.addEventListener("keydown", (event) => {
+      if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
+      event.preventDefault();
+      choose(keys[event.key](), true);
+    });
+    byId("detail").hidden = byId("hint").hidden = false;
+    choose(first, false);
+
+    // ---- the legend: some classes only ----
+
+    const chosen = new Set();
+    byId("legend")?.querySelectorAll("li[data-class]").forEach((item) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.append(...item.childNodes);
+      button.setAttribute("aria-pressed", "false");
+      button.addEventListener("click", () => {
+        const own = item.dataset.class;
+        if (!chosen.delete(own)) chosen.add(own);
+        button.setAttribute("aria-pressed", String(chosen.has(own)));
+        circles.forEach((circle) => circle.classList.toggle("faded", chosen.size > 0 && !chosen.has(circle.dataset.class)));
+      });
+      item.replaceChildren(button);
+    });
+  }
+})();

@@ -1,0 +1,312 @@
+"""The report in a browser: by pointer and by keyboard, on a desk and on a phone."""
+
+import io
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+import persample
+from persample.scanning.report import write_report
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+if BROWSER is None:
+    pytest.skip("No browser to show the report in: apt install chromium", allow_module_level=True)
+
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+CLASSES = ["cat", "dog", "owl", "<img src=x onerror=alert(1)>"]
+COUNT, SUSPECTS = 120, 20
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A page with all there is, and one of long texts."""
+    torch.manual_seed(0)
+    x, y = torch.rand(COUNT, 1, 6, 6), torch.arange(COUNT) % 4
+    x *= 10 ** torch.linspace(-2, 1, COUNT)[:, None, None, None]  # so that numbers differ in length
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 4))
+    scan = persample.scan(model, nn.CrossEntropyLoss(), (x, y), project=None, classes=CLASSES)
+    first = scan.ranked("self_influence").ids[:3].tolist()
+    notes = {first[0]: "label flipped", first[1]: "<b>bold</b> " + "w" * 120}
+    options = {"notes": notes, "k": SUSPECTS, "plots": False, "remarks": ["Long" * 60]}
+    folder = tmp_path_factory.mktemp("report")
+    write_report(scan, folder / "texts.html", data=(x, y), show=lambda e: "word " * 20 + "unbroken" * 40, **options)
+    return write_report(scan, folder / "report.html", data=(x, y), **options)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as runner:
+        found = runner.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def opened(browser, report):
+    """Opens the report; that it loads nothing and says nothing on the console is seen to at the end of each test."""
+    heard, contexts = [], []
+
+    def open_page(width=1280, height=900, name="report.html", **options):
+        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **options))
+        contexts[-1].set_default_timeout(5000)
+        page = contexts[-1].new_page()
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.on("dialog", lambda dialog: heard.append(dialog.message))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else heard.append(r.url))
+        page.goto(report.with_name(name).as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert heard == []
+
+
+def column(page, name):
+    """The cells of a column, of the rows that are shown."""
+    return page.eval_on_selector_all(
+        f"#table tbody tr:not([hidden]) td[data-name='{name}']", "cells => cells.map(cell => cell.textContent.trim())"
+    )
+
+
+def as_number(text):
+    digits, _, power = text.replace("−", "-").replace(",", "").partition("×10")
+    return float(digits) * 10.0 ** int(power.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")) or 0)
+
+
+def box(page, selector):
+    return page.eval_on_selector(
+        selector, "e => (({x, y, width, height}) => [x, y, width, height])(e.getBoundingClientRect())"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_opens_from_a_file_and_is_not_blank(opened, scheme):
+    page = opened(color_scheme=scheme)
+    assert page.title() == "Dataset scan · persample"
+    shot = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("L"), dtype=float)
+    assert (np.median(shot) > 200) == (scheme == "light")
+    assert (abs(shot - np.median(shot)) > 60).mean() > 0.005  # ink on the page
+    sizes = page.eval_on_selector_all("#table img", "images => images.map(i => [i.naturalWidth, i.width, i.alt])")
+    assert len(sizes) == SUSPECTS and all(natural == 6 and width >= 40 and alt for natural, width, alt in sizes)
+
+
+@pytest.mark.parametrize("means", ["click", "keyboard"])
+def test_numbers_are_sorted_as_numbers(opened, means):
+    page = opened()
+    for name in ("Id", "Loss", "Gradient norm", "Self-influence", "Alignment", "Rank"):
+        check_sorting(page, name, means)
+
+
+def check_sorting(page, name, means):
+    button = page.get_by_role("button", name=name, exact=True)
+    head = button.locator("..")
+    seen = {}
+    for _ in range(2):
+        if means == "click":
+            button.click()
+        else:
+            button.focus()
+            page.keyboard.press("Enter")
+        seen[head.get_attribute("aria-sort")] = [as_number(text) for text in column(page, name)]
+        assert page.locator("#table th[aria-sort]").count() == 1
+    assert set(seen) == {"ascending", "descending"}
+    assert seen["ascending"] == sorted(seen["ascending"]) and len(set(seen["ascending"])) > 5
+    assert seen["descending"] == sorted(seen["descending"], reverse=True)
+
+
+def test_texts_are_sorted_as_texts_and_empty_ones_come_last(opened):
+    page = opened()
+    for direction in ("ascending", "descending"):
+        page.locator("#table th button", has_text="Note").click()
+        notes = column(page, "Note")
+        assert all(notes[:2]) and not any(notes[2:])
+        assert page.locator("#table th[aria-sort]").get_attribute("aria-sort") == direction
+    page.locator("#table th button", has_text="Label").click()
+    assert [CLASSES.index(label) for label in column(page, "Label")] == sorted(
+        map(CLASSES.index, column(page, "Label")), key=lambda i: CLASSES[i]
+    )
+
+
+def test_rows_are_filtered_by_text_and_by_class(opened):
+    page = opened()
+    count = page.locator("#count")
+    assert count.inner_text() == f"{SUSPECTS} of {SUSPECTS} suspects shown" and count.get_attribute("aria-live")
+    page.get_by_label("Search").fill("FLIPPED")
+    assert len(column(page, "Id")) == 1 and count.inner_text() == f"1 of {SUSPECTS} suspects shown"
+    page.get_by_label("Search").fill("")
+    labels = column(page, "Label")
+    for label in set(labels):
+        page.get_by_label("Class", exact=True).select_option(label=label)
+        assert column(page, "Label") == [label] * labels.count(label)
+    page.get_by_label("Search").fill("nothing like it")
+    assert count.inner_text() == f"0 of {SUSPECTS} suspects shown" and not page.locator("#table").is_visible()
+    page.get_by_role("button", name="Show all of them").click()
+    assert len(column(page, "Id")) == SUSPECTS and page.locator("#table").is_visible()
+    assert not page.locator("#no-rows").is_visible()
+
+
+def test_sorting_keeps_the_filter(opened):
+    page = opened()
+    label = column(page, "Label")[0]
+    page.get_by_label("Class", exact=True).select_option(label=label)
+    before = column(page, "Id")
+    page.locator("#table th button", has_text="Id").click()
+    assert column(page, "Id") == sorted(before, key=int)
+
+
+def test_the_circles_lie_in_their_frame_in_the_colours_of_their_classes(opened):
+    page = opened()
+    left, top, width, height = box(page, "#plot")
+    circles = page.eval_on_selector_all(
+        ".points circle",
+        """all => all.map(c => [c.getBoundingClientRect(), getComputedStyle(c).fill])
+                     .map(([b, fill]) => [b.left, b.top, b.right, b.bottom, fill])""",
+    )
+    assert len(circles) == COUNT and len({colour for *_, colour in circles}) == len(CLASSES)
+    for x0, y0, x1, y1, _ in circles:
+        assert left <= x0 < x1 <= left + width and top <= y0 < y1 <= top + height
+    across = [x0 for x0, *_ in circles]
+    assert max(across) - min(across) > 0.5 * width  # and fill it
+    legend = page.eval_on_selector_all("#legend .dot", "dots => dots.map(d => getComputedStyle(d).backgroundColor)")
+    assert set(legend) == {colour for *_, colour in circles}
+
+
+def shown(page):
+    """What is told of the chosen example."""
+    names = page.eval_on_selector_all("#known dt", "all => all.map(e => e.textContent)")
+    return dict(zip(names, page.eval_on_selector_all("#known dd", "all => all.map(e => e.textContent)"), strict=True))
+
+
+def test_pointing_at_a_circle_shows_its_example(opened):
+    page = opened()
+    page.locator("#plot").scroll_into_view_if_needed()
+    points = page.evaluate("JSON.parse(document.getElementById('points').textContent)")
+    hit = 0
+    for i in (0, COUNT // 2, COUNT - 2):
+        page.locator(".points circle").nth(i).hover(force=True)
+        told = shown(page)
+        assert page.locator("#stage img").evaluate("image => image.naturalWidth") == 6
+        assert page.locator("#stage img").get_attribute("alt") == f"Example {told['Id']}"
+        point = next(one for one in points if str(one["id"]) == told["Id"])
+        assert (told["Label"], told["Loss"], told["Gradient norm"]) == (point["label"], point["loss"], point["norm"])
+        hit += points[i]["id"] == point["id"]  # another one may lie on the very same place
+    assert hit >= 2
+
+
+def test_arrow_keys_move_from_example_to_example(opened):
+    page = opened()
+    page.locator("#plot").focus()
+    page.keyboard.press("Home")
+    told = shown(page)
+    assert told["Suspect"] == "no. 1" and page.locator("#known-note").inner_text() == "label flipped"
+    losses = []
+    for _ in range(4):
+        page.keyboard.press("ArrowLeft")
+        losses.append(as_number(shown(page)["Loss"]))
+        spoken = page.locator("#spoken").text_content()
+        assert f"Id {shown(page)['Id']}" in spoken and f"Loss {shown(page)['Loss']}" in spoken
+        assert page.locator("#stage img").count() == 1
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) > 1
+    norm = as_number(shown(page)["Gradient norm"])
+    page.keyboard.press("ArrowDown")
+    assert as_number(shown(page)["Gradient norm"]) <= norm
+    ring, plot = box(page, "#marker"), box(page, "#plot")
+    assert plot[0] <= ring[0] + ring[2] / 2 <= plot[0] + plot[2]
+
+
+def test_the_scatter_is_reached_by_tab_and_focus_is_seen(opened):
+    page = opened()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the suspects"
+    assert box(page, ".skip")[1] >= 0
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none", page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
+        if page.evaluate("document.activeElement.id") == "plot":
+            return
+    raise AssertionError("Tab does not get to the scatter")
+
+
+def test_the_legend_chooses_classes(opened):
+    page = opened()
+    button = page.locator("#legend button").nth(1)
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    visible = page.eval_on_selector_all(
+        ".points circle",
+        "all => all.filter(c => getComputedStyle(c).visibility === 'visible').map(c => c.dataset.class)",
+    )
+    assert visible == ["1"] * (COUNT // 4)
+    page.locator("#plot").focus()
+    page.keyboard.press("ArrowLeft")
+    assert shown(page)["Label"] == CLASSES[1]
+    button.click()
+    assert page.locator(".points .faded").count() == 0
+
+
+def test_a_suspect_can_be_looked_up_in_the_table_even_when_it_is_filtered_out(opened):
+    page = opened()
+    page.get_by_label("Search").fill("nothing like it")
+    page.locator("#plot").focus()
+    page.keyboard.press("Home")
+    page.get_by_role("link", name="See it in the table").click()
+    row = page.locator(f"#example-{shown(page)['Id']}")
+    playwright.expect(row).to_be_in_viewport()
+
+
+@pytest.mark.parametrize("name", ["report.html", "texts.html"])
+def test_no_page_scrolls_sideways(opened, name):
+    page = opened(name=name)
+    for width in (320, 390, 768, 1024, 1280):
+        page.set_viewport_size({"width": width, "height": 844})
+        check_width(page, width)
+
+
+def check_width(page, width):
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    outside = page.eval_on_selector_all(
+        "h1, h2, p, dl, .cards li, figure, .filters input, .legend li, .detail",
+        """(all, width) => all.filter(e => e.checkVisibility() && e.getBoundingClientRect().right > width + 1)
+                              .map(e => e.outerHTML)""",
+        width,
+    )
+    assert outside == []
+
+
+def test_on_a_phone_rows_are_cards_that_can_be_sorted(opened):
+    page = opened(width=390, height=844, has_touch=True, is_mobile=True)
+    left, _, width, height = box(page, "#table tbody tr")
+    assert left >= 0 and left + width <= 390 and height > 100
+    page.locator("#table th button", has_text="Loss").tap()
+    losses = [as_number(text) for text in column(page, "Loss")]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_without_javascript_all_is_there_to_read(opened):
+    page = opened(java_script_enabled=False)
+    assert page.locator("#table tbody tr:visible").count() == SUSPECTS
+    assert page.locator(".points circle").count() == COUNT
+    assert not page.locator(".filters").is_visible() and not page.locator("#detail").is_visible()
+
+
+def test_names_from_the_data_are_shown_as_they_are_written(opened):
+    page = opened()
+    assert CLASSES[3] in page.locator("#legend").inner_text() and "<b>bold</b>" in page.locator("#table").inner_text()
+    assert page.locator("img[src='x'], #table td b").count() == 0
