@@ -26,16 +26,16 @@ import matplotlib
 
 matplotlib.use("svg")
 
-import torch  # noqa: E402  after the backend is chosen
-from matplotlib import pyplot  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+import torch
+from matplotlib import pyplot
+from torch import Tensor, nn
 
-import persample  # noqa: E402
-from benchmarks.machine import machine  # noqa: E402
-from benchmarks.workloads import gpt  # noqa: E402
-from persample.scanning import queries  # noqa: E402
-from persample.scanning.queries import Rows  # noqa: E402
-from persample.scanning.store import Store  # noqa: E402
+import persample
+from benchmarks.machine import machine
+from benchmarks.workloads import gpt
+from persample.scanning import queries
+from persample.scanning.queries import Rows
+from persample.scanning.store import Store
 
 BATCH, ROUNDS = 64, 5
 EXAMPLES = (1024, 4096, 16384, 65536)
@@ -116,7 +116,8 @@ def growth() -> list[dict[str, float]]:
     """Seconds, peak memory and bytes on disk, in a process for each number of examples."""
     found = []
     for count in EXAMPLES:
-        done = subprocess.run([sys.executable, "-m", "benchmarks.scan", "--one", str(count)], capture_output=True, text=True)
+        command = [sys.executable, "-m", "benchmarks.scan", "--one", str(count)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
         print(found[-1], flush=True)
     return found

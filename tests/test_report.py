@@ -421,7 +421,7 @@ def test_a_stream_is_read_for_the_suspects(tmp_path):
 
 
 def test_previews_end_where_the_page_would_grow_too_large(scan, tmp_path, monkeypatch):
-    monkeypatch.setattr("persample.scanning.report.report._PREVIEWS_IN_SCATTER", 1000)
+    monkeypatch.setattr("persample.scanning.report.page._PREVIEWS_IN_SCATTER", 1000)
     page = page_of(scan, tmp_path, data=images_and_labels(), k=4)
     known = [one for one in json.loads(page.script) if "rank" not in one]
     assert 0 < sum("preview" in one for one in known) < len(known)
