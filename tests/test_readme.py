@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,7 +14,8 @@ from persample.expanded_weights import HANDLED_FUNCTIONS
 README = Path(__file__).parent.parent / "README.md"
 
 
-def test_the_code_of_the_readme_runs() -> None:
+def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     before = dict(HANDLED_FUNCTIONS)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
@@ -21,6 +23,7 @@ def test_the_code_of_the_readme_runs() -> None:
     x, y = torch.randn(3, 4), torch.tensor([0, 4, 2])
     names = {
         "torch": torch, "model": model, "x": x, "y": y, "w": w,
+        "dataset": TensorDataset(torch.randn(40, 4), torch.arange(40) % 5),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": DataLoader(TensorDataset(x, y)),
     }  # fmt: skip
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -29,6 +32,7 @@ def test_the_code_of_the_readme_runs() -> None:
         for block in blocks:
             exec(block, names)  # as a reader would paste it
             names |= {"x": x, "y": y}
+        assert (tmp_path / "scan" / "report.html").exists()
         assert w.grad_sample.shape == (3, 6, 4)
         assert all(p.grad is not None for p in model.parameters())
         torch.mul(torch.ones(3, 2, 4), names["persample"].ExpandedWeight(gain, 3, "sum")).sum().backward()

@@ -112,7 +112,7 @@ class Measurement:
         if not finite.all():
             self._check_finite(ids, {"loss": losses})
             parts = [i for i in range(count) if finite[i]]
-            sums = [self.sum_of_batch(range(ids[i], ids[i] + 1), self._sample(batch, i))[0] for i in parts]
+            sums = [self.sum_of_batch(range(ids[i], ids[i] + 1), self._sample(batch, count, i))[0] for i in parts]
             return {name: torch.stack([s[name] for s in sums]).sum(0) for name in self.parameters if sums}, len(parts)
         scale = 1.0 if loss is losses or self._loss_reduction == "sum" else float(count)
         found = torch.autograd.grad(loss.sum() * scale, list(self.parameters.values()), allow_unused=True)
@@ -156,11 +156,11 @@ class Measurement:
     def _one_by_one(self, batch: Any, size: int) -> Tensor:
         """Each sample's loss by a forward pass of its own, where the loss function tells their sum or mean only."""
         with torch._C.DisableTorchFunction():
-            losses = [loss_of(self.model, self._sample(batch, i), self.loss_fn).reshape(()) for i in range(size)]
+            losses = [loss_of(self.model, self._sample(batch, size, i), self.loss_fn).reshape(()) for i in range(size)]
         return torch.stack(losses)
 
-    def _sample(self, batch: Any, i: int) -> Any:
-        return Batch(batch, self._batch_dim, None, self.takes_pairs).part(i, i + 1, lambda tensor: tensor)
+    def _sample(self, batch: Any, size: int, i: int) -> Any:
+        return Batch(batch, self._batch_dim, size, self.takes_pairs).part(i, i + 1, lambda tensor: tensor)
 
     def _check_finite(self, ids: range, found: Columns) -> None:
         if self.nonfinite == "keep":
