@@ -16,6 +16,7 @@ import persample
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     model, data, loss_fn, _ = built("images")
-    persample.scan(model, loss_fn, Stream(data) if sys.argv[2] == "1" else data, out=sys.argv[1], **QUICK)
+    for name, given in {"data": data, "stream": Stream(data)}.items():
+        persample.scan(model, loss_fn, given, out=Path(sys.argv[1]) / name, **QUICK)
     print(f"scanned on {dist.get_rank()}")
     dist.destroy_process_group()

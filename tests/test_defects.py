@@ -256,7 +256,8 @@ def test_dropout_draws_from_the_same_stream() -> None:
 
 def test_importing_needs_torch_alone() -> None:
     code = (
-        "import sys; sys.modules.update(numpy=None, sklearn=None, scipy=None); import persample, torch; "
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'sklearn', 'scipy', 'pyarrow', 'PIL', 'matplotlib'])); "
+        "import persample, persample.cli, torch; "
         "m = torch.nn.Linear(2, 2); persample.call_for_per_sample_grads(m)(torch.ones(3, 2)).sum().backward(); "
         "assert m.weight.grad_sample.shape == (3, 2, 2)"
     )
