@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from pyarrow import csv, parquet
-from tests.test_cli import imports_kept, typed  # noqa: F401  a fixture
+from tests.test_cli import REPOSITORY, imports_kept, typed  # noqa: F401  a fixture
 from tests.test_distributed import torchrun
 
 from persample.cli import main
@@ -135,6 +135,14 @@ def test_scan_report_and_query_as_typed(tasks: Path) -> None:
     done = typed("query", "scans/one", "neighbours", "3", "-k", "4", cwd=here)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 5
     assert done.stdout.split()[:2] == ["example", "cosine"]
+
+
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(REPOSITORY / "examples" / "scan_digits.py")
+    assert main(["scan", f"{example}:to_scan", "--out", "digits", "--quiet"]) == 0
+    assert main(["query", "digits", "influence", f"{example}:test_batch", "-k", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.partition("parquet\n")[2])
+    assert len(answer) == 18 and {entry["pushes"] for entry in answer} == {"for", "against"}
 
 
 def test_scan_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:

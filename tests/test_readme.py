@@ -1,4 +1,4 @@
-"""The README's code runs as printed."""
+"""The code of the README and of the docs runs as printed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from persample.expanded_weights import HANDLED_FUNCTIONS
 README = Path(__file__).parent.parent / "README.md"
 
 
+def blocks_of(page: Path) -> list[str]:
+    """The Python code on a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
 def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before = dict(HANDLED_FUNCTIONS)
@@ -26,7 +31,7 @@ def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "dataset": TensorDataset(torch.randn(40, 4), torch.arange(40) % 5),
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "loader": DataLoader(TensorDataset(x, y)),
     }  # fmt: skip
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = blocks_of(README)
     assert len(blocks) >= 3
     try:
         for block in blocks:
@@ -40,3 +45,15 @@ def test_the_code_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     finally:
         HANDLED_FUNCTIONS.clear()
         HANDLED_FUNCTIONS.update(before)
+
+
+def test_the_code_about_scans_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(4, 5)
+    for epoch in (1, 2):
+        torch.save(model.state_dict(), f"epoch{epoch}.pt")
+    dataset = TensorDataset(torch.randn(40, 4), torch.arange(40) % 5)
+    names = {"model": model, "loss_fn": torch.nn.CrossEntropyLoss(), "dataset": dataset, "test_batch": dataset[:3]}
+    for block in blocks_of(README.parent / "docs" / "scan.md"):
+        exec(block, names)
+    assert Path("scans/mine/report.html").exists()

@@ -343,6 +343,19 @@ def test_not_finite(quantities: list[str], tmp_path: Path) -> None:
         assert found.summary["noise_scale"] == pytest.approx(plain.summary["noise_scale"])
 
 
+def test_a_gradient_that_is_not_finite_where_the_loss_is(tmp_path: Path) -> None:
+    x = torch.rand(N, 3).double() + 0.1
+    x[5] = 0  # the root of 0 is 0, and its derivative is not finite
+    model = nn.Linear(3, 1, bias=False).double()
+    loss_fn = lambda model, batch: model(batch).abs().sum(1).sqrt()  # noqa: E731
+    with pytest.raises(NotFinite, match="gradient of example 5 is"):
+        persample.scan(model, loss_fn, x, out=tmp_path / "out", **QUICK)
+    kept = persample.scan(model, loss_fn, x, out=tmp_path / "kept", nonfinite="keep", **QUICK)
+    rest = [i for i in range(N) if i != 5]
+    plain = persample.scan(model, loss_fn, x[rest], out=tmp_path / "rest", **QUICK)
+    np.testing.assert_allclose(kept.column("alignment")[rest], plain.column("alignment"))
+
+
 def test_a_neighbour_of_a_nan_is_not_touched(tmp_path: Path) -> None:
     model, _, loss_fn, _ = built("images")
     found = persample.scan(model, loss_fn, with_a_nan(), out=tmp_path, nonfinite="keep", **QUICK)

@@ -108,15 +108,17 @@ class Measurement:
         """The sum of the gradients of a batch's examples by a plain backward pass, and how many they are."""
         batch, count = self._given(batch), len(ids)
         losses, loss = self._losses(ids, batch)
-        finite = losses.isfinite()
-        if not finite.all():
-            self._check_finite(ids, {"loss": losses})
-            parts = [i for i in range(count) if finite[i]]
-            sums = [self.sum_of_batch(range(ids[i], ids[i] + 1), self._sample(batch, count, i))[0] for i in parts]
-            return {name: torch.stack([s[name] for s in sums]).sum(0) for name in self.parameters if sums}, len(parts)
-        scale = 1.0 if loss is losses or self._loss_reduction == "sum" else float(count)
-        found = torch.autograd.grad(loss.sum() * scale, list(self.parameters.values()), allow_unused=True)
-        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}, count
+        self._check_finite(ids, {"loss": losses})
+        total = loss.sum() * self._scale(losses, loss)
+        grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+        found = {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        if torch.stack([grad.sum() for grad in found.values()]).isfinite().all():
+            return found, count
+        if count == 1:  # what is no number is no part of the mean
+            return {}, 0
+        each = [self.sum_of_batch(ids[i : i + 1], self._sample(batch, count, i)) for i in range(count)]
+        sums = [part for part, size in each if size]
+        return {name: torch.stack([part[name] for part in sums]).sum(0) for name in found if sums}, len(sums)
 
     def recorded(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients]:
         """The losses and the gradients of a batch that is where the model is."""
@@ -126,11 +128,15 @@ class Measurement:
             batch_size=len(ids),
             parameters=list(self.parameters),
             loss_reduction="sum",
+            keep="everything" if self.projection or "alignment" in self.quantities else "norms",
         ) as grads:
             losses, loss = self._losses(ids, batch)
-            scale = 1.0 if loss is losses or self._loss_reduction == "sum" else float(len(ids))
-            (loss.sum() * scale).backward()
+            (loss.sum() * self._scale(losses, loss)).backward()
         return losses.detach(), grads
+
+    def _scale(self, losses: Tensor, loss: Tensor) -> float:
+        """What makes the sum of the samples' losses of what backward is called on."""
+        return 1.0 if loss is losses or self._loss_reduction == "sum" else float(len(losses))
 
     def _given(self, batch: Any) -> Any:
         if self.takes_pairs:
