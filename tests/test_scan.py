@@ -247,7 +247,10 @@ def test_whatever_the_data_come_as(source: str, tmp_path: Path) -> None:
     ("data", "message"),
     [
         (lambda d: iter(zip(*d, strict=True)), "can be read once only"),
-        (lambda d: DataLoader(Pairs(d), sampler=WeightedRandomSampler([1.0] * N, 5)), "WeightedRandomSampler chooses"),
+        (lambda d: DataLoader(Pairs(d), sampler=WeightedRandomSampler([1.0] * N, 5)), "WeightedRandomSampler of the"),
+        (lambda d: DataLoader(Pairs(d), batch_sampler=[[0, 1], [5, 6]]), "The list of the loader chooses"),
+        (lambda d: {"x": d[0], "names": ["a"] * N}, "A dict of data has to hold tensors"),
+        (lambda d: Stream((d[0][:0], d[1][:0])), "have no examples"),
         (lambda d: DataLoader(Pairs(d), batch_size=None), "does not batch"),
         (lambda d: (d[0], d[1][:-1]), "different numbers of examples"),
         (lambda d: 3, "got a int"),
@@ -399,7 +402,7 @@ def test_goes_on_where_it_was(after: int, tmp_path: Path, monkeypatch: pytest.Mo
     calls[1] = math.inf
     persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
     assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
-    assert calls[0] <= in_one_go + 8, "more than a shard was done again"
+    assert calls[0] <= in_one_go + 10, "more than a shard was done again"
     calls[0] = 0
     persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
     assert calls[0] == 0, "a scan that has ended was begun again"
@@ -429,11 +432,10 @@ def test_killed_by_the_system(tmp_path: Path) -> None:
                 break
         process.send_signal(signal.SIGKILL) if wanted < 100 else process.wait()
         process.communicate()
-    model, data, _, _ = built("images")
-    vector = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")  # noqa: E731
-    vector.__name__ = "slow"  # the scans are to be of the same loss
-    persample.scan(model, vector, data, out=tmp_path / "whole", **QUICK)
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+    model, data, loss_fn, _ = built("images")
+    persample.scan(model, loss_fn, data, out=tmp_path / "whole", **QUICK)
+    killed, whole = contents(tmp_path / "killed"), contents(tmp_path / "whole")
+    assert killed.keys() == whole.keys() and all(killed[name] == whole[name] for name in whole if name != "scan.json")
 
 
 def test_half_a_shard_is_none(tmp_path: Path) -> None:
@@ -454,7 +456,7 @@ def test_half_a_shard_is_none(tmp_path: Path) -> None:
         ({"batch_size": 2}, "with another batch size: 4, and now 2"),
         ({"project": None}, "with another project: 16, and now null"),
         ({"quantities": ["norm"]}, "with another quantities"),
-        ({"data": (images()[0] + 1, images()[1])}, "another data: the first example was"),
+        ({"data": (images()[0] + 1, images()[1])}, "another data: they were"),
         ({"data": tuple(part[:-1] for part in images())}, "another number of examples: 23, and now 22"),
         ({"weights": 2.0}, "another model: its weights were"),
         ({"parameters": ["5.weight"]}, "another groups"),

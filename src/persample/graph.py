@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -30,3 +32,18 @@ def leaves_behind(tensor: Tensor) -> list[Tensor]:
     True
     """
     return [node.variable for node in nodes_behind(tensor) if hasattr(node, "variable")]
+
+
+@contextmanager
+def grads_kept(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
+    """Has a backward pass leave the `.grad` of all leaves as it is, but of those with these ids."""
+    with torch._C.DisableTorchFunction():
+        others = [(leaf, leaf.grad) for leaf in leaves_behind(loss) if id(leaf) not in but]
+        for leaf, _ in others:
+            leaf.grad = None
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            for leaf, grad in others:
+                leaf.grad = grad

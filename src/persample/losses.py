@@ -52,10 +52,11 @@ def loss_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
     return loss_fn(called(model, inputs), targets)
 
 
-def losses_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
+def losses_of(model: nn.Module, batch: Any, loss_fn: LossFunction, dim: int = 0) -> Any:
     """`(batch,)`: each sample's own loss, where the function tells them apart; else what it gives.
 
-    A loss of torch is reduced for each sample by itself, as if the sample were the whole batch:
+    A loss of torch is reduced for each sample by itself, as if the sample were the whole batch. `dim` is where the
+    samples lie in its entries, if there are as many dims.
 
     >>> batch = torch.ones(2, 3), torch.tensor([[0.0, 0.0, 3.0], [1.0, 1.0, 1.0]])
     >>> losses_of(nn.Identity(), batch, nn.MSELoss()), losses_of(nn.Identity(), batch, F.l1_loss)
@@ -66,13 +67,38 @@ def losses_of(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Any:
         return loss_of(model, batch, loss_fn)
     inputs, targets = batch
     outputs = called(model, inputs)
+    if not _is_of_classes(loss_fn):
+        _check_shapes(loss_fn, outputs, targets)
     entries = _unreduced(loss_fn)(outputs, targets)
     if not entries.dim():  # a loss of the user's own, whose `reduction` is not as torch's
         return entries
-    entries = entries.reshape(len(entries), -1)
+    dim = dim if entries.dim() > dim else 0
+    entries = _by_samples(entries, dim)
     if reduction in ("sum", "batchmean"):
         return entries.sum(1)
-    return entries.sum(1) / _counted(loss_fn, outputs, targets, entries)
+    if not (_is_of_classes(loss_fn) and not targets.is_floating_point()):
+        return entries.sum(1) / max(1, entries.shape[1])
+    return entries.sum(1) / _by_samples(_weights(loss_fn, outputs, targets), dim).sum(1)
+
+
+def _check_shapes(loss_fn: Any, outputs: Tensor, targets: Tensor) -> None:
+    """Refuses `(batch, 1)` beside `(batch,)`, of which torch makes `(batch, batch)`."""
+    if outputs.dim() == targets.dim():
+        return
+    try:
+        together = torch.broadcast_shapes(outputs.shape, targets.shape).numel()
+    except RuntimeError:  # shapes that do not go together in this way have another meaning
+        return
+    if together > max(outputs.numel(), targets.numel()):
+        raise PerSampleError(
+            f"{name_of(loss_fn)} has outputs of shape {tuple(outputs.shape)} and targets of shape "
+            f"{tuple(targets.shape)}, and would compare each with each, across the samples: give both one shape."
+        )
+
+
+def _by_samples(entries: Tensor, dim: int) -> Tensor:
+    entries = entries.movedim(dim, 0)
+    return entries.reshape(len(entries), -1)
 
 
 def _reduction(loss_fn: Any) -> str | None:
@@ -91,14 +117,16 @@ def _unreduced(loss_fn: Any) -> Any:
     return unreduced
 
 
-def _counted(loss_fn: Any, outputs: Tensor, targets: Tensor, entries: Tensor) -> Tensor | int:
-    """What the mean of a sample's entries divides by: for classes with weights, or to be ignored, not their number."""
+def _is_of_classes(loss_fn: Any) -> bool:
+    func, _ = _unfolded(loss_fn)
+    return isinstance(func, (nn.CrossEntropyLoss, nn.NLLLoss)) or func in (F.cross_entropy, F.nll_loss)
+
+
+def _weights(loss_fn: Any, outputs: Tensor, targets: Tensor) -> Tensor:
+    """What each entry counts in the mean: the weight of its class, or nothing if it is to be ignored."""
     func, given = _unfolded(loss_fn)
-    of_classes = isinstance(func, (nn.CrossEntropyLoss, nn.NLLLoss)) or func in (F.cross_entropy, F.nll_loss)
-    if not of_classes or targets.is_floating_point():
-        return max(1, entries.shape[1])
     asked: dict[str, Any] = {key: getattr(func, key, given.get(key, default)) for key, default in _CLASSES.items()}
-    return F.nll_loss(-torch.ones_like(outputs), targets, reduction="none", **asked).reshape(len(entries), -1).sum(1)
+    return F.nll_loss(-torch.ones_like(outputs), targets, reduction="none", **asked)
 
 
 _CLASSES = {"weight": None, "ignore_index": -100}

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from persample.collector import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
-from persample.graph import leaves_behind
+from persample.graph import grads_kept
 from persample.losses import loss_of
 from persample.record import record
 from persample.samples import Batch
@@ -130,22 +130,13 @@ class Subject:
         """Backward, after which nobody but the copy has another gradient than before."""
         if not loss.requires_grad:
             raise PerSampleError("The loss depends on no parameter that requires grad.")
-        own = {id(p) for p in self.parameters.values()}
-        with torch._C.DisableTorchFunction():
-            others = [(leaf, leaf.grad) for leaf in leaves_behind(loss) if id(leaf) not in own]
-            for leaf, _ in others:
-                leaf.grad = None
-        try:
+        with grads_kept(loss, but={id(p) for p in self.parameters.values()}):
             loss.backward()
-        finally:
-            with torch._C.DisableTorchFunction():
-                for leaf, grad in others:
-                    leaf.grad = grad
 
     @contextmanager
     def _run(self, seed: int = 0) -> Iterator[None]:
         self._reset()
-        _seed(seed)
+        seed_all(seed)
         default = torch.get_default_dtype()
         with ExitStack() as around:
             if self.double:
@@ -209,7 +200,8 @@ def untouched(*modules: Any) -> Iterator[None]:
                     buffer.copy_(value)
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seeds whatever draws random numbers."""
     torch.manual_seed(seed)
     random.seed(seed)
     if "numpy" in sys.modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from persample.losses import described
+from persample.scanning.digest import digest_of
 from persample.scanning.errors import ScanError
-from persample.scanning.source import digest_of
 
 State = Mapping[str, Tensor]
 _INNER = ("state_dict", "model_state_dict", "model")  # where trainers put the model's own state
@@ -45,7 +46,7 @@ class Checkpoints:
         if self._states == [None]:
             yield iter([0])
             return
-        own = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
+        own = copy.deepcopy(self._model.state_dict())
         try:
             yield self._loaded()
         finally:
@@ -54,7 +55,7 @@ class Checkpoints:
     def digests(self) -> list[str]:
         """What tells each state from others."""
         if self._states == [None]:
-            return [digest_of(self._model.state_dict())]
+            return [digest_of(dict(self._model.named_parameters()), dict(self._model.named_buffers()))]
         return [digest_of(dict(self._read(state))) for state in self._states]
 
     def _loaded(self) -> Iterator[int]:

@@ -44,4 +44,4 @@ def told_if_full(path: Path) -> Iterator[None]:
                 f"There is no room for {path} ({error.strerror}). What was finished is whole: make room and scan "
                 "again, and it goes on from there."
             ) from error
-        raise
+        raise ScanError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from persample.checking.subject import untouched
 from persample.gradients import PerSampleGradients
+from persample.graph import grads_kept
 from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
 from persample.options import BatchDim, Chosen, chosen, trainable_of
 from persample.record import record
 from persample.samples import Batch
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import label_of, moved
+from persample.terms.base import wide
 
 QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
@@ -54,6 +56,7 @@ class Measurement:
         batch_dim: BatchDim = 0,
         loss_reduction: str = "mean",
         nonfinite: Literal["raise", "keep"] = "raise",
+        labelled: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ScanError(f"A scan takes an nn.Module, got {described(model)}.")
@@ -68,7 +71,7 @@ class Measurement:
         if not self.parameters:
             raise ScanError("The model has no parameter that requires grad.")
         self.groups = grouped(list(self.parameters), groups) if "group_norms" in quantities else {}
-        self.nonfinite = nonfinite
+        self.nonfinite, self.labelled = nonfinite, labelled
         self._batch_dim, self._loss_reduction = batch_dim, loss_reduction
         self.takes_pairs = takes_outputs(loss_fn)
 
@@ -84,44 +87,70 @@ class Measurement:
 
     def of_batch(self, ids: range, batch: Any, mean: Direction | None) -> Columns:
         """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment`, and the `projection`."""
-        batch = self._given(batch)
+        batch, count = self._given(batch), len(ids)
         found: Columns = {"id": torch.tensor(list(ids))}
-        if (labels := label_of(batch)) is not None:
-            found["label"] = labels
-        losses, grads = self.recorded(ids, batch)
-        if len(losses) != len(ids):
-            raise ScanError(f"The loss of a batch of {len(ids)} examples is one of {len(losses)} samples.")
-        found["loss"] = losses
-        norms = grads.norms(per_parameter=True)
-        assert isinstance(norms, dict)
+        if self.labelled:
+            labels = label_of(batch, count)
+            found["label"] = torch.full((count,), -1) if labels is None else labels.long()
+        losses, grads = self._recorded(ids, batch)
+        found["loss"] = wide(losses)
+        norms = _norms(grads) if grads else {name: torch.zeros(count) for name in self.parameters}
         found["norm"] = _together(norms, norms)
         found |= {f"norm/{group}": _together(norms, names) for group, names in self.groups.items()}
         self._check_finite(ids, found)
         if mean is not None and "alignment" in self.quantities:
-            found["alignment"] = _cosines(grads.dot(mean), found["norm"], mean)
+            dots = grads.dot(mean) if grads else torch.zeros(count)
+            found["alignment"] = _cosines(dots, found["norm"], mean)
         if self.projection is not None:
             dim, seed, method = self.projection.dim, self.projection.seed, self.projection.method
-            found["projection"] = grads.project(dim, seed, method)
+            found["projection"] = grads.project(dim, seed, method) if grads else torch.zeros(count, dim)
         return {name: column.detach().cpu() for name, column in found.items()}
 
     def sum_of_batch(self, ids: range, batch: Any) -> tuple[Direction, int]:
-        """The sum of the gradients of a batch's examples by a plain backward pass, and how many they are."""
+        """The sum of the gradients of a batch's examples by a plain backward pass, and how many they are.
+
+        Examples whose loss or gradient is not finite are left out, if they are not refused.
+        """
         batch, count = self._given(batch), len(ids)
-        losses, loss = self._losses(ids, batch)
-        self._check_finite(ids, {"loss": losses})
-        total = loss.sum() * self._scale(losses, loss)
-        grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
-        found = {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
-        if torch.stack([grad.sum() for grad in found.values()]).isfinite().all():
+        loss = self._loss(ids, batch)
+        found: Direction = {}
+        if loss.requires_grad:
+            total = loss.sum() * self._scale(loss, count)
+            grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+            found = {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        if all(bool(part.isfinite().all()) for part in (loss, *(grad.sum() for grad in found.values()))):
             return found, count
-        if count == 1:  # what is no number is no part of the mean
+        if count == 1:
+            self._check_finite(ids, {"loss": loss.reshape(1)})
             return {}, 0
         each = [self.sum_of_batch(ids[i : i + 1], self._sample(batch, count, i)) for i in range(count)]
-        sums = [part for part, size in each if size]
-        return {name: torch.stack([part[name] for part in sums]).sum(0) for name in found if sums}, len(sums)
+        names = {name for part, _ in each for name in part}
+        sums = {name: torch.stack([part[name] for part, _ in each if name in part]).sum(0) for name in names}
+        return sums, sum(size for _, size in each)
 
-    def recorded(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients]:
-        """The losses and the gradients of a batch that is where the model is."""
+    def check_alone(self, ids: range, batch: Any) -> None:
+        """Refuses a loss that is another for a sample in its batch than for the same sample alone."""
+        batch, count = self._given(batch), len(ids)
+        with torch.no_grad():
+            losses = self._each(self._loss(ids, batch), ids, batch)
+            for i in {0, count - 1}:
+                try:
+                    alone, again = (self._alone(batch, count, i, seed) for seed in (0, 1))
+                except Exception:  # what takes a batch of several has nothing to compare with
+                    return
+                if not torch.equal(alone, again):  # nor has what draws random numbers
+                    return
+                if not _near(losses[i].double(), alone.double(), losses.abs().max()):
+                    raise ScanError(
+                        f"The loss of example {ids[i]} is {losses[i]:.4g} in its batch, and {alone:.4g} alone. Samples "
+                        "meet in the loss, or lie in another dim (batch_dim), or the batch has lists that belong to "
+                        "its samples and cannot be cut: have the loss function give a loss for each sample."
+                    )
+
+    # ---- inside ----
+
+    def _recorded(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | None]:
+        """The losses and the gradients of a batch, or None where no loss depends on a parameter."""
         with record(
             self.model,
             batch_dim=self._batch_dim,
@@ -130,40 +159,56 @@ class Measurement:
             loss_reduction="sum",
             keep="everything" if self.projection or "alignment" in self.quantities else "norms",
         ) as grads:
-            losses, loss = self._losses(ids, batch)
-            (loss.sum() * self._scale(losses, loss)).backward()
-        return losses.detach(), grads
-
-    def _scale(self, losses: Tensor, loss: Tensor) -> float:
-        """What makes the sum of the samples' losses of what backward is called on."""
-        return 1.0 if loss is losses or self._loss_reduction == "sum" else float(len(losses))
+            loss = self._loss(ids, batch)
+            if loss.requires_grad:
+                with grads_kept(loss):  # of a loss that has parameters too
+                    (loss.sum() * self._scale(loss, len(ids))).backward()
+        return self._each(loss.detach(), ids, batch), grads if loss.requires_grad else None
 
     def _given(self, batch: Any) -> Any:
         if self.takes_pairs:
             check_pair(self.loss_fn, batch)
         return moved(batch, self.device)
 
-    def _losses(self, ids: range, batch: Any) -> tuple[Tensor, Tensor]:
-        """Each sample's loss, and what to call backward on: the same, or the one number that the user's loss is."""
+    def _loss(self, ids: range, batch: Any) -> Tensor:
+        """Each sample's loss, or the one number that the user's loss is."""
         torch.manual_seed(ids.start)  # what draws random numbers draws the same when a scan goes on
-        loss = losses_of(self.model, batch, self.loss_fn)
+        dim = self._batch_dim if isinstance(self._batch_dim, int) else 0
+        loss = losses_of(self.model, batch, self.loss_fn, dim)
         if not isinstance(loss, Tensor):
             raise ScanError(f"The loss function gave {described(loss)}; a tensor is needed.")
-        if loss.shape == (len(ids),):
-            return loss, loss
-        if loss.numel() != 1:
+        if loss.shape != (len(ids),) and loss.numel() != 1:
             raise ScanError(
                 f"The loss function gave a tensor of shape {tuple(loss.shape)} for {len(ids)} examples; a loss for "
                 "each is needed, or one number."
             )
-        return self._one_by_one(batch, len(ids)), loss
+        return loss
+
+    def _scale(self, loss: Tensor, count: int) -> float:
+        """What makes a sum over the samples of the sum of what the loss function gave."""
+        return 1.0 if loss.shape == (count,) or self._loss_reduction == "sum" else float(count)
 
     @torch.no_grad()
-    def _one_by_one(self, batch: Any, size: int) -> Tensor:
-        """Each sample's loss by a forward pass of its own, where the loss function tells their sum or mean only."""
+    def _each(self, loss: Tensor, ids: range, batch: Any) -> Tensor:
+        """Each sample's loss: where the function tells their sum or mean only, by a forward pass for each."""
+        if loss.shape == (len(ids),):
+            return loss
+        losses = torch.stack([self._alone(batch, len(ids), i, ids.start) for i in range(len(ids))])
+        total, found = losses.double().sum(), loss.double().sum()
+        if not _near(total, found * self._scale(loss, len(ids)), losses.abs().sum()):
+            other = "sum" if self._loss_reduction == "mean" else "mean"
+            fits = _near(total, found * (1 if other == "sum" else len(ids)), losses.abs().sum())
+            advice = f"Pass loss_reduction='{other}'." if fits else "Have the function give a loss for each sample."
+            raise ScanError(
+                f"The loss of a batch is {float(found):.4g}, which is not the {self._loss_reduction} of its "
+                f"{len(ids)} samples' own losses, {float(total if fits else total / len(ids)):.4g}. {advice}"
+            )
+        return losses
+
+    def _alone(self, batch: Any, count: int, i: int, seed: int) -> Tensor:
+        torch.manual_seed(seed)
         with torch._C.DisableTorchFunction():
-            losses = [loss_of(self.model, self._sample(batch, size, i), self.loss_fn).reshape(()) for i in range(size)]
-        return torch.stack(losses)
+            return loss_of(self.model, self._sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
     def _sample(self, batch: Any, size: int, i: int) -> Any:
         return Batch(batch, self._batch_dim, size, self.takes_pairs).part(i, i + 1, lambda tensor: tensor)
@@ -205,23 +250,37 @@ def grouped(names: Sequence[str], groups: Groups | None) -> dict[str, list[str]]
 
 
 @contextmanager
-def undisturbed(model: nn.Module, device: torch.device | None) -> Iterator[None]:
+def undisturbed(measurement: Measurement, device: torch.device | None) -> Iterator[None]:
     """Has the model in evaluation mode, on a device; all of it is as it was afterwards, random numbers too."""
-    flags = {module: module.training for module in model.modules()}
-    places = {p.device for p in model.parameters()}
+    modules = [part for part in (measurement.model, measurement.loss_fn) if isinstance(part, nn.Module)]
+    flags = {module: module.training for part in modules for module in part.modules()}
+    places = {p.device for part in modules for p in (*part.parameters(), *part.buffers())}
     if device is not None and len(places) > 1:
         raise ScanError(f"The model is on several devices ({', '.join(map(str, places))}): leave `device` out.")
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
+    with untouched(*modules), torch.inference_mode(False), torch.enable_grad():
         try:
-            model.eval()
-            if device is not None:
-                model.to(device)
+            for part in modules:
+                part.eval()
+                if device is not None:
+                    part.to(device)
             yield
         finally:
-            if device is not None and places:
-                model.to(next(iter(places)))
+            for part in modules if device is not None and places else ():
+                part.to(next(iter(places)))
             for module, training in flags.items():
                 module.training = training
+
+
+def _norms(grads: PerSampleGradients) -> dict[str, Tensor]:
+    norms = grads.norms(per_parameter=True)
+    assert isinstance(norms, dict)
+    return norms
+
+
+def _near(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
+    """Whether two numbers are the same but for rounding; what is not finite is told elsewhere."""
+    tolerance = {torch.float64: 1e-6, torch.float32: 5e-3}.get(scale.dtype, 0.1)  # autocast may be behind a float32
+    return not bool((found - expected).abs() > tolerance * scale.double())
 
 
 def _together(norms: Mapping[str, Tensor], names: Any) -> Tensor:

@@ -25,11 +25,9 @@ class Rows:
 
     def __init__(self, store: Store, checkpoint: int) -> None:
         self._store, self._checkpoint = store, checkpoint
-        parts = [self._store.columns(checkpoint, shard)["length"] for shard in self._shards()]
+        self._shards = range(store.shards(checkpoint))
+        parts = [self._store.columns(checkpoint, shard, ["length"])["length"] for shard in self._shards]
         self.lengths = torch.from_numpy(np.concatenate(parts))
-
-    def _shards(self) -> range:
-        return range(self._store.shards(self._checkpoint))
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -37,9 +35,9 @@ class Rows:
     def blocks(self) -> Iterator[tuple[int, Tensor]]:
         """`(first, rows)`: the rows in float32, some thousands at a time."""
         first, waiting = 0, list[Tensor]()
-        for shard in self._shards():
+        for shard in self._shards:
             waiting.append(_as_tensor(self._store.rows(self._checkpoint, shard)))
-            if sum(map(len, waiting)) >= BLOCK or shard == self._shards()[-1]:
+            if sum(map(len, waiting)) >= BLOCK or shard == self._shards[-1]:
                 block = torch.cat(waiting)
                 yield first, block
                 first, waiting = first + len(block), []
@@ -94,11 +92,11 @@ def neighbours(rows: Rows, i: int, k: int) -> Found:
 def outliers(rows: Rows, k: int) -> Found:
     """The `k` examples whose gradients point where few others do.
 
-    The score is the leverage of the rows of length 1: how much of its direction an example has to itself, 1 on average.
+    The score is the leverage of the rows of length 1, how much of its direction a row has to itself, over the mean.
     """
     factor = whitening(rows.second_moment(scaled=False))
-    scores = torch.cat([(block @ factor).square().sum(1) for _, block in rows.blocks()]) / rows.dim
-    best = scores.topk(min(k, len(rows)))
+    scores = torch.cat([(block @ factor).square().sum(1) for _, block in rows.blocks()])
+    best = (scores / scores.mean()).topk(min(k, len(rows)))
     return Found(best.indices, best.values)
 
 
@@ -155,6 +153,7 @@ def _bounds(rows: Rows) -> Tensor:
     basis = vectors[:, len(values) - kept :].float()
 
     def bound(block: Tensor) -> Tensor:
+        block = torch.nn.functional.normalize(block)  # a float16 has made them a little longer or shorter
         inside = block @ basis
         rest = (block.square().sum(1) - inside.square().sum(1)).clamp(min=0).sqrt()
         return torch.cat([inside, rest[:, None]], 1)

@@ -21,8 +21,7 @@ from persample.scanning.measure import Measurement, Projection, undisturbed
 from persample.scanning.queries import Found, Rows
 from persample.scanning.source import moved
 from persample.scanning.store import Array, Store
-from persample.scanning.summary import column_of
-from persample.scanning.table import read_table, table_shards
+from persample.scanning.table import column_names, column_of, read_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -67,6 +66,8 @@ class Scan:
                 f"The scan in {directory} has not ended ({done} shards of its last checkpoint are whole): run it "
                 "again, and it goes on."
             )
+        if self.store.shards(len(self.settings["checkpoints"]) - 1) != self.summary["shards"]:
+            raise ScanError(f"Files of the scan in {directory} are missing: start over with resume=False.")
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
         self._kept_by = kept_by  # what removes the directory when nobody needs it any more
 
@@ -82,8 +83,8 @@ class Scan:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the table's columns."""
-        return list(next(table_shards(self.store)))
+        """The names of what is known of each example."""
+        return column_names(self.store)
 
     def __len__(self) -> int:
         return self.summary["examples"]
@@ -133,13 +134,13 @@ class Scan:
 
     def duplicates(self, tolerance: float = 0.1) -> list[list[int]]:
         """Groups of examples that do the same to the model: whose gradients differ from the first one's by at most
-        `tolerance` of their length. The largest groups come first."""
+        `tolerance` of their length. The largest groups come first; examples without a gradient are in none."""
         if not 0 < tolerance < 1:
             raise ScanError(f"tolerance is between 0 and 1, got {tolerance}.")
         return sorted(queries.duplicates(self._rows(-1), tolerance), key=len, reverse=True)
 
     def outliers(self, k: int = 10) -> Found:
-        """The examples whose gradients point where few others do, and how much more than the average they do."""
+        """The examples whose gradients point where few others do, and how many times the average they do so."""
         return queries.outliers(self._rows(-1), k)
 
     def influence(self, test_batch: Any, k: int = 10, method: Literal["tracin", "whitened"] = "tracin") -> Influence:
@@ -199,7 +200,7 @@ class Scan:
         batch = moved(test_batch, measurement.device)
         size = Batch(batch, self._batch_dim, None, pair=measurement.takes_pairs).size
         found = []
-        with undisturbed(self._model, None), states.each() as loaded:
+        with undisturbed(measurement, None), states.each() as loaded:
             for checkpoint in loaded:
                 projected = measurement.of_batch(range(size), batch, None)["projection"]
                 found.append((states.learning_rates[checkpoint], projected))

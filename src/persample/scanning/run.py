@@ -19,6 +19,7 @@ import persample
 from persample.losses import LossFunction, name_of
 from persample.options import BatchDim, Chosen
 from persample.scanning.checkpoints import Checkpoints, State
+from persample.scanning.digest import digest_of, structure_of
 from persample.scanning.errors import ScanError
 from persample.scanning.measure import (
     QUANTITIES,
@@ -35,6 +36,7 @@ from persample.scanning.source import Collate, Piece, Source
 from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarised
 from persample.scanning.table import TableKind, write_table
+from persample.terms.base import wide
 
 # How often the sum of the gradients is saved, which is as large as the model in float64.
 SECONDS_BETWEEN_SAVES = 60.0
@@ -117,11 +119,12 @@ def scan(
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
         nonfinite=nonfinite,
+        labelled=source.is_labelled(),
     )
     states = Checkpoints(model, checkpoints, learning_rates)
     settings = {
         "examples": source.size,
-        "first_example": source.digest(),
+        "data": source.digest(),
         "batch_size": source.batch_size,
         "shard_size": max(1, shard_size // source.batch_size) * source.batch_size,
         "quantities": list(measurement.quantities),
@@ -133,6 +136,9 @@ def scan(
         "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
         "loss": name_of(loss_fn),
         "loss_reduction": loss_reduction,
+        "nonfinite": nonfinite,
+        "code": digest_of(structure_of(model), loss_fn, source.collate, batch_dim),
+        "labelled": measurement.labelled,
         "checkpoints": states.digests(),
         "learning_rates": states.learning_rates,
         "classes": source.classes if classes is None else list(classes),
@@ -142,7 +148,7 @@ def scan(
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(out if out is not None else str(temporary and temporary.name))
     run = _Run(store, source, measurement, settings, progress)
-    with undisturbed(model, None if device is None else torch.device(device)):
+    with undisturbed(measurement, None if device is None else torch.device(device)):
         if run.begin(resume):
             with states.each() as loaded:
                 for checkpoint in loaded:
@@ -177,6 +183,7 @@ class _Run:
         """Measures the examples of this process's shards by the model as it is now."""
         all_of_them = len(self._settings["checkpoints"])
         number = f" {checkpoint + 1}/{all_of_them}" if all_of_them > 1 else ""
+        self._look_first(checkpoint)
         mean = self._mean(checkpoint, f"mean gradient{number}") if self._measurement.needs_mean else None
         pieces = self._pieces(f"examples{number}", lambda shard: not self._store.has_shard(checkpoint, shard))
         for shard, batches in groupby(pieces, key=lambda piece: piece.shard):
@@ -187,8 +194,9 @@ class _Run:
     def finish(self) -> None:
         """Writes the table and the summary, when all shards are there."""
         if self._processes.is_first:
+            summary = summarised(self._store)
             write_table(self._store)
-            self._store.write_json("summary.json", summarised(self._store))
+            self._store.write_json("summary.json", summary)
         self._processes.wait()
 
     # ---- the mean gradient ----
@@ -199,7 +207,6 @@ class _Run:
         found = self._store.read_arrays(name)
         self._processes.wait()  # who finds none must not be after who writes it
         if found is None:
-            self._refuse_early()
             found = self._summed(checkpoint, title)
             total = self._processes.total(torch.tensor(float(found.pop(_COUNT)), dtype=torch.float64))
             for key, part in found.items():
@@ -209,7 +216,8 @@ class _Run:
             self._processes.wait()
             self._store.remove(self._sum_name(checkpoint))
         given = self._measurement.parameters
-        return {key: torch.from_numpy(part).to(given[key]) for key, part in found.items()}
+        mean = {key: torch.from_numpy(part) for key, part in found.items()}
+        return {key: part.to(given[key].device, wide(given[key]).dtype) for key, part in mean.items()}
 
     def _summed(self, checkpoint: int, title: str) -> dict[str, Array]:
         """The sum of this process's gradients and their count; saved from time to time, to go on from."""
@@ -237,10 +245,20 @@ class _Run:
     def _sum_name(self, checkpoint: int) -> str:
         return f"sum-{checkpoint}-{self._processes.rank}of{self._processes.count}.npz"
 
-    def _refuse_early(self) -> None:
-        """Has the first batch recorded: what cannot be is refused before hours are spent on the mean gradient."""
+    def _look_first(self, checkpoint: int) -> None:
+        """Has the first batch measured: what cannot be, or is not as it was, is refused before hours are spent."""
         for piece in self._source.pieces(self._settings["shard_size"], lambda shard: shard == 0):
-            self._measurement.of_batch(piece.ids, piece.batch, None)
+            found = self._measurement.of_batch(piece.ids, piece.batch, None)
+            if not self._store.has_shard(0, 0):
+                self._measurement.check_alone(piece.ids, piece.batch)
+            if self._store.has_shard(checkpoint, 0):
+                stored = self._store.columns(checkpoint, 0)
+                parts = [(found[name].numpy(), stored[name][: len(piece.ids)]) for name in ("loss", "norm")]
+                if not all(np.allclose(now, before, 1e-3, equal_nan=True) for now, before in parts):
+                    raise ScanError(
+                        f"{self._store.directory} holds a scan of other data, by another loss or model: the first "
+                        "batch gives other numbers now. Choose another `out`, or start over with resume=False."
+                    )
             return
 
     # ---- which examples ----

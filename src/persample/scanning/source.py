@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -15,11 +15,15 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
+from persample.checking.subject import seed_all, untouched
 from persample.losses import described
+from persample.scanning.digest import digest_of
 from persample.scanning.errors import ScanError
 
 Collate = Callable[[list[Any]], Any]
 
+_OF_LOADERS = ("num_workers", "worker_init_fn", "pin_memory", "timeout", "multiprocessing_context")
+_COMPARED = 32  # examples of a dataset, to see whether it is still the same
 _LABELS = ("label", "labels", "target", "targets", "y")
 
 
@@ -40,15 +44,18 @@ class Source:
     """
 
     def __init__(self, data: Any, batch_size: int | None = None, collate: Collate | None = None) -> None:
-        self.workers = 0
+        self._loading: dict[str, Any] = {}
         if isinstance(data, DataLoader):
             _check_loader(data)
-            self.workers = data.num_workers
-            batch_size, collate = batch_size or data.batch_size, collate or data.collate_fn
+            self._loading = {name: getattr(data, name) for name in _OF_LOADERS}
+            batch_size = data.batch_size if batch_size is None else batch_size
+            collate = collate or data.collate_fn
             data = data.dataset
-        self.batch_size = batch_size or 64
+        self.batch_size = 64 if batch_size is None else batch_size
+        if self.batch_size < 1:
+            raise ScanError(f"batch_size must be positive, got {batch_size}.")
         self._data = _as_dataset(data)
-        self._collate = collate or default_collate
+        self.collate = collate or default_collate
 
     @property
     def size(self) -> int | None:
@@ -66,21 +73,24 @@ class Source:
         if not _has_places(self._data):
             yield from self._streamed(shard_size, wanted)
             return
-        starts = range(0, len(self._data), shard_size)
-        found = [
-            (shard, range(at, min(at + self.batch_size, start + shard_size, len(self._data))))
-            for shard, start in enumerate(starts)
+        size = len(self._data)
+        ranges = [
+            (shard, range(at, min(at + self.batch_size, start + shard_size, size)))
+            for shard, start in enumerate(range(0, size, shard_size))
             if wanted(shard)
-            for at in range(start, min(start + shard_size, len(self._data)), self.batch_size)
+            for at in range(start, min(start + shard_size, size), self.batch_size)
         ]
-        batches = [list(ids) for _, ids in found]
         loader: DataLoader[Any] = DataLoader(
-            self._data, batch_sampler=batches, collate_fn=self._collate, num_workers=self.workers
+            _Steady(self._data),
+            batch_sampler=cast(Any, [ids for _, ids in ranges]),  # ranges are as good as the lists that it expects
+            collate_fn=self.collate,
+            **self._loading,
         )
-        for (shard, ids), batch in zip(found, loader, strict=True):
+        for (shard, ids), batch in zip(ranges, loader, strict=True):
             yield Piece(shard, ids, batch)
 
     def _streamed(self, shard_size: int, wanted: Callable[[int], bool]) -> Iterator[Piece]:
+        seed_all(0)
         examples, at = iter(self._data), 0
         for shard in count():
             stop = at + shard_size
@@ -88,7 +98,7 @@ class Source:
                 skipped = sum(1 for _ in islice(examples, shard_size))
                 at += skipped
             while at < stop and (part := list(islice(examples, min(self.batch_size, stop - at)))):
-                yield Piece(shard, range(at, at + len(part)), self._collate(part))
+                yield Piece(shard, range(at, at + len(part)), self.collate(part))
                 at += len(part)
             if at < stop:
                 return
@@ -96,67 +106,65 @@ class Source:
     def examples(self, ids: Iterable[int]) -> dict[int, Any]:
         """Some examples by themselves, as the data gives them."""
         wanted = set(ids)
-        if _has_places(self._data):
-            return {i: self._data[i] for i in sorted(wanted)}
-        last = max(wanted, default=-1)
-        return {i: example for i, example in enumerate(islice(self._data, last + 1)) if i in wanted}
+        with untouched():
+            if _has_places(self._data):
+                steady = _Steady(self._data)
+                return {i: steady[i] for i in sorted(wanted)}
+            seed_all(0)
+            last = max(wanted, default=-1)
+            return {i: example for i, example in enumerate(islice(self._data, last + 1)) if i in wanted}
 
     def digest(self) -> str:
-        """What tells these data from others: that of the first example."""
-        found = self.examples([0])
-        return digest_of(found.get(0))
+        """What tells these data from others: all of them, where they are tensors, else some from first to last."""
+        if isinstance(self._data, (Tensor, TensorDataset, _Columns)):
+            return digest_of(getattr(self._data, "tensors", self._data))
+        if self.size is None:
+            return digest_of(self.examples([0]))
+        return digest_of(self.examples(range(0, self.size, max(1, self.size // _COMPARED))))
+
+    def is_labelled(self) -> bool:
+        """Whether examples have a class."""
+        first = list(self.examples([0]).values())
+        return bool(first) and label_of(self.collate(first), 1) is not None
 
 
-def label_of(batch: Any) -> Tensor | None:
-    """The classes of a batch's samples, or None: of `(inputs, targets)`, or by a usual name in a dict.
+def label_of(batch: Any, size: int) -> Tensor | None:
+    """The classes of a batch's samples, or None: of `(inputs, targets, ...)`, or by a usual name in a dict.
 
-    >>> label_of((torch.ones(2, 3), torch.tensor([1, 0]))), label_of({"x": torch.ones(2), "y": torch.tensor([4, 5])})
-    (tensor([1, 0]), tensor([4, 5]))
+    >>> label_of((torch.ones(2, 3), torch.tensor([1, 0])), 2), label_of({"x": torch.ones(1), "y": torch.tensor([4])}, 1)
+    (tensor([1, 0]), tensor([4]))
     """
     found = None
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in _LABELS if name in batch), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        found = batch[-1]
-    whole = isinstance(found, Tensor) and found.dim() == 1 and not (found.is_floating_point() or found.is_complex())
+        found = batch[1]
+    whole = isinstance(found, Tensor) and found.shape == (size,) and not found.is_floating_point()
     return found if whole else None
 
 
-def digest_of(value: Any) -> str:
-    """A short name for the contents of a nest of tensors, numbers and text."""
-    digest = hashlib.sha256()
+class _Steady(Dataset[Any]):
+    """Examples that come out the same each time, also where random numbers are drawn for them, in any process."""
 
-    def add(part: Any) -> None:
-        if isinstance(part, Tensor):
-            digest.update(f"{part.dtype}{tuple(part.shape)}".encode())
-            digest.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        elif isinstance(part, Mapping):
-            for key, inner in part.items():
-                add(str(key))
-                add(inner)
-        elif isinstance(part, (tuple, list)):
-            for inner in part:
-                add(inner)
-        elif isinstance(part, (str, int, float, bool, bytes)):
-            digest.update(repr(part).encode())
-        elif hasattr(part, "tobytes"):  # of numpy, or a picture
-            digest.update(part.tobytes())
+    def __init__(self, data: Any) -> None:
+        self._data = data
 
-    add(value)
-    return digest.hexdigest()[:16]
+    def __getitem__(self, i: int) -> Any:
+        seed_all(i)
+        return self._data[i]
 
 
 class _Columns(Dataset[dict[str, Any]]):
     """Rows of a dict of tensors."""
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self._columns = columns
+        self.tensors = columns
 
     def __len__(self) -> int:
-        return len(next(iter(self._columns.values())))
+        return len(next(iter(self.tensors.values())))
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {name: column[i] for name, column in self._columns.items()}
+        return {name: column[i] for name, column in self.tensors.items()}
 
 
 def _has_places(data: Any) -> bool:
@@ -164,7 +172,11 @@ def _has_places(data: Any) -> bool:
 
 
 def _as_dataset(data: Any) -> Any:
+    if isinstance(data, tuple) and data and all(isinstance(part, (Tensor, np.ndarray)) for part in data):
+        data = tuple(map(torch.as_tensor, data))
     tensors = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else ()
+    if isinstance(data, Mapping) and not (tensors and all(isinstance(part, Tensor) for part in tensors)):
+        raise ScanError("A dict of data has to hold tensors, with the examples in dim 0 of each; this holds others.")
     if tensors and all(isinstance(part, Tensor) for part in tensors):
         sizes = {len(part) if part.dim() else None for part in tensors}
         if len(sizes) > 1 or None in sizes:
@@ -186,14 +198,14 @@ def _check_loader(loader: DataLoader[Any]) -> None:
     """Refuses a loader whose dataset is not what it gives."""
     if loader.batch_size is None and (loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)):
         raise ScanError("The loader does not batch: pass its dataset, with batch_size and, if it needs one, collate.")
-    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
     if isinstance(loader.dataset, IterableDataset) or isinstance(sampler, (SequentialSampler, DistributedSampler)):
         return
     everything = isinstance(sampler, RandomSampler) and not sampler.replacement
     if not everything or (isinstance(sampler, RandomSampler) and sampler.num_samples != len(sampler.data_source)):
         raise ScanError(
-            f"The loader's {type(sampler).__name__} chooses among the examples of its dataset. Pass the dataset that "
-            "is to be scanned, such as a torch.utils.data.Subset."
+            f"The {type(sampler).__name__} of the loader chooses among the examples of its dataset. Pass the dataset "
+            "that is to be scanned, such as a torch.utils.data.Subset."
         )
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -52,13 +53,12 @@ class Store:
         """Starts a scan, or goes on with one of the same settings."""
         if not self.exists or not resume:
             self._clear()
-            with told_if_full(self.directory):
-                self.directory.mkdir(parents=True, exist_ok=True)
             self.write_json("scan.json", {"format": FORMAT, **settings})
         else:
             self._check_same(settings)
         for leftover in self.directory.rglob(f"*{_UNFINISHED}"):
-            leftover.unlink(missing_ok=True)
+            if not _is_running(int(leftover.name.split(".")[-2])):
+                leftover.unlink(missing_ok=True)
 
     def settings(self) -> dict[str, Any]:
         """What the scan was asked."""
@@ -85,7 +85,9 @@ class Store:
     def _clear(self) -> None:
         """Removes an earlier scan, and nothing else that may lie in the directory."""
         if not self.exists:
-            if self.directory.exists() and (not self.directory.is_dir() or any(self.directory.iterdir())):
+            found = list(self.directory.iterdir()) if self.directory.is_dir() else []
+            others = [path for path in found if not path.name.endswith(_UNFINISHED)]
+            if others or (self.directory.exists() and not self.directory.is_dir()):
                 raise ScanError(f"{self.directory} exists and holds no scan; choose an empty or a new directory.")
             return
         for pattern in _FILES:
@@ -118,17 +120,19 @@ class Store:
         with self.whole_file(self._shard(checkpoint, shard, "npz")) as file:
             _save(file, columns)
 
-    def columns(self, checkpoint: int, shard: int) -> dict[str, Array]:
-        """The columns of a shard."""
-        with np.load(self._shard(checkpoint, shard, "npz")) as found:
-            return {name: found[name] for name in found.files}
+    def columns(self, checkpoint: int, shard: int, names: Sequence[str] | None = None) -> dict[str, Array]:
+        """The columns of a shard, or some of them."""
+        path = self._shard(checkpoint, shard, "npz")
+        with _whole(path), np.load(path) as found:
+            return {name: found[name] for name in (found.files if names is None else names)}
 
     def rows(self, checkpoint: int, shard: int) -> Array:
         """The projected gradients of a shard, each scaled to length 1: mapped, and read where they are used."""
         path = self._shard(checkpoint, shard, "npy")
         if not path.is_file():
             raise ScanError(f"{self.directory} holds no projected gradients: it was scanned with project=None.")
-        return np.load(path, mmap_mode="r")
+        with _whole(path):
+            return np.load(path, mmap_mode="r")
 
     def _shard(self, checkpoint: int, shard: int, kind: Literal["npy", "npz"]) -> Path:
         return self.directory / str(checkpoint) / f"{shard:05d}.{kind}"
@@ -144,7 +148,7 @@ class Store:
         """What `write_arrays` wrote, or None."""
         if not (self.directory / name).is_file():
             return None
-        with np.load(self.directory / name) as found:
+        with _whole(self.directory / name), np.load(self.directory / name) as found:
             return {key: found[key] for key in found.files}
 
     def remove(self, name: str) -> None:
@@ -158,7 +162,8 @@ class Store:
 
     def read_json(self, name: str) -> Any:
         """What `write_json` wrote."""
-        return json.loads((self.directory / name).read_bytes())
+        with _whole(self.directory / name):
+            return json.loads((self.directory / name).read_bytes())
 
     @contextmanager
     def whole_file(self, path: Path) -> Iterator[BinaryIO]:
@@ -172,22 +177,53 @@ class Store:
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(unfinished, path)
+                _flush_names(path.parent)
             finally:
                 unfinished.unlink(missing_ok=True)
 
 
-# scan.json first: what is left without it is no scan.
+# The summary, which says that a scan has ended, first; scan.json, without which it is no scan, last.
 _FILES = (
-    "scan.json", "summary.json", "command.json", "table.*", "report.html", "mean-*.npz", "sum-*.npz", "[0-9]*/*.np[yz]",
+    "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz", "scan.json",
 )  # fmt: skip
 
 _NAMES = {
     "batch_size": "batch size",
     "checkpoints": "model: its weights were",
-    "first_example": "data: the first example was",
+    "data": "data: they were",
+    "code": "model, loss or collate: their code was",
     "examples": "number of examples",
     "parameters": "choice of parameters",
 }
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Says which file is damaged."""
+    try:
+        yield
+    except (EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ScanError(f"{path} is damaged ({error}). Remove it and scan again: what it held is done anew.") from error
+
+
+def _flush_names(directory: Path) -> None:
+    """Has the names of files on the disk, too."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
 
 
 def _save(file: BinaryIO, arrays: Mapping[str, Array]) -> None:

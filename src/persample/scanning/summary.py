@@ -8,36 +8,32 @@ from typing import Any
 import numpy as np
 
 from persample.scanning.store import Array, Store
-from persample.scanning.table import table_shards
+from persample.scanning.table import check_whole, column_names, column_of
+
+MOST_CLASSES = 1000  # more labels than that are no classes
 
 
 def summarised(store: Store) -> dict[str, Any]:
     """The number of examples, how each column is spread, and the noise scale with the batch size it suggests."""
     settings = store.settings()
-    ids = column_of(store, "id")
-    summary: dict[str, Any] = {"examples": len(ids), "columns": {}}
-    finite = np.ones(len(ids), dtype=bool)
-    for name in next(table_shards(store)):
-        column = column_of(store, name)
+    last = len(settings["checkpoints"]) - 1
+    summary: dict[str, Any] = {"examples": check_whole(store), "shards": store.shards(last), "columns": {}}
+    finite = np.isfinite(column_of(store, "loss")) & np.isfinite(norms := column_of(store, "norm"))
+    for name in column_names(store):
         if name == "label":
-            labels, counts = np.unique(column, return_counts=True)
-            summary["labels"] = {str(label): int(count) for label, count in zip(labels, counts, strict=True)}
+            labels, counts = np.unique(column_of(store, name), return_counts=True)
+            if len(labels) <= MOST_CLASSES:
+                summary["labels"] = {str(label): int(count) for label, count in zip(labels, counts, strict=True)}
         elif name != "id":
+            column = column_of(store, name)
             finite &= np.isfinite(column)
             summary["columns"][name] = _spread(column)
-    summary["not_finite"] = ids[~finite][:100].tolist()
+    summary["not_finite"] = np.flatnonzero(~finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
-        last = len(settings["checkpoints"]) - 1
-        norms = np.concatenate([store.columns(last, shard)["norm"] for shard in range(store.shards(last))])
         mean = store.read_arrays(f"mean-{last}.npz") or {}
         of_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
-        summary |= noise(norms[np.isfinite(norms)].astype(np.float64), of_mean)
+        summary |= noise(norms[finite].astype(np.float64), of_mean)
     return summary
-
-
-def column_of(store: Store, name: str) -> Array:
-    """A column of the table, of all examples."""
-    return np.concatenate([columns[name] for columns in table_shards(store)])
 
 
 def noise(norms: Array, square_of_mean: float) -> dict[str, Any]:

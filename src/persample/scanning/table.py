@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
+from persample.scanning.errors import ScanError
 from persample.scanning.store import Array, Store
 
 TableKind = Literal["parquet", "csv"]
@@ -33,25 +34,64 @@ def read_table(store: Store) -> pa.Table:
     return parquet.read_table(path) if kind == "parquet" else csv.read_csv(path)
 
 
-def table_shards(store: Store) -> Iterator[dict[str, Array]]:
-    """The columns of the table, shard by shard: of the last checkpoint, but for what is summed over all."""
+def column_names(store: Store) -> list[str]:
+    """The columns of the table, in their order."""
     settings = store.settings()
-    last = len(settings["checkpoints"]) - 1
-    wanted = settings["quantities"]
-    for shard in range(store.shards(last)):
-        each = [store.columns(checkpoint, shard) for checkpoint in range(last + 1)]
-        columns = each[-1]
-        found: dict[str, Array] = {name: columns[name] for name in ("id", "label") if name in columns}
-        found |= {name: columns[name] for name in ("loss", "norm") if name in wanted}
-        if "loss" in wanted and last:
-            found["mean_loss"] = np.stack([part["loss"] for part in each]).mean(axis=0, dtype=np.float64)
-        if "self_influence" in wanted:
-            rates = settings["learning_rates"]
-            squares = [rate * part["norm"].astype(np.float64) ** 2 for rate, part in zip(rates, each, strict=True)]
-            found["self_influence"] = np.sum(squares, axis=0)
-        if "alignment" in wanted:
-            found["alignment"] = columns["alignment"]
-        yield found | {name: part for name, part in columns.items() if name.startswith("norm/")}
+    wanted, several = settings["quantities"], len(settings["checkpoints"]) > 1
+    found = {
+        "id": True,
+        "label": settings["labelled"],
+        "loss": "loss" in wanted,
+        "norm": "norm" in wanted,
+        "mean_loss": "loss" in wanted and several,
+        "self_influence": "self_influence" in wanted,
+        "alignment": "alignment" in wanted,
+    }
+    return [*(name for name, there in found.items() if there), *(f"norm/{group}" for group in settings["groups"])]
+
+
+def column_of(store: Store, name: str) -> Array:
+    """A column of the table, of all examples."""
+    settings = store.settings()
+    return np.concatenate([_part(store, settings, shard, name) for shard in range(_shards(store, settings))])
+
+
+def table_shards(store: Store) -> Iterator[dict[str, Array]]:
+    """The columns of the table, shard by shard."""
+    settings, names = store.settings(), column_names(store)
+    for shard in range(_shards(store, settings)):
+        yield {name: _part(store, settings, shard, name) for name in names}
+
+
+def check_whole(store: Store) -> int:
+    """Refuses shards that do not fit together, as those of data that have grown; gives the number of examples."""
+    settings, count = store.settings(), 0
+    for shard in range(_shards(store, settings)):
+        ids = _part(store, settings, shard, "id")
+        if ids[0] != count or (count := count + len(ids)) != ids[-1] + 1:
+            break
+    else:
+        if count and settings["examples"] in (None, count):
+            return count
+    raise ScanError(
+        f"The shards in {store.directory} do not follow each other: the data have no examples, or have changed since "
+        "they were first scanned. Start over with resume=False."
+    )
+
+
+def _shards(store: Store, settings: dict[str, Any]) -> int:
+    return store.shards(len(settings["checkpoints"]) - 1)
+
+
+def _part(store: Store, settings: dict[str, Any], shard: int, name: str) -> Array:
+    """A column of a shard: of the last checkpoint, but for what is summed over all."""
+    every = range(len(settings["checkpoints"]))
+    if name == "mean_loss":
+        return np.stack([store.columns(c, shard, ["loss"])["loss"] for c in every]).mean(axis=0, dtype=np.float64)
+    if name == "self_influence":
+        squares = (store.columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in every)
+        return sum(rate * part for rate, part in zip(settings["learning_rates"], squares, strict=True))
+    return store.columns(every[-1], shard, [name])[name]
 
 
 def _as_arrow(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:

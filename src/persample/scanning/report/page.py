@@ -19,7 +19,6 @@ from persample.scanning.report.reasons import Reasons
 from persample.scanning.report.wording import counted, meaning_of, number, title_of
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
-from persample.scanning.table import table_shards
 
 MOST_POINTS = 1500  # of the scatter
 _MOST_KEYS = 40  # of its legend
@@ -42,8 +41,7 @@ class Page:
         source: Source | None,
         show: Callable[[Any], Any] | None,
     ) -> None:
-        parts = list(table_shards(scan.store))
-        columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        columns = {name: scan.column(name) for name in scan.columns}
         self.scan, self._notes, self._source, self._show = scan, notes, source, show or guessed
         self.labels = columns.get("label")
         self.columns = {name: column for name, column in columns.items() if name not in ("id", "label")}
