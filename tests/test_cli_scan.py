@@ -235,7 +235,8 @@ def test_text_from_a_table(kind: str, labelled: bool, tasks: Path) -> None:
 
         (csv.write_csv if kind == "csv" else parquet.write_table)(pa.Table.from_pylist(rows), path)
     target = "tasks:text_classifier" if labelled else "tasks:language_model"
-    files = ["--text", str(path), "--text-column", "words", "--label", "stars", "--tokenizer", "tasks:tokenizer"]
+    files = ["--text", str(path), "--text-column", "words", "--tokenizer", "tasks:tokenizer"]
+    files += ["--label", "stars"] if labelled else []
     assert main(["scan", target, *files, "--out", "out", *QUICK, "--report"]) == 0
     found = Scan("out")
     assert len(found) == 5 and "what a story" in Path("out/report.html").read_text()
@@ -315,14 +316,21 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     ),
     "column": (
         ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--text-column", "words", "--tokenizer", "tasks:test"],
-        2, "has no column 'words' with the text; it has text, label",
+        2, "has no column 'words'; it has text, label",
     ),
+    "label": (
+        ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--label", "star", "--tokenizer", "tasks:test"],
+        2, "has no column 'star'; it has text, label",
+    ),
+    "device": (["scan", "tasks:plain", "--out", "o", "--device", "toaster"], 2, "--device toaster: "),
+    "no gpu": (["scan", "tasks:plain", "--out", "o", "--device", "cuda:7"], 2, "--device cuda:7: "),
+    "no place": (["scan", "tasks:plain", "--out", "t.csv/out"], 2, "t.csv/out"),
     "both": (["scan", "tasks:model", "--out", "o", "--text", "a", "--images", "b"], 2, "do not go together"),
     "no scan": (["query", "nowhere", "outliers"], 2, "There is no scan in nowhere"),
     "no scan to report": (["report", "nowhere"], 2, "There is no scan in nowhere"),
     "no subject": (["query", "out", "neighbours"], 2, "neighbours takes the number of an example"),
     "a needless subject": (["query", "out", "outliers", "3"], 2, "outliers takes no subject"),
-    "no number": (["query", "out", "neighbours", "x"], 2, "takes the number of an example, got 'x'"),
+    "no number": (["query", "out", "neighbours", "²"], 2, "takes the number of an example, got '²'"),
     "no such example": (["query", "out", "neighbours", "99"], 2, "There is no example 99; the scan has 0 to 23"),
     "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'; it has id, label, loss"),
     "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'; there is loss"),
@@ -367,6 +375,12 @@ def test_a_full_disk(tasks: Path) -> None:
     assert done.returncode == 4 and "There is no room for" in done.stderr and done.stderr.count("\n") == 1
     assert not (tasks.parent / "out" / "summary.json").exists()
     assert main(["scan", "tasks:plain", "--out", "out", "--project", "1000", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("quantities", ["noise_scale", "alignment", "loss"])
+def test_few_quantities(quantities: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scanned("--quantities", quantities, "--report") == 0
+    assert "24 examples" in capsys.readouterr().out
 
 
 def test_restart(tasks: Path) -> None:

@@ -205,6 +205,13 @@ def test_duplicates_are_what_brute_force_finds(
         assert sorted(queries.duplicates(rows, 0.1)) == groups_by_brute_force(matrix, 0.1)
 
 
+@pytest.mark.parametrize("tolerance", [0.003, 0.1])
+def test_float16_hides_no_copy(tolerance: float, tmp_path: Path) -> None:
+    matrix = torch.randn(200, 64).repeat(2, 1)
+    rows = store_of(tmp_path, matrix, dtype="float16")
+    assert sorted(queries.duplicates(rows, tolerance)) == [[i, i + 200] for i in range(200)]
+
+
 def test_copies_of_examples_are_found(tmp_path: Path) -> None:
     x, y = data()
     x[31], y[31] = x[4], y[4]

@@ -52,7 +52,7 @@ def _top(args: Namespace, scanning: Any) -> Answer:
 
 
 def _neighbours(args: Namespace, scanning: Any) -> Answer:
-    if not args.subject.isdigit():
+    if not args.subject.isdecimal():
         raise UsageError(f"neighbours takes the number of an example, got '{args.subject}'")
     return _pairs(scanning.Scan(args.directory).neighbours(int(args.subject), args.k), "cosine")
 

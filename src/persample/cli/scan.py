@@ -12,6 +12,7 @@ import torch
 from torch import distributed
 
 from persample.cli.command import Command, apart, as_json, number, number_or_none, positive
+from persample.cli.entry import UsageError, in_one_line
 from persample.cli.task import COMMAND_FILE, add_task_arguments, needed, one_line, origin_of, task_from
 
 _SCAN = """\
@@ -33,7 +34,10 @@ Images in a folder for each class, or a table with a column of text; then the fu
 or the model and a loss:
 
     $ persample scan my_model:net --images photos/ --image-size 64 --out scans/photos
-    $ persample scan my_model:net --text reviews.csv --label stars --tokenizer tokenizer/ --out scans/reviews
+    $ persample scan my_model:net --text reviews.csv --label mood --tokenizer tokenizer/ --out scans/reviews
+
+A label that is a number is taken as it is, from 0; names are numbered in alphabetical order. Without a
+label the loss is that of the next tokens.
 
 A scan that was stopped goes on when the same command is run again. Several processes share it:
 
@@ -71,6 +75,7 @@ def _arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     scanning = needed()
     with apart(args), _processes() as rank, one_line(args.target):
+        _check_device(args.device)
         task = task_from(origin_of(args))
         found = scanning.scan(
             task.model,
@@ -106,18 +111,26 @@ def _lines(found: Any, files: dict[str, Any]) -> Iterator[str]:
     """The summary, for people."""
     summary = found.summary
     yield f"{summary['examples']} examples"
-    width = max(map(len, summary["columns"]))
-    yield f"  {'':{width}}  {'median':>10}  {'99 %':>10}  {'most':>10}"
+    width = max(map(len, summary["columns"]), default=0)
+    if width:
+        yield f"  {'':{width}}  {'median':>10}  {'99 %':>10}  {'most':>10}"
     for name, spread in summary["columns"].items():
         yield f"  {name:{width}}  " + "  ".join(f"{number(spread[key]):>10}" for key in ("median", "99%", "most"))
     if summary.get("suggested_batch_size"):
         scale = summary["noise_scale"]
         said = f"noise scale {number(scale)}" if scale else "the mean gradient is lost in noise"
         yield f"{said}: batches of about {summary['suggested_batch_size']} examples"
-    by = "self_influence" if "self_influence" in found.columns else found.columns[-1]
-    yield f"largest {by}: examples {', '.join(map(str, found.ranked(by, 10).ids.tolist()))}"
+    for by in [name for name in ("self_influence", "norm", "loss") if name in summary["columns"]][:1]:
+        yield f"largest {by}: examples {', '.join(map(str, found.ranked(by, 10).ids.tolist()))}"
     for name, path in files.items():
         yield f"{name}: {path}"
+
+
+def _check_device(name: str | None) -> None:
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {in_one_line(error).partition('.')[0]}") from error
 
 
 @contextmanager
@@ -126,7 +139,9 @@ def _processes() -> Iterator[int]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
         yield 0
         return
-    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield distributed.get_rank()
     finally:

@@ -44,7 +44,7 @@ def add_task_arguments(parser: ArgumentParser) -> None:
     data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="grey or in colours (3)")
     data.add_argument("--text", metavar="FILE", help="a table with a column of text: .csv, .parquet or .jsonl")
     data.add_argument("--text-column", default="text", metavar="NAME", help="the column of the text (text)")
-    data.add_argument("--label", default="label", metavar="NAME", help="the column of the class, if it has one (label)")
+    data.add_argument("--label", metavar="NAME", help="the column of the class (label, if there is one)")
     data.add_argument("--tokenizer", metavar="PATH", help="a saved tokenizer, or module:function that returns one")
     data.add_argument("--max-length", type=positive, default=128, metavar="T", help="of a text, in tokens (128)")
 

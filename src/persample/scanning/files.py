@@ -56,19 +56,25 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 class TextTable(Dataset[dict[str, Any]]):
-    """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`, the label only where there is one."""
+    """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`.
 
-    def __init__(self, path: str | Path, text: str = "text", label: str | None = "label") -> None:
+    Labels are numbers from 0, or names, which are numbered in alphabetical order. Without `label` they are the column
+    of that name, if there is one.
+    """
+
+    def __init__(self, path: str | Path, text: str = "text", label: str | None = None) -> None:
         table = _read(Path(path))
-        if text not in table.column_names:
-            raise ScanError(f"{path} has no column '{text}' with the text; it has {', '.join(table.column_names)}.")
+        for name in (text, *([label] if label is not None else [])):
+            if name not in table.column_names:
+                raise ScanError(f"{path} has no column '{name}'; it has {', '.join(table.column_names)}.")
+        label = label or "label"
         texts = table[text]
         if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
             raise ScanError(f"The column '{text}' of {path} is of {texts.type}, not of text.")
         self._texts = texts
         self.classes: list[str] | None = None
         self._labels: list[int] | None = None
-        if label is not None and label in table.column_names:
+        if label in table.column_names:
             values = table[label].to_pylist()
             if None in values:
                 raise ScanError(f"Row {values.index(None)} of {path} has no '{label}'.")
@@ -133,7 +139,8 @@ def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         return F.cross_entropy(logits, batch["label"], reduction="none")
     targets = tokens["input_ids"][:, 1:]
     losses = F.cross_entropy(logits[:, :-1].mT, targets, reduction="none")
-    counted = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))[:, 1:]
+    real = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))
+    counted = real[:, 1:] * real[:, :-1]  # the padding may be on either side
     return (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 

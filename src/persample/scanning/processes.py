@@ -26,7 +26,9 @@ class Processes:
     def total(self, part: Tensor) -> Tensor:
         """The sum over all processes."""
         if self._many:
-            distributed.all_reduce(part)
+            shared = part.to(self._device())
+            distributed.all_reduce(shared)
+            part = shared.to(part.device)
         return part
 
     def wait(self) -> None:
@@ -35,5 +37,6 @@ class Processes:
             distributed.all_reduce(torch.zeros(1, device=self._device()))
 
     def _device(self) -> torch.device:
+        """Where the processes can talk."""
         on_gpu = distributed.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")

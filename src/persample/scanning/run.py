@@ -82,7 +82,7 @@ def scan(
     `data` is a Dataset, a DataLoader (its dataset is gone through in its own order), tensors, or what can be iterated
     over again and again. A loss of torch, or any other `nn.Module`, is called as `loss_fn(model(inputs), targets)`;
     another function as `loss_fn(model, batch)`, and gives a loss for each sample, or one number, their mean (or sum:
-    `loss_reduction`). One number costs a second forward pass for each sample, to know its loss.
+    `loss_reduction`). One number costs a forward pass more for each sample, to know its loss.
 
     `quantities` are columns of the table:
 
