@@ -9,9 +9,9 @@ BENCH_STAMP := $(VENV)/.bench-stamp
 demo: $(STAMP)
 	$(BIN)/persample demo --out demo
 
-# Two workers, one thread each.
+# Two workers, one thread each; tells what was skipped and why, such as the report where there is no browser.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs
 
 # The same, half as long again, with the lines that no test runs.
 coverage: lint

@@ -213,8 +213,8 @@ class _Run:
                 found[key] = (self._processes.total(torch.from_numpy(part)) / total.clamp(min=1)).numpy()
             if self._processes.is_first:
                 self._store.write_arrays(name, found)
+                self._store.remove(f"sum-{checkpoint}-*.npz")  # also those of another number of processes
             self._processes.wait()
-            self._store.remove(self._sum_name(checkpoint))
         given = self._measurement.parameters
         mean = {key: torch.from_numpy(part) for key, part in found.items()}
         return {key: part.to(given[key].device, wide(given[key]).dtype) for key, part in mean.items()}

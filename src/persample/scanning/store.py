@@ -151,9 +151,10 @@ class Store:
         with _whole(self.directory / name), np.load(self.directory / name) as found:
             return {key: found[key] for key in found.files}
 
-    def remove(self, name: str) -> None:
-        """A file that is no longer needed."""
-        (self.directory / name).unlink(missing_ok=True)
+    def remove(self, pattern: str) -> None:
+        """Files that are no longer needed."""
+        for path in self.directory.glob(pattern):
+            path.unlink(missing_ok=True)
 
     def write_json(self, name: str, value: Any) -> None:
         """A file for people and programs."""
