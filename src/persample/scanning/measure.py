@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from persample.checking.subject import untouched
+from persample.checking.subject import seed_all, untouched
 from persample.gradients import PerSampleGradients
 from persample.graph import grads_kept
 from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
@@ -172,7 +172,7 @@ class Measurement:
 
     def _loss(self, ids: range, batch: Any) -> Tensor:
         """Each sample's loss, or the one number that the user's loss is."""
-        torch.manual_seed(ids.start)  # what draws random numbers draws the same when a scan goes on
+        seed_all(ids.start)  # what draws random numbers draws the same when a scan goes on
         dim = self._batch_dim if isinstance(self._batch_dim, int) else 0
         loss = losses_of(self.model, batch, self.loss_fn, dim)
         if not isinstance(loss, Tensor):
@@ -206,7 +206,7 @@ class Measurement:
         return losses
 
     def _alone(self, batch: Any, count: int, i: int, seed: int) -> Tensor:
-        torch.manual_seed(seed)
+        seed_all(seed)
         with torch._C.DisableTorchFunction():
             return loss_of(self.model, self._sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
