@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import persample
 from persample.scanning import ScanError
+from persample.scanning.digest import digest_of
 
 OPTIONS = {**QUICK, "project": None}
 
@@ -114,6 +115,28 @@ def test_a_stream_that_has_grown(tmp_path: Path) -> None:
     (tmp_path / "summary.json").unlink()  # as if it had been stopped just before the end
     with pytest.raises(ScanError, match="do not follow each other"):
         persample.scan(made(), nn.CrossEntropyLoss(), Stream(N), out=tmp_path, **OPTIONS)
+
+
+def test_no_weight_is_too_far_back_to_be_seen(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(600)))
+    before = digest_of(dict(model.named_parameters()))
+    model[-1].bias.data += 1
+    assert digest_of(dict(model.named_parameters())) != before
+    assert digest_of([0] * 2000 + [1]) != digest_of([0] * 2000 + [2])
+
+
+def test_a_collate_that_counts_is_still_the_same(tmp_path: Path) -> None:
+    class Collate:
+        def __init__(self) -> None:
+            self.seen: dict[str, int] = {}
+
+        def __call__(self, part: Any) -> Any:
+            self.seen[str(len(self.seen))] = len(part)
+            return torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])
+
+    collate, data = Collate(), list(zip(X, Y, strict=True))
+    for _ in range(2):
+        persample.scan(made(), nn.CrossEntropyLoss(), data, out=tmp_path, collate=collate, **OPTIONS)
 
 
 # ---- losses that are not what they seem ----
@@ -245,6 +268,27 @@ def test_an_infinite_loss_with_a_finite_gradient_counts_nowhere(tmp_path: Path) 
     assert found.summary["noise_scale"] == pytest.approx(expected.summary["noise_scale"])
 
 
+def test_gradients_whose_entries_add_up_to_more_than_float16_holds(tmp_path: Path) -> None:
+    """Every entry is finite, and the gradient of the one weight is near the largest float16 in each example."""
+    x = torch.full((N, 64), 1500.0).half() + torch.arange(N)[:, None]
+    model = nn.Linear(64, 1, bias=False).half()
+    found = persample.scan(model, lambda model, batch: model(batch).sum(1) / 16, x, out=tmp_path, **OPTIONS)
+    expected = (x.double() / 16).mean(0).norm().item()
+    assert found.summary["mean_gradient_norm"] == pytest.approx(expected, rel=1e-2)
+
+
+def test_what_an_earlier_checkpoint_spoils_is_no_part_of_the_last_ones_noise(tmp_path: Path) -> None:
+    model = made()
+    spoilt = {name: value.clone() for name, value in model.state_dict().items()}
+    spoilt["2.weight"][0, 0] = torch.inf
+    options = {**OPTIONS, "nonfinite": "keep"}
+    states = [spoilt, model.state_dict()]
+    both = persample.scan(model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path / "2", checkpoints=states, **options)
+    one = persample.scan(model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path / "1", **options)
+    assert both.summary["not_finite"] and both.summary["suggested_batch_size"] == one.summary["suggested_batch_size"]
+    assert both.summary["noise_scale"] == one.summary["noise_scale"]
+
+
 # ---- labels ----
 
 
@@ -317,6 +361,16 @@ def test_a_state_that_is_not_all_tensors(tmp_path: Path) -> None:
 
     model = Extra(5, 3).double()
     persample.scan(model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path, checkpoints=[model.state_dict()], **OPTIONS)
+
+
+def test_the_model_s_own_state_among_the_checkpoints(tmp_path: Path) -> None:
+    """It shares the memory of the model, into which the others are loaded."""
+    model = made()
+    other = {name: value * 3 for name, value in model.state_dict().items()}
+    found = persample.scan(
+        model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path, checkpoints=[other, model.state_dict()], **OPTIONS
+    )
+    near(found.column("loss"), F.cross_entropy(model(X), Y, reduction="none").detach())
 
 
 # ---- files ----

@@ -31,14 +31,11 @@ class Checkpoints:
         if states is not None and (isinstance(states, (str, Path, Mapping)) or not len(states)):
             raise ScanError("checkpoints has to be a list of state dicts or of files, with at least one.")
         self._model = model
-        self._states = [None] if states is None else list(states)
+        self._states = [None] if states is None else [_apart(state, model) for state in states]
         rates = [1.0] * len(self._states) if learning_rates is None else [float(rate) for rate in learning_rates]
         if len(rates) != len(self._states):
             raise ScanError(f"There are {len(rates)} learning rates for {len(self._states)} checkpoints.")
         self.learning_rates = rates
-
-    def __len__(self) -> int:
-        return len(self._states)
 
     @contextmanager
     def each(self) -> Iterator[Iterator[int]]:
@@ -88,8 +85,16 @@ class Checkpoints:
         return str(state) if isinstance(state, (str, Path)) else str(i)
 
 
+def _apart(state: Any, model: nn.Module) -> Any:
+    """A state of its own, where it is the model's: loading another one would change it."""
+    if not isinstance(state, Mapping):
+        return state
+    of_model = {value.data_ptr() for value in model.state_dict().values() if isinstance(value, Tensor)}
+    shared = any(isinstance(value, Tensor) and value.data_ptr() in of_model for value in _inner(state).values())
+    return copy.deepcopy(state) if shared else state
+
+
 def _inner(state: Any) -> State:
     if not isinstance(state, Mapping):
         raise ScanError(f"A checkpoint has to hold a state dict, got {described(state)}.")
-    found = next((state[key] for key in _INNER if isinstance(state.get(key), Mapping)), state)
-    return found
+    return next((state[key] for key in _INNER if isinstance(state.get(key), Mapping)), state)

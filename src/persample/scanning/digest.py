@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import islice
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_MOST = 1000  # parts of a container, and ...
-_DEEP = 8  # ... objects in objects that are looked at
+_FIXED = (*_PLAIN, tuple, Tensor, FunctionType, partial, nn.Module)  # what does not change as a program runs
+_DEEP = 8  # objects in objects that are looked at
 
 
 def digest_of(*values: Any) -> str:
@@ -40,10 +39,10 @@ def _add(digest: Any, value: Any, depth: int) -> None:
     elif isinstance(value, _PLAIN):
         digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
-        for key, part in islice(value.items(), _MOST):
+        for key, part in value.items():
             _add(digest, [str(key), part], depth)
     elif isinstance(value, (tuple, list)):
-        for part in value[:_MOST]:
+        for part in value:
             _add(digest, part, depth)
     elif hasattr(value, "tobytes"):  # of numpy, or a picture
         digest.update(value.tobytes())
@@ -63,14 +62,17 @@ def _inside(value: Any) -> Any:
         return [value.__code__, value.__defaults__, value.__kwdefaults__, [*_fixed_cells(value)]]
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
-    return getattr(value, "__dict__", None)
+    parts = getattr(value, "__dict__", {})
+    if callable(value):  # such as a collator: its tokenizer, or what it counts, may change as it is called
+        return {key: part for key, part in parts.items() if isinstance(part, _FIXED)}
+    return parts
 
 
 def _fixed_cells(function: FunctionType) -> Iterator[Any]:
     """What a function has from around it, but for what it may change as it runs, such as a list or a counter."""
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty one
-            if isinstance(cell.cell_contents, (*_PLAIN, tuple, Tensor, FunctionType, partial, nn.Module)):
+            if isinstance(cell.cell_contents, _FIXED):
                 yield cell.cell_contents
 
 

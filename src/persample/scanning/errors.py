@@ -34,8 +34,8 @@ class NoRoom(ScanError):
 
 
 @contextmanager
-def told_if_full(path: Path) -> Iterator[None]:
-    """Says in one line what to do where the disk is full."""
+def writing(path: Path) -> Iterator[None]:
+    """Says in one line why a file cannot be written, and what to do where the disk is full."""
     try:
         yield
     except OSError as error:

@@ -86,7 +86,10 @@ class Measurement:
         return next(iter(self.parameters.values())).device
 
     def of_batch(self, ids: range, batch: Any, mean: Direction | None) -> Columns:
-        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment`, and the `projection`."""
+        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment`, and the `projection`.
+
+        `mean` is the direction of the mean gradient, of length 1.
+        """
         batch, count = self._given(batch), len(ids)
         found: Columns = {"id": torch.tensor(list(ids))}
         if self.labelled:
@@ -100,7 +103,8 @@ class Measurement:
         self._check_finite(ids, found)
         if mean is not None and "alignment" in self.quantities:
             dots = grads.dot(mean) if grads else torch.zeros(count)
-            found["alignment"] = _cosines(dots, found["norm"], mean)
+            least = torch.finfo(torch.float64).tiny
+            found["alignment"] = (dots.double() / found["norm"].clamp(min=least)).clamp(-1, 1)
         if self.projection is not None:
             dim, seed, method = self.projection.dim, self.projection.seed, self.projection.method
             found["projection"] = grads.project(dim, seed, method) if grads else torch.zeros(count, dim)
@@ -115,18 +119,19 @@ class Measurement:
         loss = self._loss(ids, batch)
         found: Direction = {}
         if loss.requires_grad:
-            total = loss.sum() * self._scale(loss, count)
-            grads = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+            scaled = loss.sum() * self._scale(loss, count)
+            grads = torch.autograd.grad(scaled, list(self.parameters.values()), allow_unused=True)
             found = {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
-        if all(bool(part.isfinite().all()) for part in (loss, *(grad.sum() for grad in found.values()))):
+        sums = [part.detach().sum(dtype=torch.float64) for part in (loss, *found.values())]  # float16 could overflow
+        if torch.stack(sums).isfinite().all():
             return found, count
         if count == 1:
-            self._check_finite(ids, {"loss": loss.reshape(1)})
+            self._check_finite(ids, {"loss": loss.reshape(1), "norm": torch.stack(sums).sum().reshape(1)})
             return {}, 0
         each = [self.sum_of_batch(ids[i : i + 1], self._sample(batch, count, i)) for i in range(count)]
         names = {name for part, _ in each for name in part}
-        sums = {name: torch.stack([part[name] for part, _ in each if name in part]).sum(0) for name in names}
-        return sums, sum(size for _, size in each)
+        total = {name: torch.stack([part[name] for part, _ in each if name in part]).sum(0) for name in names}
+        return total, sum(size for _, size in each)
 
     def check_alone(self, ids: range, batch: Any) -> None:
         """Refuses a loss that is another for a sample in its batch than for the same sample alone."""
@@ -285,8 +290,3 @@ def _near(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
 
 def _together(norms: Mapping[str, Tensor], names: Any) -> Tensor:
     return torch.stack([norms[name].double().square() for name in names]).sum(0).sqrt()
-
-
-def _cosines(dots: Tensor, norms: Tensor, mean: Direction) -> Tensor:
-    length = torch.stack([part.double().square().sum() for part in mean.values()]).sum().sqrt()
-    return (dots.double() / (norms * length).clamp(min=torch.finfo(torch.float64).tiny)).clamp(-1, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
@@ -202,7 +203,7 @@ class _Run:
     # ---- the mean gradient ----
 
     def _mean(self, checkpoint: int, title: str) -> Direction:
-        """The mean gradient of all examples, of all processes."""
+        """The direction of the mean gradient of all examples, of all processes; the gradient itself is stored."""
         name = f"mean-{checkpoint}.npz"
         found = self._store.read_arrays(name)
         self._processes.wait()  # who finds none must not be after who writes it
@@ -216,8 +217,9 @@ class _Run:
                 self._store.remove(f"sum-{checkpoint}-*.npz")  # also those of another number of processes
             self._processes.wait()
         given = self._measurement.parameters
-        mean = {key: torch.from_numpy(part) for key, part in found.items()}
-        return {key: part.to(given[key].device, wide(given[key]).dtype) for key, part in mean.items()}
+        length = max(math.sqrt(sum(float(np.square(part).sum()) for part in found.values())), sys.float_info.min)
+        direction = {key: torch.from_numpy(part / length) for key, part in found.items()}
+        return {key: part.to(given[key].device, wide(given[key]).dtype) for key, part in direction.items()}
 
     def _summed(self, checkpoint: int, title: str) -> dict[str, Array]:
         """The sum of this process's gradients and their count; saved from time to time, to go on from."""

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from persample.scanning.errors import ScanError, told_if_full
+from persample.scanning.errors import ScanError, writing
 
 FORMAT = 1
 Array = NDArray[Any]
@@ -130,7 +130,7 @@ class Store:
         """The projected gradients of a shard, each scaled to length 1: mapped, and read where they are used."""
         path = self._shard(checkpoint, shard, "npy")
         if not path.is_file():
-            raise ScanError(f"{self.directory} holds no projected gradients: it was scanned with project=None.")
+            raise ScanError(f"{path} is missing: start over with resume=False.")
         with _whole(path):
             return np.load(path, mmap_mode="r")
 
@@ -170,7 +170,7 @@ class Store:
     def whole_file(self, path: Path) -> Iterator[BinaryIO]:
         """A file that is there when all of it is written, and not before."""
         unfinished = path.with_name(f"{path.name}.{os.getpid()}{_UNFINISHED}")
-        with told_if_full(path):
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 with open(unfinished, "wb") as file:

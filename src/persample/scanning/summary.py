@@ -18,7 +18,9 @@ def summarised(store: Store) -> dict[str, Any]:
     settings = store.settings()
     last = len(settings["checkpoints"]) - 1
     summary: dict[str, Any] = {"examples": check_whole(store), "shards": store.shards(last), "columns": {}}
-    finite = np.isfinite(column_of(store, "loss")) & np.isfinite(norms := column_of(store, "norm"))
+    norms = column_of(store, "norm")
+    in_mean = np.isfinite(norms) & np.isfinite(column_of(store, "loss"))  # by the last checkpoint, as the mean is
+    finite = in_mean.copy()
     for name in column_names(store):
         if name == "label":
             labels, counts = np.unique(column_of(store, name), return_counts=True)
@@ -32,7 +34,7 @@ def summarised(store: Store) -> dict[str, Any]:
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(f"mean-{last}.npz") or {}
         of_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
-        summary |= noise(norms[finite].astype(np.float64), of_mean)
+        summary |= noise(norms[in_mean].astype(np.float64), of_mean)
     return summary
 
 
