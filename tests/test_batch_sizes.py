@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from persample import SamplesMixed, record
-from persample.motion import find, general
+from persample.layouts import CACHE, find
 
 D, T = 4, 5
 
@@ -49,8 +49,7 @@ class LastStep(nn.Module):
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops that are tried, in a process that knows nothing."""
-    monkeypatch.setattr(find, "_found", {})
-    monkeypatch.setattr(general, "_seen", {})
+    CACHE.clear()
     tried: list[str] = []
     trial = find.by_trial
 

@@ -463,7 +463,7 @@ def test_one_tensor_given_twice() -> None:
 
 
 def test_many_shapes_are_forgotten_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persample.compiled._MOST_GRAPHS", 2)
+    monkeypatch.setattr("persample.compiled.step._MOST_GRAPHS", 2)
     model, (x, y), loss_fn = built("MLP")
     step = persample.compile(model, loss_fn, lambda grads: grads.norms(), backend="eager")
     step(x, y), step(x[:3], y[:3])

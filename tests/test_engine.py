@@ -16,10 +16,11 @@ from oracle import Case, assert_rows_close, loss_of, oracle
 from torch import Tensor, nn
 
 from persample import SamplesMixed, call_for_per_sample_grads
-from persample.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
-from persample.motion import Op, motion_of, results_of
-from persample.motion import find as motion_cache
-from persample.tree import tensors_in
+from persample._internal.functions import find_results
+from persample._internal.tree import tensors_in
+from persample.layouts import Op, motion_of
+from persample.layouts import cache as motion_cache
+from persample.layouts.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
 
 
 def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
@@ -27,7 +28,7 @@ def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch
     tensors = tuple(tensors_in((args, kwargs)))
     op = Op(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
     result = func(*[a.clone() if isinstance(a, Tensor) else a for a in args], **kwargs)
-    return motion_of(op, results_of(result, args)).results[0]
+    return motion_of(op, find_results(result, args)).results[0]
 
 
 def numbered(shape: tuple[int, ...], layout: Layout, batch: int) -> Tensor:
@@ -140,7 +141,7 @@ def test_motion_agrees_with_changing_one_sample(name: str, op: Callable[[Tensor]
 
 
 def test_what_was_found_is_remembered_by_shape() -> None:
-    motion_cache._found.clear()
+    motion_cache.CACHE.clear()
     calls = []
 
     def op(t: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def test_the_memory_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(motion_cache, "_MOST_REMEMBERED", 3)
     for size in range(2, 12):
         motion(torch.sin, torch.randn(B, size), where={0: Layout(0)})
-    assert len(motion_cache._found) <= 3
+    assert len(motion_cache.CACHE) <= 3
 
 
 def test_arguments_that_cannot_be_remembered_are_no_obstacle() -> None:

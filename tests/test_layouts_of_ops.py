@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
-from persample.collector import Collector
-from persample.layout import Layout, Lost, Reduced, Where, samples
-from persample.motion import results_of
-from persample.tracker import Tracker
-from persample.tree import map_tensors, tensors_in
+from persample._internal.functions import find_results
+from persample._internal.tree import map_tensors, tensors_in
+from persample.backward.collector import Collector
+from persample.forward.tracker import Tracker
+from persample.layouts.layout import Layout, Lost, Reduced, Where, samples
 
 DECLINED = Path(__file__).parent / "declined_ops.txt"
 INPUTS = 2  # of each function, how many of torch's sample inputs, of the first LOOKED_AT
@@ -81,12 +81,12 @@ class Call:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if tracker is None:
-                return results_of(self.func(*args, **kwargs), args)
+                return find_results(self.func(*args, **kwargs), args)
             for i, dim in self.placement.items():
                 tracker.add_input(copies[i], Layout(dim))
             with tracker:
                 result = self.func(*args, **kwargs)
-        return results_of(result, args)
+        return find_results(result, args)
 
     def told(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Where | None]]:
         """What the function gives, and where the engine says the samples are in it."""

@@ -14,9 +14,10 @@ from test_record import options_of
 from torch import Tensor, nn
 
 import persample
-from persample import buffers, record
-from persample.collector import Collector
-from persample.tracker import Tracker
+from persample import record
+from persample.backward.collector import Collector
+from persample.forward.tracker import Tracker
+from persample.gradients import buffers
 
 CPU = torch.device("cpu")
 

@@ -2,15 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from persample.buffers import release_memory
 from persample.checking import check
 from persample.compiled import CompiledStep, compile
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients import PerSampleGradients
-from persample.record import record
+from persample.gradients.buffers import release_memory
+from persample.gradients.matrix import PerSampleGradients
+from persample.recording.record import record
+from persample.recording.watch import Watch, watch
 from persample.rules import rule as register_rule
-from persample.watch import Watch, watch
 
 if TYPE_CHECKING:
     from persample.scanning import Scan, scan

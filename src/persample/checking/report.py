@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from persample.errors import PerSampleError
-from persample.gradients import _bytes
+from persample.gradients.matrix import _bytes
 
 WIDTH = 120
 

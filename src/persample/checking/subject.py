@@ -15,20 +15,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from persample.collector import asked_sources
+from persample import _torch
+from persample._internal.graph import grads_kept
+from persample._internal.tree import tensors_in
+from persample.backward.collector import asked_sources
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients
-from persample.graph import grads_kept
+from persample.gradients.matrix import PerSampleGradients
 from persample.losses import loss_of
-from persample.record import record
-from persample.samples import Batch
-from persample.tree import tensors_in
+from persample.recording.record import record
+from persample.samples_tmp import Batch
 
 Gradient = dict[str, Tensor]
 
 _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
 }  # fmt: skip
+
+
+_DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Subject:
@@ -48,10 +52,10 @@ class Subject:
         if double:
             for module in (self.model, self.loss_fn):
                 if isinstance(module, nn.Module):
-                    module._apply(as_double)
+                    _torch.apply_to_tensors(module, as_double)
         self.reached: set[str] = set()  # the parameters that a loss has depended on
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._places = [(module, name, b) for module in self.model.modules() for name, b in module._buffers.items()]
+        self._places = [(m, name, b) for m in self.model.modules() for name, b in _torch.get_buffers(m).items()]
         given = [*model.parameters(), *model.buffers()]
         self._values = list(zip([*self.model.parameters(), *self.model.buffers()], given, strict=True))
 
@@ -102,7 +106,7 @@ class Subject:
     def turn_off_dropout(self, stop: int) -> bool:
         """Whether the loss no longer depends on the seed once what is called dropout is turned off, as it then is."""
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, _DROPOUT_MODULES):
                 module.p = 0.0
             for name, value in list(vars(module).items()):
                 if "drop" in name and isinstance(value, float):
@@ -150,7 +154,7 @@ class Subject:
         """Gives parameters and buffers the values that they have in the user's model: a forward may change them."""
         with torch.no_grad():
             for module, name, buffer in self._places:
-                module._buffers[name] = buffer
+                _torch.get_buffers(module)[name] = buffer
             for mine, given in self._values:
                 mine.copy_(given)
         for p in self.parameters.values():

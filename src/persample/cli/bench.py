@@ -17,7 +17,7 @@ from persample.cli.command import Command, apart, as_json, positive
 from persample.cli.entry import UsageError, in_one_line, told
 from persample.errors import PerSampleError
 from persample.losses import losses_of
-from persample.samples import Batch
+from persample.samples_tmp import Batch
 
 _BENCH = """\
 Measure on this machine what per-sample gradients of a model cost: the time of a forward and backward pass

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.collector import Collector
+from persample._internal.recurrent import arguments
+from persample._internal.tree import map_tensors, tensors_in
+from persample.backward.collector import Collector
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
 from persample.expanded_weights.helpers import (
     check_call,
@@ -19,11 +21,10 @@ from persample.expanded_weights.helpers import (
     unpack_expanded_weight_or_tensor,
 )
 from persample.expanded_weights.tensor import ExpandedWeight
-from persample.layout import Layout
+from persample.forward.tracker import Tracker
+from persample.layouts.layout import Layout
+from persample.layouts.recurrent import packed_layout
 from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
-from persample.rules.recurrent import arguments, packed_layout
-from persample.tracker import Tracker
-from persample.tree import map_tensors, tensors_in
 
 
 def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

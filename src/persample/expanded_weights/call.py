@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from persample.collector import Collector
-from persample.distributed import fsdp_states
+from persample import _torch
+from persample.backward.collector import Collector
+from persample.batches import Inputs, tensors_within
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import legacy_use, to_grad_sample
-from persample.inputs import Inputs, tensors_within
-from persample.tracker import Tracker
+from persample.forward.tracker import Tracker
 
 
 def call_for_per_sample_grads(
@@ -48,7 +47,7 @@ def call_for_per_sample_grads(
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise PerSampleError(f"A ScriptModule hides its ops: pass the module '{name}' as it was before scripting")
-    if torch.distributed.is_available() and fsdp_states(module):
+    if torch.distributed.is_available() and _torch.get_fsdp_states(module):
         raise PerSampleError("grad_sample cannot be sharded as the parameters of fully_shard are: use persample.record")
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
@@ -75,8 +74,8 @@ def call_for_per_sample_grads(
             torch.set_rng_state(rng_state)
             raise
         replaced = [output is not tracker.guarded(output) for output in tensors_within(outputs)]
-        if any(replaced):
-            outputs = pytree.tree_map_only(Tensor, tracker.guarded, outputs)  # parameters themselves are returned
+        if any(replaced):  # parameters themselves are returned
+            outputs = _torch.pytree.tree_map_only(Tensor, tracker.guarded, outputs)
         return outputs
 
     return call

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from persample.collector import Deliver
+from persample.backward.collector import Deliver
 from persample.errors import PerSampleError, op_name
 from persample.expanded_weights.helpers import add_grad_sample
 from persample.expanded_weights.tensor import ExpandedWeight
-from persample.layout import Layout
-from persample.motion import Op
+from persample.forward.tracker import Tracker
+from persample.layouts import Op
+from persample.layouts.layout import Layout
 from persample.terms import Dense, Term, dense_sum
-from persample.tracker import Tracker
 
 
 def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:

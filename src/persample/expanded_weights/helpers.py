@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from persample._internal.tree import map_tensors, tensors_in
+from persample.batches import batch_size_error
 from persample.errors import op_name
 from persample.expanded_weights.tensor import ExpandedWeight
-from persample.inputs import batch_size_error
 from persample.rules import HANDLED_FUNCTIONS
-from persample.tree import map_tensors, tensors_in
 
 RuleClass = TypeVar("RuleClass", bound=type[torch.autograd.Function])
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample import _torch
 from persample.rules import HANDLED_FUNCTIONS
 from persample.rules.recurrent import CELLS
 
@@ -53,7 +54,7 @@ class ExpandedWeight(Tensor):
             raise RuntimeError(f"Can only make Expanded Weights of Tensors, got {type(orig_weight).__name__}")
         if not orig_weight.requires_grad:
             raise RuntimeError("Can only build ExpandedWeights objects of tensors that require_grad")
-        return Tensor._make_subclass(cls, orig_weight, True)
+        return _torch.make_subclass(cls, orig_weight, True)
 
     def __init__(self, orig_weight: Tensor, batch_size: int, loss_reduction: str) -> None:
         self.orig_weight = orig_weight
@@ -91,7 +92,7 @@ class ExpandedWeight(Tensor):
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(args[0].orig_weight, *args[1:], **kwargs)
-        if func is torch._cudnn_rnn_flatten_weight:
+        if func is _torch.cudnn_rnn_flatten_weight:
             return None
         if func in CELLS or func in cls.handled_functions:
             return call_with_rule(func, args, kwargs)

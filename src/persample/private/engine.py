@@ -15,18 +15,18 @@ import torch
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from persample.distributed import fsdp_states
+from persample import _torch
 from persample.errors import PerSampleError, SamplesMixed
 from persample.private.criterion import Criterion
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import know_empty_batches, shared_loader
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _WITH_CRITERION = ("ghost", "ghost_fsdp")
 _MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
 
@@ -215,15 +215,15 @@ def is_distributed(module: nn.Module) -> bool:
     if not there_are:
         return False
     wrappers = (DistributedDataParallel, opacus.distributed.DifferentiallyPrivateDistributedDataParallel)
-    return isinstance(module, wrappers) or bool(fsdp_states(module))
+    return isinstance(module, wrappers) or bool(_torch.get_fsdp_states(module))
 
 
 def _unfit(module: nn.Module) -> dict[str, nn.Module]:
     """Modules that use statistics of the batch, or keep statistics of samples."""
     found: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        of_the_batch = isinstance(part, _BatchNorm) and (part.training or part.running_mean is None)
-        kept = isinstance(part, _InstanceNorm) and part.track_running_stats and part.training
+        of_the_batch = isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None)
+        kept = isinstance(part, _INSTANCE_NORMS) and part.track_running_stats and part.training
         if of_the_batch or kept:
             found[name] = part
     return found

@@ -12,10 +12,10 @@ from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from persample.distributed import fsdp_states
+from persample import _torch
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients
-from persample.watch import Watch
+from persample.gradients.matrix import PerSampleGradients
+from persample.recording.watch import Watch
 
 _BLOCK = 2**18  # numbers of noise that are drawn at once: 1 MB in float32
 AUTOMATIC_STABILISER = 0.01  # that of Bu et al. (2023), whose results it does not change much
@@ -74,7 +74,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self._rank = torch.distributed.get_rank() if distributed else 0
         self._arrived = 0  # backward passes since the last step
         self._spent = False  # whether what is in `grad` has been used for a step
-        self._shards = {id(p): p for p in self.params if hasattr(p, "full_tensor")} if fsdp_states(module) else {}
+        is_sharded = bool(_torch.get_fsdp_states(module))
+        self._shards = {id(p): p for p in self.params if is_sharded and hasattr(p, "full_tensor")}
         self._watch = Watch(module, self._receive, self._options)
 
     def _bounds_of(self, bounds: float | Sequence[float]) -> dict[str, float]:

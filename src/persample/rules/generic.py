@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.functions import find_results, is_inplace
+from persample._internal.tree import filled
 from persample.errors import PerSampleError, op_name
-from persample.motion import is_inplace, results_of
-from persample.tree import filled
 
 
 def generic(
@@ -36,7 +36,7 @@ def generic(
         """The function of one sample, of which it is given its own tensors, and of the weights."""
         given = dict(enumerate(tensors)) | dict(zip(moving, own, strict=True)) | dict(zip(weights, chosen, strict=True))
         args, kwargs = filled(call, {i: t.clone() if i == 0 else t for i, t in given.items()} if inplace else given)
-        results = results_of(func(*args, **kwargs), args)
+        results = find_results(func(*args, **kwargs), args)
         return tuple(results[i] for i in wanted)
 
     def vjp(own: Sequence[Tensor], chosen: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:

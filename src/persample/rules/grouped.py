@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample import _torch
 from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite
 
 
@@ -21,5 +22,5 @@ def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **othe
     return torch.cat([*products, (rest @ weight[0]) * 0] if len(rest) else products)
 
 
-for name in (F.grouped_mm, torch._grouped_mm, "transformers::grouped_mm_fallback"):
+for name in (F.grouped_mm, _torch.grouped_mm, "transformers::grouped_mm_fallback"):
     HANDLED_FUNCTIONS[name] = Rewrite(grouped_mm)

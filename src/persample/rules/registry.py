@@ -6,15 +6,29 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
+from persample import _torch
 from persample.terms import Term
 
 Terms = Mapping[str, "Term | Sequence[Term]"]
 Accepts = Callable[[Tensor, int], bool]
+
+
+class Owners(Protocol):
+    """The sample that each entry of a result belongs to (`ids`, -1: none), out of `batch` samples."""
+
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    def group(self, owner: Tensor, *rows: Tensor) -> list[Tensor]:
+        """Each `(N, ...)` as `(batch, n, ...)`: the rows of each sample, filled up with zeros; `owner` is `(N,)`."""
+
 
 # torch function -> its Rule or Rewrite, or an `autograd.Function` that somebody gave to `implements_per_sample_grads`.
 # An operator of another library stands there by its name, "library::operator", so that the library need not be there.
@@ -49,10 +63,7 @@ def rules_of(func: Callable[..., Any]) -> list[Rule]:
 def _key(func: Callable[..., Any]) -> Callable[..., Any] | str:
     if func in HANDLED_FUNCTIONS:
         return func
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
-        return str(packet._qualified_op_name)
-    return func
+    return _torch.get_operator_name(func) or func
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from persample import _torch
+from persample._internal.graph import grads_kept
 from persample.checking.subject import seed_all, untouched
-from persample.gradients import PerSampleGradients
-from persample.graph import grads_kept
+from persample.gradients.matrix import PerSampleGradients
 from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
-from persample.options import BatchDim, Chosen, chosen, trainable_of
-from persample.record import record
-from persample.samples import Batch
+from persample.recording.options import BatchDim, Chosen, chosen, trainable_of
+from persample.recording.record import record
+from persample.samples_tmp import Batch
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import label_of, moved
 from persample.terms.base import wide
@@ -212,7 +213,7 @@ class Measurement:
 
     def _alone(self, batch: Any, count: int, i: int, seed: int) -> Tensor:
         seed_all(seed)
-        with torch._C.DisableTorchFunction():
+        with _torch.DisableTorchFunction():
             return loss_of(self.model, self._sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
     def _sample(self, batch: Any, size: int, i: int) -> Any:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from persample.losses import LossFunction
-from persample.options import BatchDim
-from persample.samples import Batch
+from persample.recording.options import BatchDim
+from persample.samples_tmp import Batch
 from persample.scanning import queries
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError

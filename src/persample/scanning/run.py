@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import persample
 from persample.losses import LossFunction, name_of
-from persample.options import BatchDim, Chosen
+from persample.recording.options import BatchDim, Chosen
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import digest_of, structure_of
 from persample.scanning.errors import ScanError

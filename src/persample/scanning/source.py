@@ -10,11 +10,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
+from persample import _torch
 from persample.checking.subject import seed_all, untouched
 from persample.losses import described
 from persample.scanning.digest import digest_of
@@ -211,4 +211,4 @@ def _check_loader(loader: DataLoader[Any]) -> None:
 
 def moved(value: Any, device: torch.device) -> Any:
     """`value` with its tensors on a device."""
-    return tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, value)
+    return _torch.pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, value)

@@ -6,9 +6,7 @@ outputs of the forward pass, and goes back through the steps for the gates' grad
 every weight is that of a linear map. As these give the gradient of the input too, torch's own backward is not run.
 """
 
-from persample.rules.recurrent import moves, steps, terms
-from persample.rules.recurrent.calls import arguments
+from persample.rules.recurrent import calls, steps, terms
 from persample.rules.recurrent.cells import CELLS
-from persample.rules.recurrent.moves import packed_layout
 
-__all__ = ["CELLS", "arguments", "moves", "packed_layout", "steps", "terms"]
+__all__ = ["CELLS", "calls", "steps", "terms"]

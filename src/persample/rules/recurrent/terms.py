@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.rules.recurrent.calls import State, layer
+from persample._internal.recurrent import State, layer
+from persample.rules.recurrent.bptt import Found, scanned
 from persample.rules.recurrent.cells import CELLS, Run
-from persample.rules.recurrent.scan import Found, scanned
 from persample.rules.recurrent.sequences import Sequences
 from persample.rules.registry import Terms, rule
 from persample.terms import Dense, Folded, Outer, Sum, Term

@@ -1,0 +1,44 @@
+"""Facts about torch functions that follow from their names and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample._internal.tree import tensors_in
+from persample.errors import op_name
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
+
+
+@cache
+def is_inplace(func: Callable[..., Any]) -> bool:
+    """Whether a function changes its first argument.
+
+    >>> is_inplace(Tensor.add_), is_inplace(Tensor.__add__)
+    (True, False)
+    """
+    name = op_name(func)
+    return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def find_results(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The tensors in the result of a call, or in its first argument if it returns nothing (`x[i] = y`)."""
+    if isinstance(result, Tensor):
+        return (result,)
+    return tuple(tensors_in(args[0] if result is None and args else result))
+
+
+def find_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, int]:
+    """The bag of each looked-up row, and how many bags there are."""
+    if input.dim() == 2:
+        return torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1]), len(input)
+    assert offsets is not None  # or torch would have refused
+    starts = offsets[:-1] if include_last_offset else offsets
+    places = torch.arange(len(input), device=input.device)
+    return torch.searchsorted(starts.contiguous(), places.to(starts.dtype), right=True) - 1, len(starts)

@@ -1,0 +1,50 @@
+"""Walking the autograd graph behind a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from persample import _torch
+
+
+def nodes_behind(tensor: Tensor) -> Iterator[Any]:
+    """Every node that a backward pass from `tensor` would reach."""
+    if tensor.grad_fn is None:
+        return
+    seen, todo = {tensor.grad_fn}, [tensor.grad_fn]
+    while todo:
+        node = todo.pop()
+        yield node
+        fresh = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= fresh
+        todo.extend(fresh)
+
+
+def leaves_behind(tensor: Tensor) -> list[Tensor]:
+    """The leaves that would receive a gradient from `tensor`.
+
+    >>> import torch
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> leaves_behind(w * 2 + 1)[0] is w
+    True
+    """
+    return [node.variable for node in nodes_behind(tensor) if hasattr(node, "variable")]
+
+
+@contextmanager
+def grads_kept(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
+    """Has a backward pass leave the `.grad` of all leaves as it is, but of those with these ids."""
+    with _torch.DisableTorchFunction():
+        others = [(leaf, leaf.grad) for leaf in leaves_behind(loss) if id(leaf) not in but]
+        for leaf, _ in others:
+            leaf.grad = None
+    try:
+        yield
+    finally:
+        with _torch.DisableTorchFunction():
+            for leaf, grad in others:
+                leaf.grad = grad

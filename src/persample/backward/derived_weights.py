@@ -1,0 +1,126 @@
+"""Pulls the term of a transposed, sliced or copied weight back to the weight, with its structure kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from persample import _torch
+from persample.terms import Blocks, Dense, Outer, Term, is_complex
+
+
+def of_a_part(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
+    """The leaf that `derived` is a part or the transpose of, and its term; None if it was computed in another way.
+
+    >>> import torch
+    >>> w = torch.zeros(4, 3, requires_grad=True)
+    >>> leaf, term = of_a_part(w[1:3], Outer(torch.ones(2, 5, 3), torch.ones(2, 5, 2)))
+    >>> leaf is w, term.shape, term.starts
+    (True, torch.Size([4, 3]), [1])
+    """
+    node: Any = derived.grad_fn
+    output = derived.output_nr
+    while not hasattr(node, "variable"):
+        step = _STEPS.get(type(node).__name__)
+        before = step(node, output, term) if step is not None else None
+        if before is None:
+            return None
+        term = before
+        node, output = node.next_functions[0]
+    leaf = node.variable
+    return (leaf, term) if term.shape == leaf.shape and is_complex(term) <= leaf.is_complex() else None
+
+
+def transposed(term: Term) -> Term:
+    """The term of a matrix, or of a stack of them, for their transposes."""
+    if isinstance(term, Outer):
+        return Outer(term.grad.conj(), term.input.conj())
+    if isinstance(term, Blocks) and term.single and len(term.shape) > 2:
+        return Blocks([transposed(part) for part in term.terms], term.starts, term.count, single=True)
+    return Dense(term.dense().mT)
+
+
+def _permuted(dims: list[int], term: Term) -> Term | None:
+    last_two = [*range(len(dims) - 2), len(dims) - 1, len(dims) - 2]
+    return transposed(term) if dims == last_two else None
+
+
+def _t(node: Any, output: int, term: Term) -> Term | None:
+    return transposed(term) if len(term.shape) == 2 else term
+
+
+def _transpose(node: Any, output: int, term: Term) -> Term | None:
+    dims = list(range(len(term.shape)))
+    first, second = (_saved_number(node, name) % len(dims) for name in ("dim0", "dim1"))
+    dims[first], dims[second] = dims[second], dims[first]
+    return _permuted(dims, term)
+
+
+def _permute(node: Any, output: int, term: Term) -> Term | None:
+    return _permuted([_signed(d) % len(term.shape) for d in _torch.read_saved(node, "dims")], term)
+
+
+def _copy(node: Any, output: int, term: Term) -> Term | None:
+    return term
+
+
+def _rows(start: int, node: Any, term: Term) -> Term | None:
+    return Blocks([term], [start], _rows_before(node)) if _saved_number(node, "dim") == 0 else None
+
+
+def _split(node: Any, output: int, term: Term) -> Term | None:
+    return _rows(output * _torch.read_saved(node, "split_size"), node, term)
+
+
+def _split_with_sizes(node: Any, output: int, term: Term) -> Term | None:
+    return _rows(sum(_torch.read_saved(node, "split_sizes")[:output]), node, term)
+
+
+def _slice(node: Any, output: int, term: Term) -> Term | None:
+    size = _rows_before(node)
+    start = max(0, min(size, s + size if (s := _saved_number(node, "start")) < 0 else s))
+    return _rows(start, node, term) if _torch.read_saved(node, "step") == 1 else None
+
+
+def _select(node: Any, output: int, term: Term) -> Term | None:
+    if _saved_number(node, "dim") != 0:
+        return None
+    count = _rows_before(node)
+    return Blocks([term], [_saved_number(node, "index") % count], count, single=True)
+
+
+def _unbind(node: Any, output: int, term: Term) -> Term | None:
+    if _saved_number(node, "dim") != 0:
+        return None
+    return Blocks([term], [output], _torch.count_results(node), single=True)
+
+
+def _rows_before(node: Any) -> int:
+    """The size of dim 0 of the tensor that an op took a part of."""
+    return _torch.read_saved(node, "self_sym_sizes")[0]
+
+
+def _saved_number(node: Any, name: str) -> int:
+    """A number that an op was called with."""
+    return _signed(_torch.read_saved(node, name) or 0)
+
+
+def _signed(number: int) -> int:
+    """A number that autograd has kept without its sign."""
+    return number - 2**64 if number >= 2**63 else number
+
+
+_STEPS: dict[str, Callable[[Any, int, Term], Term | None]] = {
+    "TBackward0": _t,
+    "TransposeBackward0": _transpose,
+    "PermuteBackward0": _permute,
+    "CloneBackward0": _copy,
+    "ToCopyBackward0": _copy,
+    "SplitBackward0": _split,
+    "SplitWithSizesBackward0": _split_with_sizes,
+    "SliceBackward0": _slice,
+    "SelectBackward0": _select,
+    "UnbindBackward0": _unbind,
+}

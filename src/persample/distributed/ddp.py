@@ -1,0 +1,96 @@
+"""Recording under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from persample import _torch
+from persample.distributed.base import Follower, Processes, Several, take
+from persample.errors import PerSampleError
+
+# With these, DistributedDataParallel calls its module and does nothing else.
+_QUIET = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
+
+
+class Replicated(Several):
+    """Each process has all parameters, and DistributedDataParallel keeps them alike.
+
+    A plain module may be run by a wrapper that it does not know of, which is found when it runs. Without one, the
+    process is alone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._wrappers: list[Any] = []
+        self._settings: list[dict[str, Any]] = []
+        self._recorded = {id(p) for p in model.parameters()}
+        self._inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+
+    def called(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def forward_starts(self) -> None:
+        active = _torch.get_active_ddp()
+        if active is not None and active not in self._wrappers:
+            self._silence(active)
+
+    def _silence(self, wrapper: Any) -> None:
+        if wrapper.mixed_precision is not None:
+            raise PerSampleError("DistributedDataParallel's own mixed_precision is not supported: use torch.autocast.")
+        if any(wrapper.process_group is not other.process_group for other in self._wrappers):
+            raise PerSampleError("The model has DistributedDataParallel wrappers over different process groups.")
+        if any(p.requires_grad and id(p) not in self._recorded for p in wrapper.module.parameters()):
+            raise PerSampleError(
+                "The model is part of what DistributedDataParallel wraps, whose other parameters would not be kept "
+                "alike. Record all that is wrapped; `parameters` restricts what is recorded of it."
+            )
+        self._wrappers.append(wrapper)
+        self._settings.append({name: getattr(wrapper, name) for name in (*_QUIET, "require_forward_param_sync")})
+        for name, value in _QUIET.items():
+            setattr(wrapper, name, value)
+
+    @contextmanager
+    def recording(self, tracker: Follower, keep_grad: bool) -> Iterator[None]:
+        node = self._watched(tracker.anchor) if keep_grad else None
+        try:
+            for wrapper in self._inside:
+                self._silence(wrapper)
+            yield
+        finally:
+            del node
+            for wrapper, settings in zip(self._wrappers, self._settings, strict=True):
+                for name, value in settings.items():
+                    setattr(wrapper, name, value)
+
+    def total(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._reduced(part.to(dtype)) if self._wrappers else part
+
+    def _process_groups(self) -> list[Any]:
+        return [wrapper.process_group for wrapper in self._wrappers[:1]]
+
+    def _device(self) -> torch.device:
+        return self._wrappers[0].device if self._wrappers else torch.device("cpu")
+
+    def _add_grads(self, aside: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """As DistributedDataParallel does: the mean over the processes, for parameters that any of them has used."""
+        shared = self._averaged_parameters()
+        for parameter in self._used_by_any(shared, aside):
+            size = torch.distributed.get_world_size(self._wrappers[0].process_group)
+            Processes.add_to_grad(self, parameter, self._reduced(take(aside, parameter)) / size)
+        for parameter, own in aside.values():
+            Processes.add_to_grad(self, parameter, own)
+
+    def _averaged_parameters(self) -> list[Tensor]:
+        """Those of which a plain backward pass would have averaged the gradients: none within `no_sync()`."""
+        found: dict[int, Tensor] = {}
+        for wrapper, settings in zip(self._wrappers, self._settings, strict=True):
+            for name, p in wrapper.module.named_parameters() if settings["require_backward_grad_sync"] else ():
+                if p.requires_grad and name not in wrapper.parameters_to_ignore:
+                    found[id(p)] = p
+        return list(found.values())
