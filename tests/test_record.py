@@ -399,7 +399,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: grads.clip(-1.0), "positive"),
         (lambda: grads.project(8, method="foo"), "'foo'"),
         (lambda: grads.dense("nothing"), "'nothing'"),
-        (lambda: grads.gram(_other(nn.Linear(D, 3))), "different parameters"),
+        (lambda: grads.gram(_other(nn.Linear(D, 3))), "recordings of the same parameters"),
     ):
         with pytest.raises(PerSampleError, match=message):
             ask()

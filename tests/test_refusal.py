@@ -401,5 +401,5 @@ def test_samples_written_into_weights_that_are_used_otherwise_are_refused() -> N
 def test_a_tensor_that_is_no_parameter_is_not_left_out_in_silence() -> None:
     outside = torch.randn(D, requires_grad=True)
     module = Calls(lambda m, h: h * (m.g * outside), g=param(D))
-    with pytest.raises(PerSampleError, match="no parameter"):
+    with pytest.raises(PerSampleError, match="not a parameter"):
         call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()

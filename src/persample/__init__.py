@@ -6,8 +6,7 @@ from persample.checking import check
 from persample.compiled import CompiledStep, compile
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients.buffers import release_memory
-from persample.gradients.matrix import PerSampleGradients
+from persample.gradients import PerSampleGradients, release_memory
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
 from persample.rules import rule as register_rule

@@ -1,141 +1,284 @@
-"""The batch size, and where the samples lie in the arguments of a model."""
+"""Where the samples lie: in the arguments of a call of a model, and in a batch of data."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from persample import _torch
+from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.layouts.layout import Layout
 from persample.layouts.recurrent import packed_layout
-from persample.recording.options import BatchDim
 
-NO_TENSOR = (
-    "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so ExpandedWeights cannot "
-    "compute the batch size from the inputs. Please specify it explicitly"
-)
+# The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
+# argument are the same for all samples.
+BatchDim = int | Sequence[int | None] | Mapping[str | int, int | None]
+
+# A tensor or PackedSequence, and the dimension in which its samples should lie.
+Leaf = tuple[Any, int | None]
+
+
+class NoSamplesFound(PerSampleError):
+    """No tensor has a batch dimension."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"No tensor with a batch dimension was found in {where}. Pass the samples as a tensor, or as tensors in "
+            "lists, tuples, dicts or dataclasses; batch_dim says in which dimension the samples lie."
+        )
+
+
+class BatchSizesDiffer(PerSampleError):
+    """Two tensors have different sizes in their batch dimensions."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(
+            f"The tensors of the batch have different sizes in the batch dimension: {' and '.join(map(str, sizes))}. "
+            "Pass batch_size: a tensor that has no dimension of that size is then taken to be the same for all samples."
+        )
+        self.sizes = sizes
+
+
+class WrongBatchSize(PerSampleError):
+    """A tensor has another size in its batch dimension than the batch."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        super().__init__(
+            f"An argument of the model has {found} samples in its batch dimension, and the batch has {expected}. Check "
+            "batch_size and batch_dim; an argument that is the same for all samples has batch_dim None."
+        )
+        self.found, self.expected = found, expected
+
+
+def find_batch_size(leaves: Iterable[Leaf], where: str) -> int:
+    """The number of samples, on which all leaves with a batch dimension must agree.
+
+    Raises:
+        NoSamplesFound: no leaf has a batch dimension.
+        BatchSizesDiffer: the leaves disagree.
+    """
+    sizes: dict[int, None] = {}
+    for leaf, dim in leaves:
+        if isinstance(leaf, PackedSequence):
+            sizes[int(leaf.batch_sizes[0])] = None
+        elif isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+            sizes[leaf.shape[dim]] = None
+    if not sizes:
+        raise NoSamplesFound(where)
+    if len(sizes) > 1:
+        raise BatchSizesDiffer(list(sizes))
+    return next(iter(sizes))
+
+
+def find_sample_dim(tensor: Tensor, batch_size: int, dim: int, search: bool) -> int | None:
+    """`dim` if it has the size of the batch; else, with `search`, the only other dimension of that size, or None."""
+    if tensor.dim() > dim and tensor.shape[dim] == batch_size:
+        return dim
+    dims = [d for d, size in enumerate(tensor.shape) if size == batch_size] if search else []
+    return dims[0] if len(dims) == 1 else None
+
+
+def choose_dim(batch_dim: BatchDim | None, position: int | None, name: Any) -> int | None:
+    """The batch dimension of one argument, or of one part of a batch; 0 if `batch_dim` does not mention it."""
+    if batch_dim is None or isinstance(batch_dim, int):
+        return batch_dim
+    if isinstance(batch_dim, Mapping):
+        return next((batch_dim[key] for key in (name, position) if key in batch_dim), 0)  # type: ignore[index]
+    return batch_dim[position] if position is not None and position < len(batch_dim) else 0
+
+
+# ---- the arguments of a call ----
+
+_ARGUMENTS = "the arguments of the model"
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-    """The arguments of a call of `forward`, and where the samples lie in them."""
+class Arguments:
+    """The arguments of a call of `forward`."""
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch_dim: BatchDim
 
-    def batch_size(self, caller: str) -> int:
+    def find_batch_size(self) -> int:
         """The number of samples, on which all tensors in the arguments must agree."""
-        found: int | None = None
-        for leaf, dim in self._leaves():
-            if isinstance(leaf, PackedSequence):
-                size = int(leaf.batch_sizes[0])
-            elif isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
-                size = leaf.shape[dim]
-            else:
-                continue
-            if found is not None and size != found:
-                raise RuntimeError(
-                    f"When computing batch size, found at least one input with batch size {found} and one with batch "
-                    f"size {size}. Please specify it explicitly using the batch size kwarg in {caller}"
-                )
-            found = size
-        if found is None:
-            raise RuntimeError(NO_TENSOR)
-        return found
+        return find_batch_size(self._leaves(), _ARGUMENTS)
 
-    def tell(self, tracker: Tracker, told: bool) -> None:
-        """Tells the tracker where the samples lie; `told`: their number was given by the user, not found here."""
-        others: list[int] = []
+    def add_to(self, tracker: Tracker, search: bool) -> None:
+        """Tell the tracker where the samples lie.
+
+        `search`: the user gave the batch size, so that a tensor with another size in its batch dimension is either
+        constant or has its samples in the only other dimension of that size.
+        """
+        batch_size = tracker.batch
+        rejected: list[int] = []
         for leaf, dim in self._leaves():
             if isinstance(leaf, PackedSequence):
-                if int(leaf.batch_sizes[0]) != tracker.batch:
-                    raise RuntimeError(batch_size_error(int(leaf.batch_sizes[0]), tracker.batch))
-                tracker.add_input(leaf.data, packed_layout(leaf.batch_sizes, leaf.sorted_indices, tracker.batch))
+                if int(leaf.batch_sizes[0]) != batch_size:
+                    raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
+                tracker.add_input(leaf.data, packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size))
                 continue
             if dim is None:
                 continue
-            for tensor in tensors_within(leaf):
-                layout = _layout(tensor, tracker.batch, dim)
-                if layout is not None and (told or layout.dim == dim):
-                    tracker.add_input(tensor, layout)
+            for tensor in iterate_tensors(leaf):
+                found = find_sample_dim(tensor, batch_size, dim, search)
+                if found is not None:
+                    tracker.add_input(tensor, _make_layout(tensor, batch_size, found, dim))
                 elif tensor.dim() > dim:
-                    others.append(tensor.shape[dim])
-        if others and (not told or not tracker.has_inputs):
-            raise RuntimeError(batch_size_error(others[0], tracker.batch))
+                    rejected.append(tensor.shape[dim])
+        if rejected and (not search or not tracker.has_inputs):
+            raise WrongBatchSize(rejected[0], batch_size)
         if not tracker.has_inputs:
-            raise RuntimeError(NO_TENSOR)
+            raise NoSamplesFound(_ARGUMENTS)
 
-    def check_dims(self) -> None:
-        """Refuses dims for arguments that there are not."""
-        names = argument_names(self.forward)
+    def check_batch_dim(self) -> None:
+        """Refuse a `batch_dim` that names an argument which `forward` does not have."""
+        names = get_argument_names(self.forward)
         for key in self.batch_dim if isinstance(self.batch_dim, Mapping) else ():
             if isinstance(key, str) and key not in names and key not in self.kwargs:
-                raise RuntimeError(f"batch_dim names an argument '{key}'; the model takes {names}")
+                raise PerSampleError(f"batch_dim names an argument '{key}', but the model takes {names}.")
 
-    def _leaves(self) -> Iterator[tuple[Any, int | None]]:
-        """Everything in the arguments that a pytree does not look into, with the dim of its samples."""
-        names = argument_names(self.forward)
+    def _leaves(self) -> Iterator[Leaf]:
+        names = get_argument_names(self.forward)
         positional = [(i, names[i] if i < len(names) else None, arg) for i, arg in enumerate(self.args)]
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
         for position, name, arg in [*positional, *named]:
-            dim = self._dim(position, name)
+            dim = choose_dim(self.batch_dim, position, name)
             if isinstance(arg, Tensor):
                 yield arg, dim
             else:
                 leaves = _torch.pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence))
                 yield from ((leaf, dim) for leaf in leaves)
 
-    def _dim(self, position: int | None, name: str | None) -> int | None:
-        if isinstance(self.batch_dim, int):
-            return self.batch_dim
-        if isinstance(self.batch_dim, Mapping):
-            return next((self.batch_dim[key] for key in (name, position) if key in self.batch_dim), 0)  # type: ignore[index]
-        return self.batch_dim[position] if position is not None and position < len(self.batch_dim) else 0
+
+def _make_layout(tensor: Tensor, batch_size: int, found: int, dim: int) -> Layout:
+    if found != dim:
+        return Layout(found)
+    others = [d for d, size in enumerate(tensor.shape) if size == batch_size and d != dim]
+    return Layout(found, others=tuple(map(Layout, others)))
 
 
-_names: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+# The names of each function's arguments, for as long as the function exists.
+_argument_names: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 
 
-def argument_names(function: Callable[..., Any]) -> list[str]:
+def get_argument_names(function: Callable[..., Any]) -> list[str]:
     """The names of a function's arguments, in order."""
     key = getattr(function, "__func__", function)
-    found = _names.get(key)
-    # A method has one argument less than its function, which may be called in both ways.
-    names = list(inspect.signature(key).parameters) if found is None else found
-    if found is None:
-        _names[key] = names
-    return names if key is function else names[1:]
+    names = _argument_names.get(key)
+    if names is None:
+        names = _argument_names[key] = list(inspect.signature(key).parameters)
+    return names if key is function else names[1:]  # a bound method has one argument less
 
 
-def _layout(tensor: Tensor, batch: int, dim: int) -> Layout | None:
-    """In `dim` if it has that size, else in the only other dim that has it, else nowhere."""
-    dims = [d for d, size in enumerate(tensor.shape) if size == batch]
-    if dim in dims:
-        return Layout(dim, others=tuple(Layout(d) for d in dims if d != dim))
-    return Layout(dims[0]) if len(dims) == 1 else None
-
-
-def tensors_within(value: Any) -> Iterator[Tensor]:
-    """The tensors in a pytree, and in the objects that it holds: what their attributes are."""
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a pytree, and in the attributes of objects that it holds."""
     for leaf in [value] if isinstance(value, Tensor) else _torch.pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):
-            yield from tensors_within(list(vars(leaf).values()))
+            yield from iterate_tensors(list(vars(leaf).values()))
 
 
-def batch_size_error(found: int, expected: int) -> str:
-    """The message for an input that has another number of samples than was said."""
-    return (
-        f"Expected ExpandedWeights to have batch size matching input but got input batch size of {found} "
-        f"with ExpandedWeight of batch size {expected}"
-    )
+# ---- a batch of data ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The tensors in `value`, nested in tuples, lists, mappings and dataclasses, and where the samples lie in them.
+
+    `pair`: the value is `(inputs, targets)`, and a `batch_dim` for each argument is about the inputs.
+    """
+
+    value: Any
+    batch_dim: BatchDim
+    batch_size: int | None
+    pair: bool = False
+
+    @property
+    def size(self) -> int:
+        """The number of samples."""
+        return find_batch_size(self._leaves(), "the batch") if self.batch_size is None else self.batch_size
+
+    def few(self, samples: int) -> int:
+        """`samples`, or some more if another dimension has that size too, so that the two cannot be confused.
+
+        >>> import torch
+        >>> Batch(torch.ones(32, 4), 0, None).few(4), Batch(torch.ones(3, 4), 0, None).few(4)
+        (5, 3)
+        """
+        size = self.size
+        others = {
+            n
+            for leaf, dim in self._leaves()
+            if isinstance(leaf, Tensor)
+            for d, n in enumerate(leaf.shape)
+            if d != self._find_dim(leaf, dim, size)
+        }
+        least = min(samples, size)
+        return next((n for n in range(least, size + 1) if n not in others), least)
+
+    def part(self, start: int, stop: int, convert: Callable[[Tensor], Tensor]) -> Any:
+        """Samples `start` to `stop` as a batch that shares no memory with this one."""
+        size = self.size
+
+        def cut(leaf: Any, dim: int | None) -> Any:
+            if isinstance(leaf, PackedSequence):
+                padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+                own = convert(padded[start:stop].detach())
+                return pack_padded_sequence(own, lengths[start:stop], batch_first=True, enforce_sorted=False)
+            found = self._find_dim(leaf, dim, size)
+            own = leaf.detach() if found is None else leaf.detach().narrow(found, start, stop - start)
+            return convert(own).clone().requires_grad_(leaf.requires_grad)
+
+        return self._map(cut)
+
+    def _find_dim(self, tensor: Tensor, dim: int | None, size: int) -> int | None:
+        if dim is None:
+            return None
+        return find_sample_dim(tensor, size, dim, search=self.batch_size is not None or tensor.dim() <= dim)
+
+    def _leaves(self) -> list[Leaf]:
+        leaves: list[Leaf] = []
+        self._map(lambda leaf, dim: leaves.append((leaf, dim)))
+        return leaves
+
+    def _map(self, fn: Callable[[Any, int | None], Any]) -> Any:
+        if not self.pair:
+            return _map_leaves(self.value, fn, self.batch_dim)
+        inputs, targets = self.value
+        target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
+        return _map_leaves(inputs, fn, self.batch_dim), _map_leaves(targets, fn, target_dim)
+
+
+def _map_leaves(value: Any, fn: Callable[[Any, int | None], Any], dims: BatchDim | None) -> Any:
+    """`value` with each tensor and PackedSequence replaced by `fn(leaf, dim)`; everything else is the same object."""
+    if isinstance(value, (Tensor, PackedSequence)):
+        return fn(value, choose_dim(dims, 0, 0))
+    if isinstance(value, Mapping):
+        named = {key: _map_leaves(part, fn, choose_dim(dims, i, key)) for i, (key, part) in enumerate(value.items())}
+        if not isinstance(value, MutableMapping):
+            return named
+        same = copy.copy(value)  # a BatchEncoding of transformers has attributes besides its items
+        for key, part in named.items():
+            same[key] = part
+        return same
+    if isinstance(value, (tuple, list)):
+        parts = [_map_leaves(part, fn, choose_dim(dims, i, i)) for i, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(value)
+        for i, name in enumerate(field.name for field in dataclasses.fields(value)):
+            # object.__setattr__: the dataclass may be frozen, but this copy is not in use yet.
+            object.__setattr__(made, name, _map_leaves(getattr(value, name), fn, choose_dim(dims, i, name)))
+        return made
+    return value

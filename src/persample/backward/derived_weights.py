@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.terms import Blocks, Dense, Outer, Term, is_complex
+from persample._internal.graph import leaves_behind
+from persample.errors import PerSampleError
+from persample.terms import Blocks, Dense, Outer, Term, dense_sum, is_complex, together
+
+
+def pull_back(
+    derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, Tensor]
+) -> list[tuple[Tensor, Term]]:
+    """The terms of the parameters (given by id) that `derived` was computed from.
+
+    If `derived` is a part or the transpose of a parameter, the term keeps its structure. Otherwise it is made dense and
+    pulled back by autograd.
+    """
+    found = of_a_part(derived, together(terms))
+    if found is not None and id(found[0]) in parameters:
+        return [found]
+    leaves = leaves_behind(derived)
+    foreign = [leaf for leaf in leaves if id(leaf) not in parameters]
+    if foreign:
+        raise PerSampleError(
+            f"A weight of shape {tuple(derived.shape)} was computed from parameters of the model and from a tensor of "
+            f"shape {tuple(foreign[0].shape)} that requires grad but is not a parameter of the model. Register that "
+            "tensor as a parameter, or detach it."
+        )
+    rows = dense_sum(terms).to(derived.dtype)
+    grads: tuple[Tensor | None, ...]
+    try:
+        grads = torch.autograd.grad(derived, leaves, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)
+    except RuntimeError:  # a function that vmap does not support
+        each = [torch.autograd.grad(derived, leaves, row, retain_graph=True, allow_unused=True) for row in rows]
+        grads = tuple(None if None in column else torch.stack(column) for column in zip(*each, strict=True))
+    return [(leaf, Dense(grad)) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
 
 
 def of_a_part(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from persample.batches import Batch, BatchDim
 from persample.checking.report import ParameterReport, Report, Verdict
 from persample.checking.subject import Gradient, Subject, untouched
 from persample.errors import PerSampleError
-from persample.gradients.matrix import PerSampleGradients
+from persample.gradients import PerSampleGradients
 from persample.losses import check_pair, described, takes_outputs
-from persample.recording.options import BatchDim
-from persample.samples_tmp import Batch
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import tensors_of
 from persample.terms.cost import cheaper_way

@@ -19,11 +19,11 @@ from persample import _torch
 from persample._internal.graph import grads_kept
 from persample._internal.tree import tensors_in
 from persample.backward.collector import asked_sources
+from persample.batches import Batch
 from persample.errors import PerSampleError
-from persample.gradients.matrix import PerSampleGradients
+from persample.gradients import PerSampleGradients
 from persample.losses import loss_of
 from persample.recording.record import record
-from persample.samples_tmp import Batch
 
 Gradient = dict[str, Tensor]
 

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import persample
+from persample.batches import Batch
 from persample.cli.check import subject_of
 from persample.cli.command import Command, apart, as_json, positive
 from persample.cli.entry import UsageError, in_one_line, told
 from persample.errors import PerSampleError
 from persample.losses import losses_of
-from persample.samples_tmp import Batch
 
 _BENCH = """\
 Measure on this machine what per-sample gradients of a model cost: the time of a forward and backward pass

@@ -26,13 +26,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from persample import _torch
 from persample._internal.dynamo import not_traced, uncompiled
+from persample.batches import BatchDim
 from persample.compiled.cache_key import NUMBERS, State, described_tensor
 from persample.compiled.trace import Trace
-from persample.distributed import Processes, processes_of
+from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
-from persample.gradients.matrix import PerSampleGradients
-from persample.recording.options import BatchDim, Chosen
+from persample.gradients import PerSampleGradients
+from persample.recording.options import Selection
 from persample.recording.record import record
 
 # How many graphs a step keeps.
@@ -53,7 +54,7 @@ def compile(
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str = "mean",
-    parameters: Chosen | None = None,
+    parameters: Selection | None = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
@@ -146,7 +147,7 @@ class CompiledStep:
     # ---- tracing ----
 
     def _traced(self, state: State, arguments: Arguments) -> Graph:
-        if type(processes_of(self._model)) is not Processes:
+        if type(find_processes(self._model)) is not Processes:
             raise PerSampleError("A compiled step knows of no other processes: use record under torch.distributed.")
         trace = Trace(state.modules)
         forms: list[Form] = []

@@ -1,13 +1,13 @@
-"""Several processes that share a batch: what stands for a parameter in the forward pass, and how sums go over them.
+"""Recording under DistributedDataParallel and FSDP2 (`fully_shard`).
 
-Under DistributedDataParallel and FSDP2 (`fully_shard`) each process has samples of its own, and all use the same
-parameters, which each has whole or a shard of. The rows of a recording are those of the process's own samples, and need
-no other process. Sums over the samples are over those of all processes: all have to ask for them, as all have to call
-backward. Every process then takes part in the same collectives in the same order, whatever its samples are, and if it
-has none.
+Each process has its own samples, and all use the same parameters, whole or sharded. The rows of a recording are those
+of the process's own samples and need no communication. Sums over the samples are over all processes: every process
+takes part in the same collectives in the same order, even if it has no samples.
+
+Other packages use `find_processes` and `Processes`.
 """
 
 from persample.distributed.base import Processes
-from persample.distributed.find import processes_of
+from persample.distributed.find import find_processes
 
-__all__ = ["Processes", "processes_of"]
+__all__ = ["Processes", "find_processes"]

@@ -1,4 +1,4 @@
-"""One process, alone, and what the kinds of several processes have in common."""
+"""One process without others, and what DDP and FSDP have in common."""
 
 from __future__ import annotations
 
@@ -15,130 +15,130 @@ from persample import _torch
 
 
 class Follower(Protocol):
-    """What is needed of the tracker that follows the samples of a recording."""
+    """The part of the tracker that is needed here."""
 
     anchor: Tensor
 
-    def where(self, tensor: Tensor) -> Any: ...
+    def find_layout(self, tensor: Tensor) -> Any: ...
 
-    def tell(self, tensor: Tensor, where: Any) -> None: ...
+    def set_layout(self, tensor: Tensor, layout: Any) -> None: ...
 
 
 class Processes:
-    """One process, alone: all sums are its own."""
+    """The processes that share a batch. This base class is for one process without others."""
 
-    def used(self, parameter: Tensor) -> Tensor:
+    def get_used(self, parameter: Tensor) -> Tensor:
         """The tensor that the forward pass uses for a parameter."""
         return parameter
 
-    def face(self, parameter: Tensor) -> Tensor:
-        """A plain tensor of a parameter's shape and type; nothing is said of its values."""
+    def get_template(self, parameter: Tensor) -> Tensor:
+        """A plain tensor with the shape, dtype and device of a parameter; its values have no meaning."""
         return parameter
 
-    def called(self, model: nn.Module) -> nn.Module:
-        """The module whose forward takes the arguments of the model."""
+    def get_called_module(self, model: nn.Module) -> nn.Module:
+        """The module whose forward receives the arguments of a call of the model."""
         return model
 
-    def total(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum over all processes of what each has for a parameter, in shards if the parameter is."""
+    def add_up(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        """The sum over all processes of what each has for a parameter; sharded if the parameter is sharded."""
         return part
 
     def count(self, number: int) -> int:
         """The sum of a number over all processes."""
         return number
 
-    def agreed(self, number: int) -> int:
-        """The largest of a number over all processes, where they have to decide alike."""
+    def find_largest(self, number: int) -> int:
+        """The largest value of a number over all processes, for decisions that must be the same on all of them."""
         return number
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """All of a tensor, of which this process may have a shard."""
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, of which this process may have a shard."""
         return tensor
 
     def add_to_grad(self, used: Tensor, total: Tensor) -> None:
-        """Adds what this process found to the `grad` of a parameter."""
+        """Add what this process found to the `grad` of a parameter."""
         used.grad = total if used.grad is None else used.grad + total
 
-    def forward_starts(self) -> None:
-        """Says that the recorded model is about to run."""
+    def start_forward(self) -> None:
+        """Note that the recorded model is about to run."""
 
-    def recording(self, tracker: Follower, keep_grad: bool) -> AbstractContextManager[Any]:
-        """The time of a recording, in which backward passes bring no ordinary gradients that could be waited for."""
+    def prepare_recording(self, tracker: Follower, keep_grad: bool) -> AbstractContextManager[Any]:
+        """Context manager for a recording: torch must not wait for gradients of parameters, which do not arrive."""
         return nullcontext()
 
     def saving_weights(self) -> AbstractContextManager[Any]:
-        """Goes around an op of weights alone; what it saves is needed when the backward pass has ended."""
+        """Context manager for an op of weights alone: what it saves must live until the end of the backward pass."""
         return nullcontext()
 
     def check_saved(self, derived: Tensor) -> None:
-        """Refuses a tensor computed from weights by what saves them where `saving_weights` does not see it."""
+        """Refuse a tensor computed from weights if its graph saves a weight without `saving_weights`."""
 
 
 class Several(Processes, ABC):
-    """What a backward pass adds to `grad` is put aside until its end, when all processes add theirs together."""
+    """Several processes. What a backward pass adds to `grad` is pending until its end, when all processes add up."""
 
     def __init__(self) -> None:
-        self._aside: dict[int, tuple[Tensor, Tensor]] = {}
-        self._passes: set[int] = set()  # the backward passes at whose end grads will be added
+        self._pending: dict[int, tuple[Tensor, Tensor]] = {}
+        self._passes: set[int] = set()  # the backward passes with a callback at their end
 
     def add_to_grad(self, used: Tensor, total: Tensor) -> None:
-        before = self._aside.get(id(used))
-        self._aside[id(used)] = (used, total if before is None else before[1] + total)
-        self._add_at_the_end()
+        before = self._pending.get(id(used))
+        self._pending[id(used)] = (used, total if before is None else before[1] + total)
+        self._add_after_backward()
 
-    def _watched(self, anchor: Tensor) -> Any:
-        """The anchor's node, which runs in each backward pass, also where there are no samples.
+    def _watch_anchor(self, anchor: Tensor) -> Any:
+        """Hook the anchor's node, which runs in each backward pass, even in an empty batch.
 
-        It has to be held until there is a graph that does.
+        Returns the node: it must be kept alive until there is a graph that refers to it.
         """
         node: Any = get_gradient_edge(anchor).node
-        node.register_prehook(lambda grads: self._add_at_the_end())
+        node.register_prehook(lambda grads: self._add_after_backward())
         return node
 
-    def _add_at_the_end(self) -> None:
-        """Has what is aside added to the grads when this backward pass has ended, once."""
+    def _add_after_backward(self) -> None:
+        """Add what is pending to the grads when this backward pass has ended."""
         backward_pass = _torch.get_backward_pass()
         if backward_pass not in self._passes:
             self._passes.add(backward_pass)
-            _torch.call_after_backward(lambda: self._add_what_is_aside(backward_pass))
+            _torch.call_after_backward(lambda: self._add_pending(backward_pass))
 
-    def _add_what_is_aside(self, backward_pass: int) -> None:
+    def _add_pending(self, backward_pass: int) -> None:
         self._passes.remove(backward_pass)
-        aside, self._aside = self._aside, {}
+        pending, self._pending = self._pending, {}
         with torch.no_grad():
-            self._add_grads(aside)
+            self._add_grads(pending)
 
     @abstractmethod
-    def _add_grads(self, aside: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Adds what all processes have aside to the grads."""
+    def _add_grads(self, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Add what is pending on all processes to the grads."""
 
-    def _used_by_any(self, parameters: Sequence[Tensor], aside: dict[int, tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Those for which a process has something aside."""
+    def _find_used(self, parameters: Sequence[Tensor], pending: dict[int, tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """The parameters for which any process has something pending."""
         if not parameters:
             return []
-        here = torch.tensor([id(p) in aside for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        return [p for p, times in zip(parameters, self._reduced(here).tolist(), strict=True) if times]
+        here = torch.tensor([id(p) in pending for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        return [p for p, times in zip(parameters, self._reduce(here).tolist(), strict=True) if times]
 
     def count(self, number: int) -> int:
-        return int(self._reduced(torch.tensor(number, device=self._device())))
+        return int(self._reduce(torch.tensor(number, device=self._get_device())))
 
-    def _reduced(self, tensor: Tensor, how: str = "SUM") -> Tensor:
-        """The sum of a tensor over all processes, or the maximum."""
+    def _reduce(self, tensor: Tensor, how: str = "SUM") -> Tensor:
+        """The sum of a tensor over all processes, or the maximum ("MAX")."""
         reduced = tensor.clone(memory_format=torch.contiguous_format)
-        for group in self._process_groups():
+        for group in self._get_groups():
             torch.distributed.all_reduce(reduced, getattr(torch.distributed.ReduceOp, how), group)
         return reduced
 
     @abstractmethod
-    def _process_groups(self) -> list[Any]:
-        """A sum over the first, then over the next, is one over all processes."""
+    def _get_groups(self) -> list[Any]:
+        """Process groups; a sum over one after the other is a sum over all processes."""
 
     @abstractmethod
-    def _device(self) -> torch.device:
-        """Where the parameters are."""
+    def _get_device(self) -> torch.device:
+        """The device of the parameters."""
 
 
-def take(aside: dict[int, tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor:
-    """What is aside for a parameter, or zeros."""
-    own = aside.pop(id(parameter), None)
+def take_pending(pending: dict[int, tuple[Tensor, Tensor]], parameter: Tensor) -> Tensor:
+    """Remove and return what is pending for a parameter, zeros if nothing is."""
+    own = pending.pop(id(parameter), None)
     return torch.zeros_like(parameter) if own is None else own[1]

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from persample import _torch
-from persample.distributed.base import Follower, Processes, Several, take
+from persample.distributed.base import Follower, Processes, Several, take_pending
 from persample.errors import PerSampleError
 
-# With these, DistributedDataParallel calls its module and does nothing else.
-_QUIET = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
+# With these settings, DistributedDataParallel calls its module and does nothing else.
+_NO_SYNC = {"require_backward_grad_sync": False, "find_unused_parameters": False, "static_graph": False}
 
 
 class Replicated(Several):
-    """Each process has all parameters, and DistributedDataParallel keeps them alike.
+    """DistributedDataParallel: each process has all parameters.
 
-    A plain module may be run by a wrapper that it does not know of, which is found when it runs. Without one, the
-    process is alone.
+    The recorded model may be the wrapper, contain wrappers, or be wrapped; a wrapper around it is found when it runs.
+    Without a wrapper, the process has no others.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -32,35 +32,35 @@ class Replicated(Several):
         self._recorded = {id(p) for p in model.parameters()}
         self._inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
-    def called(self, model: nn.Module) -> nn.Module:
+    def get_called_module(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
-    def forward_starts(self) -> None:
+    def start_forward(self) -> None:
         active = _torch.get_active_ddp()
         if active is not None and active not in self._wrappers:
-            self._silence(active)
+            self._turn_off_reduction(active)
 
-    def _silence(self, wrapper: Any) -> None:
+    def _turn_off_reduction(self, wrapper: Any) -> None:
         if wrapper.mixed_precision is not None:
             raise PerSampleError("DistributedDataParallel's own mixed_precision is not supported: use torch.autocast.")
         if any(wrapper.process_group is not other.process_group for other in self._wrappers):
             raise PerSampleError("The model has DistributedDataParallel wrappers over different process groups.")
         if any(p.requires_grad and id(p) not in self._recorded for p in wrapper.module.parameters()):
             raise PerSampleError(
-                "The model is part of what DistributedDataParallel wraps, whose other parameters would not be kept "
-                "alike. Record all that is wrapped; `parameters` restricts what is recorded of it."
+                "The model is only a part of what DistributedDataParallel wraps, and the other parameters would no "
+                "longer be synchronised. Record the whole wrapped module; use `parameters` to select from it."
             )
         self._wrappers.append(wrapper)
-        self._settings.append({name: getattr(wrapper, name) for name in (*_QUIET, "require_forward_param_sync")})
-        for name, value in _QUIET.items():
+        self._settings.append({name: getattr(wrapper, name) for name in (*_NO_SYNC, "require_forward_param_sync")})
+        for name, value in _NO_SYNC.items():
             setattr(wrapper, name, value)
 
     @contextmanager
-    def recording(self, tracker: Follower, keep_grad: bool) -> Iterator[None]:
-        node = self._watched(tracker.anchor) if keep_grad else None
+    def prepare_recording(self, tracker: Follower, keep_grad: bool) -> Iterator[None]:
+        node = self._watch_anchor(tracker.anchor) if keep_grad else None
         try:
             for wrapper in self._inside:
-                self._silence(wrapper)
+                self._turn_off_reduction(wrapper)
             yield
         finally:
             del node
@@ -68,26 +68,26 @@ class Replicated(Several):
                 for name, value in settings.items():
                     setattr(wrapper, name, value)
 
-    def total(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._reduced(part.to(dtype)) if self._wrappers else part
+    def add_up(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+        return self._reduce(part.to(dtype)) if self._wrappers else part
 
-    def _process_groups(self) -> list[Any]:
+    def _get_groups(self) -> list[Any]:
         return [wrapper.process_group for wrapper in self._wrappers[:1]]
 
-    def _device(self) -> torch.device:
+    def _get_device(self) -> torch.device:
         return self._wrappers[0].device if self._wrappers else torch.device("cpu")
 
-    def _add_grads(self, aside: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """As DistributedDataParallel does: the mean over the processes, for parameters that any of them has used."""
-        shared = self._averaged_parameters()
-        for parameter in self._used_by_any(shared, aside):
+    def _add_grads(self, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """As DistributedDataParallel: the mean over the processes, for parameters that any of them has used."""
+        shared = self._find_averaged_parameters()
+        for parameter in self._find_used(shared, pending):
             size = torch.distributed.get_world_size(self._wrappers[0].process_group)
-            Processes.add_to_grad(self, parameter, self._reduced(take(aside, parameter)) / size)
-        for parameter, own in aside.values():
+            Processes.add_to_grad(self, parameter, self._reduce(take_pending(pending, parameter)) / size)
+        for parameter, own in pending.values():
             Processes.add_to_grad(self, parameter, own)
 
-    def _averaged_parameters(self) -> list[Tensor]:
-        """Those of which a plain backward pass would have averaged the gradients: none within `no_sync()`."""
+    def _find_averaged_parameters(self) -> list[Tensor]:
+        """The parameters whose gradients a plain backward pass would average; none within `no_sync()`."""
         found: dict[int, Tensor] = {}
         for wrapper, settings in zip(self._wrappers, self._settings, strict=True):
             for name, p in wrapper.module.named_parameters() if settings["require_backward_grad_sync"] else ():

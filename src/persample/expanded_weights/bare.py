@@ -1,4 +1,4 @@
-"""A function called on ExpandedWeights outside a wrapped call: one op, tracked by itself."""
+"""A call of one function on ExpandedWeights, without call_for_per_sample_grads: one tracked op."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from persample._internal.recurrent import arguments
 from persample._internal.tree import map_tensors, tensors_in
 from persample.backward.collector import Collector
-from persample.expanded_weights.delivery import legacy_use, to_grad_sample
+from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import (
+    LAYOUT_OPTIONS,
     check_call,
     expanded_weights_in,
     is_batch_first,
@@ -28,7 +29,7 @@ from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
 
 
 def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function that has a rule, so that backward leaves `grad_sample` in the original weights."""
+    """Call a function that has a rule, so that backward leaves `grad_sample` in the original weights."""
     handler = HANDLED_FUNCTIONS[func]
     if isinstance(handler, type):
         return handler.apply(tuple(kwargs), func, *args, *kwargs.values())  # type: ignore[attr-defined]
@@ -39,7 +40,9 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         batch, layouts = _input_layout(func, handler, handler.bind(args, kwargs))
     first = expanded[0]
     collector = Collector([w.orig_weight for w in expanded], to_grad_sample(first.batch_size, first.loss_reduction))
-    tracker = Tracker(batch, collector, None, legacy_use(first.loss_reduction))
+    tracker = Tracker(
+        collector, batch=batch, loss_reduction=first.loss_reduction, layout_options=LAYOUT_OPTIONS
+    )
     for tensor, layout in layouts:
         tracker.add_input(tensor, layout)
     args, kwargs = map_tensors(original, (args, kwargs))
@@ -51,7 +54,7 @@ Layouts = list[tuple[Tensor, Layout]]
 
 
 def _input_layout(func: Callable[..., Any], rule: Rule, call: dict[str, Any]) -> tuple[int, Layouts]:
-    """How many samples the function's input has and where they lie in it, once all checks are passed."""
+    """Check a call; return the number of samples in the function's input, and its layout."""
     input = next(call[name] for name in rule.batched if name in call)
     if isinstance(input, Tensor) and not isinstance(input, ExpandedWeight):
         _check_shape(func, call, input)
@@ -63,7 +66,7 @@ def _input_layout(func: Callable[..., Any], rule: Rule, call: dict[str, Any]) ->
 
 
 def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) -> None:
-    """Refuses inputs in which there is no batch, or which the function would normalise over the batch."""
+    """Refuse inputs without a batch dimension, and layer norms over the batch dimension."""
     if func is F.linear and input.dim() < 2:
         raise RuntimeError(
             "Input does not have a batch dimension. Expanded Weights expected input of at least rank 2, "
@@ -92,13 +95,13 @@ def _check_shape(func: Callable[..., Any], call: dict[str, Any], input: Tensor) 
 
 
 def _recurrent_layouts(func: Callable[..., Any], call: dict[str, Any], weight: ExpandedWeight) -> tuple[int, Layouts]:
-    """How many samples the input and the states of a recurrent function have, and where they lie in them."""
+    """Check a recurrent call; return the number of samples, and the layouts of its input and states."""
     packed = "data" in call
     input = call["data"] if packed else call["input"]
     is_batch_first(call["params"])
     for parameter in call["params"]:
         unpack_expanded_weight_or_tensor(parameter)
-    # Where the batch lies is for the call to say, so the weights' own checks get an input with it in front.
+    # The call decides where the batch lies, so the checks of the weights get an input with the batch in front.
     plain = isinstance(input, Tensor) and not isinstance(input, ExpandedWeight) and input.dim() > 0
     if plain and packed:
         batch, layout = (

@@ -1,8 +1,9 @@
-"""Calling a module so that backward leaves the per-sample gradients in its parameters."""
+"""Call a module so that backward leaves the per-sample gradients in its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -11,23 +12,31 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample.backward.collector import Collector
-from persample.batches import Inputs, tensors_within
+from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize, iterate_tensors
 from persample.errors import PerSampleError
-from persample.expanded_weights.delivery import legacy_use, to_grad_sample
+from persample.expanded_weights.delivery import to_grad_sample
+from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error
 from persample.forward.tracker import Tracker
 
 
 def call_for_per_sample_grads(
     module: nn.Module, *, batch_size: int | None = None, loss_reduction: str = "sum", batch_first: bool = True
 ) -> Callable[..., Any]:
-    """A function that gives what `module(...)` gives, and whose backward fills `p.grad_sample`.
+    """A function that returns what `module(...)` returns, and whose backward fills `p.grad_sample`.
 
     After `.backward()` on a loss of the result, every trainable parameter p that was used has `p.grad_sample`, of
-    shape `(batch, *p.shape)`; `p.grad` is left alone. The samples lie in dim 0 of the arguments, or in dim 1 with
-    `batch_first=False`. `loss_reduction` is how the loss combines the samples: with "mean", what is stored is
-    multiplied by the batch size, so that a row is always the gradient of its sample's own loss.
+    shape `(batch, *p.shape)`; `p.grad` is not touched. Backward passes add to `grad_sample`, as they add to `p.grad`;
+    clear it (`del p.grad_sample`) before the next call.
 
-    Backward passes add to `grad_sample`, as they add to `p.grad`; clear it (`del p.grad_sample`) before the next call.
+    Args:
+        module: the model; frozen parameters are left alone.
+        batch_size: the number of samples; by default all tensors in the arguments must agree on it.
+        loss_reduction: how the loss combines the samples, "sum" or "mean". With "mean", what is stored is multiplied by
+            the batch size, so that a row is always the gradient of its sample's own loss.
+        batch_first: whether the samples lie in dim 0 of the arguments, or in dim 1.
+
+    Raises:
+        RuntimeError: an argument is wrong, or a parameter still has a `grad_sample`.
 
     >>> model = nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
@@ -46,39 +55,65 @@ def call_for_per_sample_grads(
         raise RuntimeError(f"Batch size must be positive, got {batch_size}")
     for name, part in module.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
-            raise PerSampleError(f"A ScriptModule hides its ops: pass the module '{name}' as it was before scripting")
+            raise PerSampleError(
+                f"'{name}' is a ScriptModule, whose ops cannot be followed. Pass the module as it was before scripting."
+            )
     if torch.distributed.is_available() and _torch.get_fsdp_states(module):
-        raise PerSampleError("grad_sample cannot be sharded as the parameters of fully_shard are: use persample.record")
+        raise PerSampleError("grad_sample cannot be sharded like the parameters of fully_shard: use persample.record.")
     _check_cleared(module)
     batch_dim = 0 if batch_first else 1
 
     @wraps(module.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         _check_cleared(module)
-        inputs = Inputs(module.forward, args, kwargs, batch_dim)
-        batch = inputs.batch_size("call_for_per_sample_grads") if batch_size is None else batch_size
+        arguments = Arguments(module.forward, args, kwargs, batch_dim)
+        with _errors_of_torch():
+            batch = arguments.find_batch_size() if batch_size is None else batch_size
         if batch == 0:
             raise RuntimeError(
                 "0 is not a valid batch size for Expanded Weights but got input tensor of that batch size"
             )
         trainable = [p for p in module.parameters() if p.requires_grad]
         collector = Collector(trainable, to_grad_sample(batch, loss_reduction))
-        tracker = Tracker(batch, collector, module, legacy_use(loss_reduction))
-        inputs.tell(tracker, told=batch_size is not None)
+        tracker = Tracker(
+            collector, module, batch=batch, loss_reduction=loss_reduction, layout_options=LAYOUT_OPTIONS
+        )
+        with _errors_of_torch():
+            arguments.add_to(tracker, search=batch_size is not None)
         rng_state = torch.get_rng_state()
         try:
             with tracker:
                 outputs = module(*args, **kwargs)
         except BaseException:
-            tracker.restore()
+            tracker.restore_buffers()
             torch.set_rng_state(rng_state)
             raise
-        replaced = [output is not tracker.guarded(output) for output in tensors_within(outputs)]
-        if any(replaced):  # parameters themselves are returned
-            outputs = _torch.pytree.tree_map_only(Tensor, tracker.guarded, outputs)
+        replaced = [output is not tracker.guard_output(output) for output in iterate_tensors(outputs)]
+        if any(replaced):  # the model returned a parameter
+            outputs = _torch.pytree.tree_map_only(Tensor, tracker.guard_output, outputs)
         return outputs
 
     return call
+
+
+@contextmanager
+def _errors_of_torch() -> Iterator[None]:
+    """Raise errors about the batch size with the texts of torch's expanded weights."""
+    try:
+        yield
+    except NoSamplesFound as error:
+        raise RuntimeError(
+            "Unable to find a tensor in the passed args and kwargs. They may not be pytree-able and so ExpandedWeights "
+            "cannot compute the batch size from the inputs. Please specify it explicitly"
+        ) from error
+    except BatchSizesDiffer as error:
+        first, second, *_ = error.sizes
+        raise RuntimeError(
+            f"When computing batch size, found at least one input with batch size {first} and one with batch size "
+            f"{second}. Please specify it explicitly using the batch size kwarg in call_for_per_sample_grads"
+        ) from error
+    except WrongBatchSize as error:
+        raise RuntimeError(batch_size_error(error.found, error.expected)) from error
 
 
 def _check_cleared(module: nn.Module) -> None:

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from persample._internal.tree import map_tensors, tensors_in
-from persample.batches import batch_size_error
 from persample.errors import op_name
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.rules import HANDLED_FUNCTIONS
 
 RuleClass = TypeVar("RuleClass", bound=type[torch.autograd.Function])
+
+# The options by which a user of expanded weights says where the samples lie.
+LAYOUT_OPTIONS = "batch_size and batch_first"
 
 _MIXTURE = "ExpandedWeights currently does not support a mixture of ExpandedWeight parameters and normal Parameters"
 
@@ -31,6 +33,14 @@ def implements_per_sample_grads(torch_function: Callable[..., Any]) -> Callable[
         return rule
 
     return register
+
+
+def batch_size_error(found: int, expected: int) -> str:
+    """The message for an input with another number of samples than expected."""
+    return (
+        f"Expected ExpandedWeights to have batch size matching input but got input batch size of {found} "
+        f"with ExpandedWeight of batch size {expected}"
+    )
 
 
 def standard_kwargs(kwarg_names: Sequence[str], expanded_args: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Recomputation under `torch.utils.checkpoint`: what ran under the tracker must run under it again.
 
-Checkpointing runs the user's function a second time during backward, when no mode is active. Neither kind of it
-offers a way to say otherwise, so the function that it keeps is replaced by one that first enters the tracker.
+A checkpoint runs the user's function a second time during backward, when no mode is active, and offers no way to change
+that. So the function that the checkpoint keeps is replaced by one that enters the tracker first.
 """
 
 from __future__ import annotations
@@ -14,60 +14,61 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
 
-# By where a tensor lies in memory: what a checkpoint inside a checkpoint has saved comes back as another object.
-Memory = dict[tuple[Any, ...], Any]
+# Layouts by the memory address of a tensor: a checkpoint inside a checkpoint returns what it saved as another object.
+SavedLayouts = dict[tuple[Any, ...], Any]
 
-_ENTERS = "_persample_enters_tracker"
+_MARK = "_persample_enters_tracker"
 
 
-def remember(memory: Memory, tensor: Tensor, where: Any) -> None:
-    """Keeps where the samples lie in a tensor, if a checkpoint may be saving it."""
+def save_layout(saved: SavedLayouts, tensor: Tensor, layout: Any) -> None:
+    """Keep the layout of a tensor if a checkpoint may be saving the tensor."""
     if _torch.get_saved_tensor_hooks() is not None:
-        memory[_address(tensor)] = where
+        saved[_get_address(tensor)] = layout
 
 
-def _address(tensor: Tensor) -> tuple[Any, ...]:
+def _get_address(tensor: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def prepare_recomputation(tracker: Any) -> None:
-    """If a non-reentrant checkpoint is saving tensors now: its recomputation will run under the tracker."""
+    """If a non-reentrant checkpoint is saving tensors now, have it recompute under the tracker."""
     hooks = _torch.get_saved_tensor_hooks()
     frame = _torch.get_checkpoint_frame(hooks[0]) if hooks else None
-    if frame is not None and not hasattr(frame.recompute_fn, _ENTERS):
-        frame.recompute_fn = _entering(tracker, frame.recompute_fn)
+    if frame is not None and not hasattr(frame.recompute_fn, _MARK):
+        frame.recompute_fn = _wrap(tracker, frame.recompute_fn)
 
 
 def prepare_reentrant(tracker: Any, node: Any) -> bool:
-    """Whether `node` is the backward of a reentrant checkpoint; if so, its recomputation will run under the tracker."""
+    """Whether `node` is the backward of a reentrant checkpoint; if so, have it recompute under the tracker."""
     if not hasattr(node, "run_function"):
         return False
-    if not hasattr(node.run_function, _ENTERS):
+    if not hasattr(node.run_function, _MARK):
         known: dict[int, Any] = {}
         for i, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
-            known[i] = tensor if tracker.where(tensor) is None and tracker.is_weight(tensor) else tracker.where(tensor)
-        node.run_function = _entering(tracker, node.run_function, known)
+            layout = tracker.find_layout(tensor)
+            known[i] = tensor if layout is None and tracker.is_weight(tensor) else layout
+        node.run_function = _wrap(tracker, node.run_function, known)
     return True
 
 
-def _entering(tracker: Any, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
-    """`function` under the tracker.
+def _wrap(tracker: Any, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+    """`function`, run under the tracker.
 
-    A reentrant checkpoint calls it with detached arguments. `known` has, by position, where the samples lie in them, or
-    the weight that stands for one.
+    A reentrant checkpoint calls it with detached arguments. `known` maps the position of an argument to its layout, or
+    to the weight that it is a copy of.
     """
 
-    def entering(*args: Any, **kwargs: Any) -> Any:
+    def run_tracked(*args: Any, **kwargs: Any) -> Any:
         given = list(args)
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 found = (known or {}).get(i)
                 if isinstance(found, Tensor):
                     given[i] = found
-                elif (where := found or tracker.memory.get(_address(arg))) is not None:
-                    tracker.tell(arg, where)
+                elif (layout := found or tracker.saved_layouts.get(_get_address(arg))) is not None:
+                    tracker.set_layout(arg, layout)
         with tracker:
             return function(*given, **kwargs)
 
-    setattr(entering, _ENTERS, True)
-    return entering
+    setattr(run_tracked, _MARK, True)
+    return run_tracked

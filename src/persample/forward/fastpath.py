@@ -1,7 +1,7 @@
-"""Modules of torch that take a faster way in eval() where nobody needs gradients: they are followed as a whole.
+"""Transformer layers of torch in eval() without gradients: run on torch's fast path, and followed as a whole.
 
-Under a mode they would not take it, and it does not always give the same: padded positions come out as zeros. Nor would
-they take it if they had hooks, so that it is `forward` that is replaced on such modules while a tracker is active.
+Under a function mode torch would not take the fast path, and the two paths can differ: the fast one returns zeros at
+padded positions. Hooks would prevent it too, so `forward` itself is replaced on such modules while a tracker is active.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from persample.layouts.motion import everywhere
 
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
+# What was found, by module: the motion of a layer depends on its settings. Entries live as long as their module.
 _found: WeakKeyDictionary[nn.Module, dict[Any, Motion]] = WeakKeyDictionary()
 
 
 class WholeModules:
-    """Until it is removed, such modules of a tracker's model run without the tracker, and it is told of the result."""
+    """Until `remove`, runs the transformer layers of a tracker's model without the tracker and sets their layouts."""
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
@@ -42,42 +43,44 @@ class WholeModules:
 
     def _forward(self, module: nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not _needs_no_gradients(module, args, kwargs):
+            if not _can_take_fast_path(module, args, kwargs):
                 return type(module).forward(module, *args, **kwargs)
             with _torch.DisableTorchFunction():
                 output = type(module).forward(module, *args, **kwargs)
-                self._tell(module, args, kwargs, output)
+                self._set_layouts(module, args, kwargs, output)
             return output
 
         return forward
 
-    def _tell(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _set_layouts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = tuple(tensors_in((args, kwargs)))
-        where = tuple(map(self.tracker.where, tensors))
+        where = tuple(map(self.tracker.find_layout, tensors))
         if any(where):
             op = Op(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
             results = find_results(output, args)
             with torch.no_grad():
-                motion = self._motion(module, op, results)
-            for made, place in zip(results, motion.results, strict=True):
-                self.tracker.tell(made, place)
+                motion = self._find_motion(module, op, results)
+            for made, layout in zip(results, motion.results, strict=True):
+                self.tracker.set_layout(made, layout)
 
-    def _motion(self, module: nn.Module, op: Op, results: tuple[Tensor, ...]) -> Motion:
-        """As it was for arguments of these shapes."""
+    def _find_motion(self, module: nn.Module, op: Op, results: tuple[Tensor, ...]) -> Motion:
+        """How the module moves the samples, found once for arguments of these shapes."""
         for where in op.where:
             if isinstance(where, (Lost, Reduced)):
                 return everywhere(Lost(where.cause, where.place), results)
         if in_other_orders(op):
-            return everywhere(Lost(f"{type(module).__name__} takes the samples in different orders"), results)
+            cause = f"{type(module).__name__} has the samples in different orders in its arguments"
+            return everywhere(Lost(cause), results)
         found = _found.setdefault(module, {})
-        key = described(op)[1:]  # without the module, which would keep itself alive
+        key = described(op)[1:]  # without the module: the value of a weak map must not refer to its key
         if key not in found:
-            # Masks are not changed in trials: whether the fast way is taken depends on how all of them look.
-            kept = [None if t.dtype == torch.bool else w for t, w in zip(op.tensors, op.where, strict=True)]
-            layouts = [w for w in kept if isinstance(w, Layout)]
-            found[key] = by_trial(Op(op.func, op.args, op.kwargs, op.tensors, tuple(kept), op.batch), results)
+            # Masks are not changed in trials: whether torch takes the fast path depends on the whole mask.
+            without_masks = [None if t.dtype == torch.bool else w for t, w in zip(op.tensors, op.where, strict=True)]
+            layouts = [w for w in without_masks if isinstance(w, Layout)]
+            found[key] = by_trial(Op(op.func, op.args, op.kwargs, op.tensors, tuple(without_masks), op.batch), results)
             if not layouts:
-                found[key] = everywhere(Lost(f"{type(module).__name__} has samples in its mask only"), results)
+                cause = f"{type(module).__name__} depends on the samples only through its mask"
+                found[key] = everywhere(Lost(cause), results)
         return found[key]
 
 
@@ -92,8 +95,8 @@ class _Forward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def _needs_no_gradients(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Whether torch may take the fast way; it does not where a hook would see what is inside."""
+def _can_take_fast_path(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether torch may take its fast path: no gradients, eval(), and no hooks inside the module."""
     if module.training or any(map(_torch.has_forward_hooks, list(module.modules())[1:])):
         return False
     given = [*tensors_in((args, kwargs)), *module.parameters()]

@@ -1,4 +1,4 @@
-"""Seeing into the functions of torch that are written in Python."""
+"""Run the Python functions of torch op by op."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 @cache
-def opened(func: FunctionType) -> Callable[..., Any]:
-    """`func`, with its body run op by op instead of being handed over whole.
+def make_inline(func: FunctionType) -> Callable[..., Any]:
+    """A copy of `func` whose body runs op by op under a function mode.
 
-    Such a function first asks `has_torch_function` whether somebody wants to handle it, and under a mode the answer is
-    always yes. In this copy of it the answer is no.
+    A Python function of torch first asks `has_torch_function` whether a mode wants to handle the whole call. Under a
+    mode the answer is always yes. In the copy the answer is no.
     """
 
-    def no(*_: Any) -> bool:
+    def answer_no(*_: Any) -> bool:
         return False
 
-    asks = [name for name in func.__globals__ if name.startswith("has_torch_function")]
-    scope = {**func.__globals__, **dict.fromkeys(asks, no)}
-    copy = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
+    questions = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    scope = {**func.__globals__, **dict.fromkeys(questions, answer_no)}
+    inlined = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    inlined.__kwdefaults__ = func.__kwdefaults__
+    return inlined

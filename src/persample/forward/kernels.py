@@ -1,4 +1,4 @@
-"""Runs an op without its weights' gradients, yet to the same bits: torch chooses some kernels by who requires grad."""
+"""Run an op without gradients of its weights, to the same bits: torch chooses some kernels by what requires grad."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from persample._internal.tree import map_tensors
 from persample.layouts import Op
 
 
-def run_detached(op: Op, weights: dict[int, Tensor], whole: bool) -> Any:
-    """The result of `op`, from which autograd reaches the activations but no weights; nothing if `whole`."""
-    activations = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
-    if op.inplace or (activations and not whole):
+def run_detached(op: Op, weights: Container[int], without_graph: bool) -> Any:
+    """The result of `op`, connected by autograd to the activations but not to the weights.
+
+    `weights` are positions among the op's tensors. With `without_graph` the result is connected to nothing.
+    """
+    has_graph = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
+    if op.inplace or (has_graph and not without_graph):
         changed = 0 if op.inplace else None
         args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
-        return kernel(op.func, weights)(*args, **kwargs)
+        return choose_kernel(op.func, weights)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
 
 
-def kernel(func: Callable[..., Any], weights: Container[int]) -> Callable[..., Any]:
-    """What computes the same bits without gradients of the weights, which are given by their positions."""
-    as_torch_would, deciding = _BY_WEIGHT.get(func, (func, ()))
-    return as_torch_would if any(i in weights for i in deciding) else func
+def choose_kernel(func: Callable[..., Any], weights: Container[int]) -> Callable[..., Any]:
+    """The function that computes the same bits as `func` if these of its tensors no longer require grad."""
+    kernel, deciding = _KERNELS.get(func, (func, ()))
+    return kernel if any(i in weights for i in deciding) else func
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,7 +41,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    """As `matmul` does for a matrix that requires grad: all rows as one matrix, also where that takes a copy."""
+    """`matmul` as for a matrix that requires grad: the rows are folded into one matrix, even if that needs a copy."""
     if input.dim() > 2 and other.dim() in (1, 2):
         return (input.reshape(-1, input.shape[-1]) @ other).unflatten(0, input.shape[:-1])
     if input.dim() == 2 and other.dim() > 2:
@@ -49,13 +52,13 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """As torch does where the mask, the fourth of the tensors, requires grad: without fusing."""
+    """Attention as for a mask that requires grad: without a fused kernel."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-# What torch does where one of these tensors requires grad.
-_BY_WEIGHT: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
+# What torch computes if one of the tensors at these positions requires grad.
+_KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
     F.linear: (_linear, (1,)),
     F.scaled_dot_product_attention: (_attention, (3,)),
     torch.matmul: (_matmul, (0, 1)),

@@ -1,4 +1,4 @@
-"""What is known of tensors, by the tensors themselves rather than by their values."""
+"""Weak map from tensors, by identity."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ V = TypeVar("V")
 
 
 class TensorMap(Generic[V]):
-    """A dict of tensors that keeps none of them alive.
+    """A dict with tensors as keys, by identity; it keeps no tensor alive.
 
-    It is asked several times for each op of a forward pass, so it is a plain dict of ids: an id that has gone to
-    another tensor is noticed by the weak reference beside it.
+    It is read several times for each op of a forward pass, so it is a plain dict of ids. The weak reference beside each
+    value shows whether an id now belongs to another tensor.
 
     >>> import torch
     >>> a, names = torch.ones(2), TensorMap()

@@ -1,8 +1,8 @@
-"""Watches the forward pass: follows the samples through every op, and finds each use of a weight."""
+"""The function mode that follows the samples through every op of a forward pass and finds the uses of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from types import FunctionType
@@ -19,74 +19,100 @@ from persample._internal.functions import find_results
 from persample._internal.graph import leaves_behind, nodes_behind
 from persample._internal.tree import tensors_in
 from persample.backward.collector import Collector
+from persample.backward.tap import is_tap
 from persample.distributed import Processes
 from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, place_in
-from persample.forward.checkpointing import Memory, prepare_recomputation, prepare_reentrant, remember
+from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
 from persample.forward.fastpath import WholeModules
-from persample.forward.inline import opened
+from persample.forward.inline import make_inline
 from persample.forward.known_tensors import TensorMap
-from persample.forward.use import REMEDY, can_repeat, check_apart, repeat_use, run_use
+from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
 from persample.layouts import CACHE, CountedSizes, Motion, Op, call_simple, motion_of, op_of
 from persample.layouts.functions import MOVES
 from persample.layouts.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.rules import Rewrite, handler_of, rules_of
+from persample.rules import Rewrite, find_adapter, handler_of, rules_of
 
-# Ops that return their argument itself, with nothing of its entries changed.
-_UNTOUCHED = {
+# Functions that return their argument itself, unchanged.
+_UNCHANGING = {
     Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.backward,
     torch.autograd.grad,
 }  # fmt: skip
 
-# Ops that take a tensor for its type, or for its shape.
+# Functions that read only the dtype and device of their second tensor, or only its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
 _SHAPED: dict[Any, Any] = {
     Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
 }  # fmt: skip
 
-# Functions that give numbers of Python's.
+# Functions that return Python numbers.
 _LEAVING = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
 
-# Functions that write into buffers they are given.
+# Functions that write into buffers among their arguments.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
 
-_UNKNOWN = (Lost("nothing is known of it"), False)
+_UNKNOWN = (Lost("the tracker has not seen it"), False)
 
-Legacy = Callable[["Tracker", Any, Op, Mapping[int, Tensor]], Any]
+_ADVICE = (
+    "Keep the samples separate (GroupNorm or LayerNorm instead of BatchNorm, or BatchNorm in eval(); statistics and "
+    "attention within a sample), or say where the samples lie with "
+)
 
 
 class Tracker(TorchFunctionMode):
-    """While it is entered, each tensor that depends on the batch is known with its layout.
+    """While it is entered, the layout of each tensor that depends on the batch is known.
 
-    A *use* is an op with a weight on one side (a parameter, or what was computed from parameters alone) and samples on
-    the other. It runs as it always does, with the weight detached; a `Tap` on its result finds the terms in backward.
-    Ops of weights alone are ordinary autograd, through which the collector pulls their result's gradients back.
+    A *use* is an op with a weight on one side (a parameter, or a tensor computed from parameters alone) and samples on
+    the other. It runs with the weight detached, and a tap on its result finds the terms in backward. Ops of weights
+    alone run under ordinary autograd, through which the collector pulls gradients back.
+
+    Args:
+        collector: takes the terms.
+        model: the module whose forward is tracked, for names in errors, buffers and transformer layers.
+        batch: the batch size; a recording sets it with `start_forward`.
+        loss_reduction: for rules in the convention of expanded weights.
+        layout_options: the options by which the user can say where the samples lie, for errors.
+        processes: the processes that share the batch.
+        run_backward: called in place of `Tensor.backward`, with the function, its args and its kwargs.
     """
 
-    def __init__(self, batch: int, collector: Collector, model: nn.Module | None, legacy: Legacy) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        model: nn.Module | None = None,
+        *,
+        batch: int = 0,
+        loss_reduction: str = "sum",
+        layout_options: str = "batch_dim and batch_size",
+        processes: Processes | None = None,
+        run_backward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.batch = batch
         self.collector = collector
         self.model = model
-        self.legacy = legacy
+        self.loss_reduction = loss_reduction
+        self.processes = processes or Processes()
+        self.run_backward = run_backward
+        self.advice = f"{_ADVICE}{layout_options}."
         self.anchor = torch.empty(0, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
-        self.on_backward: Callable[..., Any] | None = None
-        self.over = Processes()
         self.has_inputs = False
-        self.inside = True  # the model's forward is running, as far as is known
-        self.rests = False  # it has seen all that it will see
-        self.memory: Memory = {}
-        self.buffers_before: dict[int, Tensor] = {}
+        self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
+        self.is_resting = False  # lets everything through: the backward pass has ended
+        self.saved_layouts: SavedLayouts = {}
+        self._buffers_before: dict[int, Tensor] = {}
         self._counted = CountedSizes()
-        self._names: dict[nn.Module, str] | None = None
+        self._module_names: dict[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
         self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
-        # where a tensor's samples lie, and whether it required grad when that was found
+        # The layout of a tensor, and whether the tensor required grad when the layout was found.
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
 
+    # ---- entering and leaving ----
+
     def start(self) -> None:
-        """Prepares the model, and torch, for being followed."""
+        """Prepare the model and torch for tracking."""
         if self._depth == 0:
             self._uncompiled = uncompiled()
             self._uncompiled.__enter__()
@@ -95,12 +121,12 @@ class Tracker(TorchFunctionMode):
         self._depth += 1
 
     def stop(self) -> None:
-        """The opposite of `start`."""
+        """Undo `start`."""
         self._depth -= 1
         if self._depth == 0:
             if self._whole_modules is not None:
                 self._whole_modules.remove()
-                self._whole_modules = None  # which knows the tracker: neither is to wait for the garbage collector
+                self._whole_modules = None  # it refers to the tracker: break the cycle
             self._uncompiled.__exit__(None, None, None)
 
     def __enter__(self) -> Any:
@@ -111,26 +137,26 @@ class Tracker(TorchFunctionMode):
         super().__exit__(*error)
         self.stop()
 
-    # ---- what is known of a tensor ----
+    # ---- what is known about a tensor ----
 
-    def add_input(self, tensor: Tensor, where: Where) -> None:
-        """Says where the samples lie in a tensor from outside; what is known of one from within stays."""
+    def add_input(self, tensor: Tensor, layout: Where) -> None:
+        """Set the layout of a tensor from outside, unless the tracker has seen where it comes from."""
         self.has_inputs = True
         if tensor not in self._known:
-            self._known[tensor] = (where, tensor.requires_grad)
+            self._known[tensor] = (layout, tensor.requires_grad)
 
-    def where(self, tensor: Tensor) -> Where | None:
-        """Where the samples lie in a tensor, None where it does not depend on the batch."""
+    def find_layout(self, tensor: Tensor) -> Where | None:
+        """Where the samples lie in a tensor, None if it does not depend on the batch."""
         known = self._known.get(tensor)
         if known is None:
             base = tensor._base
             if base is not None and (of_base := self._known.get(base)) is not None:
-                return self._seen_through(tensor, base, of_base[0])
-            return None if tensor.grad_fn is None else self._came_from_nowhere(tensor)
-        where, had_grad = known
-        if not had_grad and where is not None and tensor.grad_fn is not None:
-            self._came_out_of_a_function(tensor, where)
-        return where
+                return self._find_layout_of_view(tensor, base, of_base[0])
+            return None if tensor.grad_fn is None else self._find_unseen_layout(tensor)
+        layout, had_grad = known
+        if not had_grad and layout is not None and tensor.grad_fn is not None:
+            self._check_custom_function(tensor, layout)
+        return layout
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor that does not depend on the batch is a parameter, or computed from parameters."""
@@ -138,22 +164,22 @@ class Tracker(TorchFunctionMode):
             return True
         return tensor.requires_grad and (self._known.get(tensor) or _UNKNOWN)[0] is None
 
-    def tell(self, tensor: Tensor, where: Where | None) -> None:
-        """Remembers where the samples lie in a tensor; None: nowhere, it was computed from weights."""
-        if isinstance(where, (Lost, Reduced)) and not where.place:
-            # A loss, outside of the model, is in none of its modules: that is not looked for in each step.
-            within = self.inside or isinstance(where, Lost)
-            where = replace(where, place=self.place() if within else ELSEWHERE)
-        if isinstance(where, Lost) and tensor.grad_fn is not None:
-            tensor.register_hook(_refusal(f"{where.cause}, in {where.place}"))
-        remember(self.memory, tensor, where)
-        self._known[tensor] = (where, tensor.requires_grad)
+    def set_layout(self, tensor: Tensor, layout: Where | None) -> None:
+        """Set where the samples lie in a tensor; None: nowhere, it was computed from weights alone."""
+        if isinstance(layout, (Lost, Reduced)) and not layout.place:
+            # A loss outside the model is in none of its modules: skip the search through the stack in each step.
+            is_searched = self.is_inside or isinstance(layout, Lost)
+            layout = replace(layout, place=self.place() if is_searched else ELSEWHERE)
+        if isinstance(layout, Lost) and tensor.grad_fn is not None:
+            tensor.register_hook(self._make_refusal(f"{layout.cause}, in {layout.place}"))
+        save_layout(self.saved_layouts, tensor, layout)
+        self._known[tensor] = (layout, tensor.requires_grad)
 
     def place(self) -> str:
         """The module whose code is running, in words."""
-        if self._names is None:
-            self._names = {} if self.model is None else {m: name for name, m in self.model.named_modules()}
-        return place_in(self._names)
+        if self._module_names is None:
+            self._module_names = {} if self.model is None else {m: name for name, m in self.model.named_modules()}
+        return place_in(self._module_names)
 
     # ---- each op ----
 
@@ -167,209 +193,228 @@ class Tracker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self.rests:
+        if self.is_resting:
             return func(*args, **kwargs)
-        if func is Tensor.backward and self.on_backward is not None:
-            return self.on_backward(func, args, kwargs)
+        if func is Tensor.backward and self.run_backward is not None:
+            return self.run_backward(func, args, kwargs)
         if func is torch.autograd.grad:
-            self._refuse_ordinary_gradients(args, kwargs)
-        op = op_of(func, args, kwargs, self.batch, self.where, self._counted)
-        before = CACHE.get(op.kind)
-        if before is not None and torch.is_grad_enabled():
-            if before.simple is not None:
+            self._refuse_parameter_gradients(args, kwargs)
+        op = op_of(func, args, kwargs, self.batch, self.find_layout, self._counted)
+        # The fast path: a call like this one was seen before, and is known to do nothing else.
+        known = CACHE.get(op.kind)
+        if known is not None and torch.is_grad_enabled():
+            if known.simple is not None:
                 result = func(*args, **kwargs)
-                if isinstance(result, Tensor):  # not so `x.grad`, now that there is none
-                    self.tell(result, before.simple)
+                if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
+                    self.set_layout(result, known.simple)
                 return result
-            if before.use is not None and func not in _UPDATING and can_repeat(op, before.use, self):
+            if known.use is not None and func not in _UPDATING and can_repeat(op, known.use, self):
                 prepare_recomputation(self)
-                result = repeat_use(op, before.use, self)
-                self.tell(result, before.results[0])
+                result = repeat_use(op, known.use, self)
+                self.set_layout(result, known.results[0])
                 return result
-        if func in _TYPED and len(op.tensors) > 1:  # nothing is read of the second but its type
-            func, args = Tensor.to, (args[0], op.tensors[1].device, op.tensors[1].dtype)
-            op = op_of(func, args, kwargs, self.batch, self.where, self._counted)
-        elif func in _SHAPED:
-            func, args, kwargs = _SHAPED[func], (op.tensors[0], op.tensors[1].shape), {}
-            op = op_of(func, args, kwargs, self.batch, self.where, self._counted)
-        tensors, where = op.tensors, op.where
-        batched = any(where)
-        handler = handler_of(func)
-        if batched and isinstance(handler, Rewrite):
+        return self._run(self._without_unread_tensor(op))
+
+    def _without_unread_tensor(self, op: Op) -> Op:
+        """The same call without a second tensor of which only the dtype and device, or the shape, is read."""
+        args: tuple[Any, ...]
+        if op.func in _TYPED and len(op.tensors) > 1:
+            func, args, kwargs = Tensor.to, (op.args[0], op.tensors[1].device, op.tensors[1].dtype), op.kwargs
+        elif op.func in _SHAPED:
+            func, args, kwargs = _SHAPED[op.func], (op.tensors[0], op.tensors[1].shape), {}
+        else:
+            return op
+        return op_of(func, args, kwargs, self.batch, self.find_layout, self._counted)
+
+    def _run(self, op: Op) -> Any:
+        """Run an op: a rewrite, a use, an op of weights alone, or an op without weights."""
+        has_samples = any(op.where)
+        handler = handler_of(op.func)
+        if has_samples and isinstance(handler, Rewrite):
             with self:
-                result = handler.function(*args, **kwargs)
+                result = handler.function(*op.args, **op.kwargs)
             if result is not NotImplemented:
                 return result
-        weights = {i: t for i, t in enumerate(tensors) if where[i] is None and self.is_weight(t)}
-        if weights and batched and torch.is_grad_enabled():
-            return self._use(op, weights)
-        self._keep_buffers(op)
-        if func in MOVES and op.inplace:  # then its argument has another shape afterwards
-            unchanged = tensors[0].detach()
-            op = replace(op, args=(unchanged, *args[1:]), tensors=(unchanged, *tensors[1:]))
-        if weights and not batched:
-            with self.over.saving_weights():
+        weights = {i: t for i, t in enumerate(op.tensors) if op.where[i] is None and self.is_weight(t)}
+        if weights and has_samples and torch.is_grad_enabled():
+            return self._run_use(op, weights)
+        self._save_buffers(op)
+        func, args, kwargs = op.func, op.args, op.kwargs
+        if func in MOVES and op.inplace:  # its argument has another shape afterwards
+            unchanged = op.tensors[0].detach()
+            op = replace(op, args=(unchanged, *args[1:]), tensors=(unchanged, *op.tensors[1:]))
+        if weights and not has_samples:
+            with self.processes.saving_weights():
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
+        if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in op.tensors)):
             for made in tensors_in(result):
                 self._of_hidden_weights[made] = True
-        if batched and func in _LEAVING:
+        if has_samples and func in _LEAVING:
             self._counted.add(result)
-        elif batched:
+        elif has_samples:
             self._follow(op, result)
             if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
                 call_simple(op, result)
         elif weights:
             for made in tensors_in(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
-                    self.tell(made, None)
+                    self.set_layout(made, None)
         return result
 
-    def _refuse_ordinary_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
-            raise PerSampleError(
-                "autograd.grad asks for the gradients of parameters in a recording, where they are kept for each "
-                "sample. Call backward(), and read the recording."
-            )
-
-    def _use(self, op: Op, weights: dict[int, Tensor]) -> Any:
+    def _run_use(self, op: Op, weights: dict[int, Tensor]) -> Any:
         handler, rules = handler_of(op.func), rules_of(op.func)
-        if not rules and not isinstance(handler, type) and isinstance(op.func, FunctionType):
+        adapter = find_adapter(handler)
+        if not rules and adapter is None and isinstance(op.func, FunctionType):
             with self:
-                return opened(op.func)(*op.args, **op.kwargs)
-        self._keep_buffers(op)
-        if isinstance(handler, type):
-            check_apart(op, self)
-            result = self.legacy(self, handler, op, weights)
+                return make_inline(op.func)(*op.args, **op.kwargs)
+        self._save_buffers(op)
+        if adapter is not None:
+            check_not_mixed(op, self)
+            result = adapter(self, handler, op, weights)
             self._follow(op, result)
             return result
         prepare_recomputation(self)
         result, motion = run_use(op, weights, rules, self)
-        for made, where in zip(find_results(result, op.args), motion.results, strict=True):
-            self.tell(made, where)
+        for made, layout in zip(find_results(result, op.args), motion.results, strict=True):
+            self.set_layout(made, layout)
         return result
 
     def _follow(self, op: Op, result: Any) -> None:
-        """Finds where the samples of the result lie."""
+        """Find the layout of each result."""
         results = find_results(result, op.args) if result is not None or op.inplace else ()
-        if not results or op.func in _UNTOUCHED:
+        if not results or op.func in _UNCHANGING:
             return
-        for made, where in zip(results, motion_of(op, results).results, strict=True):
-            if op.inplace and made._base is not None and where != op.where[0]:
-                self._wrote_through(made, where)
-            if where is not None or made._base is not None:
-                self.tell(made, where)
+        for made, layout in zip(results, motion_of(op, results).results, strict=True):
+            if op.inplace and made._base is not None and layout != op.where[0]:
+                self._update_base(made, layout)
+            if layout is not None or made._base is not None:
+                self.set_layout(made, layout)
 
-    def _wrote_through(self, view: Tensor, where: Where | None) -> None:
-        """Notes that the entries of a view, which are some of its base's, now belong to others."""
+    def _refuse_parameter_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
+            raise PerSampleError(
+                "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
+                "backward() and read the recorded gradients."
+            )
+
+    # ---- views ----
+
+    def _update_base(self, view: Tensor, layout: Where | None) -> None:
+        """Update the layout of a base after a write through one of its views."""
         base = view._base
         assert base is not None
-        if not isinstance(where, (Lost, Reduced)):
+        if not isinstance(layout, (Lost, Reduced)):
             with tracing.suspend():
                 ids = laid_out_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
                 of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
-                of_view.copy_(sample_ids(view, where, self.batch))
-                where = from_ids(ids, self.batch, isinstance(where, Layout) and where.loose)
-        self.tell(base, where)
+                of_view.copy_(sample_ids(view, layout, self.batch))
+                layout = from_ids(ids, self.batch, isinstance(layout, Layout) and layout.loose)
+        self.set_layout(base, layout)
 
-    def _seen_through(self, view: Tensor, base: Tensor, where: Where | None) -> Where | None:
-        """Where the samples lie in a view that was made before they were written into its base."""
-        if not isinstance(where, Layout):
-            return None if isinstance(where, Lost) and where.listed else where
+    def _find_layout_of_view(self, view: Tensor, base: Tensor, layout: Where | None) -> Where | None:
+        """The layout of a view that was made before samples were written into its base."""
+        if not isinstance(layout, Layout):
+            return None if isinstance(layout, Lost) and layout.listed else layout
         with tracing.suspend():
-            ids = laid_out_ids(base, where, self.batch)
-            return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, where.loose)
+            ids = laid_out_ids(base, layout, self.batch)
+            return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, layout.loose)
+
+    # ---- buffers ----
 
     @cached_property
-    def buffers(self) -> dict[int, Tensor]:
-        """The model's buffers."""
+    def _buffers(self) -> dict[int, Tensor]:
         return {} if self.model is None else {id(b): b for b in self.model.buffers()}
 
-    def _keep_buffers(self, op: Op) -> None:
-        """Copies the model's buffers before an op changes them, for `restore`."""
-        if (op.inplace or op.func in _UPDATING) and self.buffers:
+    def _save_buffers(self, op: Op) -> None:
+        """Copy the model's buffers before an op changes them, for `restore_buffers`."""
+        if (op.inplace or op.func in _UPDATING) and self._buffers:
             for tensor in op.tensors:
-                if id(tensor) in self.buffers and id(tensor) not in self.buffers_before:
-                    self.buffers_before[id(tensor)] = tensor.clone()
+                if id(tensor) in self._buffers and id(tensor) not in self._buffers_before:
+                    self._buffers_before[id(tensor)] = tensor.clone()
 
-    def restore(self) -> None:
-        """Gives the model's buffers the values they had before this forward pass."""
+    def restore_buffers(self) -> None:
+        """Give the model's buffers the values that they had before the forward pass."""
         with torch.no_grad():
-            for key, before in self.buffers_before.items():
-                self.buffers[key].copy_(before)
+            for key, before in self._buffers_before.items():
+                self._buffers[key].copy_(before)
 
-    # ---- what was made where no mode sees it ----
+    # ---- tensors that no mode sees being made ----
 
-    def _came_out_of_a_function(self, tensor: Tensor, where: Where) -> None:
-        """A tensor that was computed without grad and now has one: an `autograd.Function` has returned it."""
+    def _check_custom_function(self, tensor: Tensor, layout: Where) -> None:
+        """Refuse an `autograd.Function` that uses weights.
+
+        Its result was computed without grad, as far as the mode can see, and has a `grad_fn` now.
+        """
         if not prepare_reentrant(self, tensor.grad_fn):
             self._refuse_hidden_weight(tensor)
             if tensor in self._of_hidden_weights:
                 raise PerSampleError(
                     f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses weights "
-                    "without recording them (a reversible layer, or a checkpoint of its own): their gradients would "
-                    "arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off."
+                    "that the recording cannot see (a reversible layer, or its own kind of checkpoint): their "
+                    "gradients would arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off."
                 )
         elif self.collector.early:
             raise PerSampleError(
-                "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known: "
-                "checkpoint with use_reentrant=False, or record with keep='everything'."
+                "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known. "
+                "Checkpoint with use_reentrant=False, or record with keep='everything'."
             )
-        self.tell(tensor, where)
+        self.set_layout(tensor, layout)
 
-    def _came_from_nowhere(self, tensor: Tensor) -> Where | None:
-        """A tensor with a history that was not seen: of weights alone, of neither side, or of both in unknown ways."""
-        if any(type(node).__name__ == "TapBackward" for node in nodes_behind(tensor)):
+    def _find_unseen_layout(self, tensor: Tensor) -> Where | None:
+        """The layout of a tensor with a `grad_fn` that the tracker did not see being made."""
+        if any(map(is_tap, nodes_behind(tensor))):
             self._refuse_hidden_weight(tensor)
             name = type(tensor.grad_fn).__name__
-            lost = Lost(f"{name} made a tensor of {tuple(tensor.shape)} in a way that torch functions do not show")
-            self.tell(tensor, lost)
+            lost = Lost(f"{name} made a tensor of shape {tuple(tensor.shape)} without a torch function")
+            self.set_layout(tensor, lost)
             return lost
-        if self._parameters_behind(tensor):
-            self.over.check_saved(tensor)
-            self.tell(tensor, None)
+        if self._find_parameters_behind(tensor):
+            self.processes.check_saved(tensor)
+            self.set_layout(tensor, None)
         return None
 
-    def _parameters_behind(self, tensor: Tensor) -> list[Tensor]:
+    def _find_parameters_behind(self, tensor: Tensor) -> list[Tensor]:
         return [leaf for leaf in leaves_behind(tensor) if id(leaf) in self.collector.parameters]
 
     def _refuse_hidden_weight(self, tensor: Tensor) -> None:
-        hidden = self._parameters_behind(tensor)
+        hidden = self._find_parameters_behind(tensor)
         if hidden:
             names = {} if self.model is None else {id(p): name for name, p in self.model.named_parameters()}
             raise PerSampleError(
                 f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses the parameter "
-                f"'{names.get(id(hidden[0]), '?')}' together with samples of the batch: its gradient arrives as a sum "
-                "over the batch that cannot be taken apart. Write the function with torch functions, or as a torch "
-                "function of its own (torch.overrides) with a rule from implements_per_sample_grads."
+                f"'{names.get(id(hidden[0]), '?')}' together with samples: its gradient arrives as a sum over the "
+                "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
+                "register a rule for it with persample.register_rule."
             )
 
-    def guarded(self, output: Tensor) -> Tensor:
-        """An output that refuses gradients if it belongs to no sample."""
-        where = self.where(output)
-        if isinstance(where, Reduced) and output.dim() and output.grad_fn is not None:
-            output.register_hook(_refusal(f"{where.cause}, in {where.place}"))
-        if where is None and self.is_weight(output):
+    # ---- outputs ----
+
+    def guard_output(self, output: Tensor) -> Tensor:
+        """An output of the model that refuses gradients if it belongs to no sample."""
+        layout = self.find_layout(output)
+        if isinstance(layout, Reduced) and output.dim() and output.grad_fn is not None:
+            output.register_hook(self._make_refusal(f"{layout.cause}, in {layout.place}"))
+        if layout is None and self.is_weight(output):
             if output.dim() and output.shape[0] == self.batch > 1 and output.stride(0) == 0:
-                return self._given_to_each(output)
+                return self._give_to_each_sample(output)
             output = output.view_as(output) if output.is_leaf else output
-            output.register_hook(_refusal("it was computed from weights alone"))
+            output.register_hook(self._make_refusal("it was computed from weights alone"))
         return output
 
-    def _given_to_each(self, output: Tensor) -> Tensor:
-        """Something of the weights that was expanded to the batch, as each sample's own."""
+    def _give_to_each_sample(self, output: Tensor) -> Tensor:
+        """A tensor of weights that was expanded to the batch, with row n as sample n's."""
         op = Op(Tensor.clone, (output,), {}, (output,), (None,), self.batch)
-        each = Motion((Layout(0),))
-        return run_use(op, {0: output}, (), self, each)[0]
+        return run_use(op, {0: output}, (), self, Motion((Layout(0),)))[0]
 
+    def _make_refusal(self, cause: str) -> Callable[[Tensor], None]:
+        advice = self.advice  # not self: the hook must not keep the tracker alive
 
-def _refusal(cause: str) -> Callable[[Tensor], None]:
-    def refuse(grad: Tensor) -> None:
-        raise SamplesMixed(
-            f"The loss depends on a tensor in which the samples of the batch are not apart: {cause}. {REMEDY}"
-        )
+        def refuse(grad: Tensor) -> None:
+            raise SamplesMixed(
+                f"The loss depends on a tensor in which the samples of the batch are mixed: {cause}. {advice}"
+            )
 
-    return refuse
+        return refuse

@@ -1,4 +1,4 @@
-"""A use of a weight in the forward pass: runs it, and taps its result for the backward pass."""
+"""Plan and run a use of a weight in the forward pass, and put a tap on its result."""
 
 from __future__ import annotations
 
@@ -14,58 +14,56 @@ from persample._internal.functions import find_results
 from persample._internal.tree import emptied, map_tensors, slots_in
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import moves
-from persample.backward.tap import Plan, Tap, Use
+from persample.backward.recorded_use import Plan, RecordedUse
+from persample.backward.tap import Tap
 from persample.errors import PerSampleError, SamplesMixed, op_name
-from persample.forward.kernels import kernel, run_detached
+from persample.forward.kernels import choose_kernel, run_detached
 from persample.layouts import Motion, Op, motion_of
 from persample.layouts.functions import WRITES
 from persample.layouts.layout import Layout, Reduced
 from persample.rules import Rule, rules_of
 
-REMEDY = (
-    "Keep the samples apart (GroupNorm or LayerNorm instead of BatchNorm, or eval() for it; statistics and attention "
-    "within a sample), or tell where the batch lies with batch_size and batch_first."
-)
 
-
-class Surroundings(Protocol):
-    """What a use needs to know of the forward pass that it is part of."""
+class ForwardPass(Protocol):
+    """What a use needs to know about the forward pass that it is part of; the tracker provides it."""
 
     batch: int
     collector: Collector
-    anchor: Tensor  # which every tapped result depends on
-    anchor_node: Any  # and what gathers its gradient: it is part of every backward pass that reaches weights
+    anchor: Tensor  # a leaf that every tapped result depends on
+    anchor_node: Any  # the node that accumulates its gradient: part of every backward pass that reaches weights
+    advice: str  # what the user can do if samples are mixed, in the words of the front end
 
-    def place(self) -> str: ...
+    def place(self) -> str:
+        """The module whose code is running, in words."""
 
 
 def run_use(
-    op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], around: Surroundings, motion: Motion | None = None
+    op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], forward: ForwardPass, motion: Motion | None = None
 ) -> tuple[Any, Motion]:
-    """The result of an op that uses `weights` (by their position among its tensors), and where its samples lie.
+    """Run an op that uses `weights` (by position among its tensors); returns its result and how the samples moved.
 
-    `motion` says how the op moves the samples, if that is known already.
+    `motion` is given if it is known already.
     """
-    check_apart(op, around)
+    check_not_mixed(op, forward)
     if op.func in WRITES and not moves(op):
         raise PerSampleError(
-            f"{op_name(op.func)}, in {around.place()}, combines weights with samples while it puts them in place. Do "
-            "the one and then the other."
+            f"{op_name(op.func)}, in {forward.place()}, combines weights with samples while it writes them into a "
+            "tensor (reduce=...). Combine them first, then write the result."
         )
     saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
     if op.inplace:
         saved[0] = saved[0].clone()
         if 0 in weights:
-            weights = {**weights, 0: _moved_aside(op, around)}
+            weights = {**weights, 0: _move_aside(op, forward)}
     trace = tracing.get_trace()
     rng_state = None if rules or trace else torch.get_rng_state()
     drawn = trace.drawn if trace else 0
-    result = run_detached(op, weights, whole=any(rule.whole for rule in rules))
-    draws = trace.drawn > drawn and not rules if trace else _changed(rng_state)
+    result = run_detached(op, weights, without_graph=any(rule.whole for rule in rules))
+    draws = trace.drawn > drawn and not rules if trace else _is_rng_changed(rng_state)
     if draws:
         raise PerSampleError(
-            f"{op_name(op.func)}, in {around.place()}, draws random numbers where it uses weights, which cannot be "
-            "drawn again for each sample. Draw them in a function of their own, as dropout before or after it does."
+            f"{op_name(op.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The same "
+            "numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does."
         )
 
     results = find_results(result, op.args)
@@ -73,163 +71,169 @@ def run_use(
     key = tuple(weights)
     plan = motion.plans.get(key)
     if plan is None or plan.rules is not rules:
-        plan = motion.plans[key] = _planned(op, results, weights, rules, motion, around)
-        motion.use = plan if _can_be_repeated(op, result, weights, plan) else None
+        plan = motion.plans[key] = _make_plan(op, results, weights, rules, motion, forward)
+        motion.use = plan if _can_repeat_later(op, result, weights, plan) else None
     if not plan.tapped:
         return result, motion
 
     shapes = tuple([r.shape for r in results])
-    autocast = _autocast(op.tensors[0].device.type)
-    use = Use(plan, shapes, weights, autocast, around.batch, around.collector, around.anchor_node)
-    around.collector.expect(weights.values())
-    if around.collector.early:
+    autocast = _get_autocast(op.tensors[0].device.type)
+    use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector, forward.anchor_node)
+    forward.collector.expect(weights.values())
+    if forward.collector.early:
         factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in plan.tapped]
-        around.collector.expect_bytes(sum(t.nbytes for t in factors))
+        forward.collector.expect_bytes(sum(t.nbytes for t in factors))
     if plan.rule is not None and plan.rule.whole:
         saved += results
-    chosen = [results[i] if op.inplace else _beneath(results[i]) for i in plan.tapped]
-    shared = plan.moves and any(_same_memory(c, w) for c in chosen for w in weights.values())
+    chosen = [results[i] if op.inplace else _find_base(results[i]) for i in plan.tapped]
+    shared = plan.moves and any(_shares_memory(c, w) for c in chosen for w in weights.values())
     copy = not op.inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
-    passed_on = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in plan.inputs), around.anchor)
-    seen = {i: p if p.shape == shapes[i] else p.view(shapes[i]) for i, p in zip(plan.tapped, passed_on, strict=True)}
+    tapped_results = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in plan.inputs), forward.anchor)
+    pairs = zip(plan.tapped, tapped_results, strict=True)
+    seen = {i: tapped if tapped.shape == shapes[i] else tapped.view(shapes[i]) for i, tapped in pairs}
     if isinstance(result, Tensor):
         return seen[0], motion
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
 
 
-def can_repeat(op: Op, plan: Plan, around: Surroundings) -> bool:
-    """Whether a call of the kind that `plan` was made for can be run by it."""
-    parameters = around.collector.parameters
+def can_repeat(op: Op, plan: Plan, forward: ForwardPass) -> bool:
+    """Whether `plan`, made for an earlier call with the same key, holds for this call."""
+    parameters = forward.collector.parameters
     return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is rules_of(op.func)
 
 
-def repeat_use(op: Op, plan: Plan, around: Surroundings) -> Tensor:
-    """The result of a call that has been planned: the same as above, without what cannot happen here."""
+def repeat_use(op: Op, plan: Plan, forward: ForwardPass) -> Tensor:
+    """`run_use` for a call with a plan, without the cases that cannot occur. This is the hot path."""
     saved, weights = list(op.tensors), {i: op.tensors[i] for i, _ in plan.weights_at}
-    if plan.reached:
+    if plan.has_graph:
         args, kwargs = list(op.args), dict(op.kwargs)
         for position, argument in plan.weights_at:
             (args if isinstance(argument, int) else kwargs)[argument] = saved[position].detach()  # type: ignore[index]
         result = plan.kernel(*args, **kwargs)
     else:
         result = plan.kernel(*op.args, **op.kwargs).detach()
-    collector = around.collector
-    use = Use(
-        plan, (result.shape,), weights, _autocast(result.device.type), around.batch, collector, around.anchor_node
+    collector = forward.collector
+    use = RecordedUse(
+        plan, (result.shape,), weights, _get_autocast(result.device.type), forward.batch, collector, forward.anchor_node
     )
     collector.expect(weights.values())
     if collector.early:
         collector.expect_bytes(sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes))
     for i in weights:
         saved[i] = saved[i].detach()
-    chosen = _beneath(result)
-    (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, around.anchor)
+    chosen = _find_base(result)
+    (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, forward.anchor)
     return seen if seen.shape == result.shape else seen.view(result.shape)
 
 
-def _can_be_repeated(op: Op, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
-    """Whether this is a plain call by a rule, which gives one tensor, and nothing but its weights may be weights."""
-    may_be_weights = {i for i, t in enumerate(op.tensors) if t.requires_grad and op.where[i] is None}
-    plain = plan.rule is not None and not plan.rule.whole and not op.inplace and isinstance(result, Tensor)
-    return plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and may_be_weights == {*weights}
+def _can_repeat_later(op: Op, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
+    """Whether later calls with the same key can skip `run_use`: a rule, one result, no other possible weights."""
+    possible_weights = {i for i, t in enumerate(op.tensors) if t.requires_grad and op.where[i] is None}
+    is_plain = plan.rule is not None and not plan.rule.whole and not op.inplace and isinstance(result, Tensor)
+    return is_plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and possible_weights == {*weights}
 
 
-def _weights_at(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
-    """For each weight its position among the tensors, and its place or name among the arguments, if all are such."""
+def _find_arguments(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
+    """For each weight: its position among the tensors, and its argument's position or name; empty if one is nested."""
     given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs.items()]
-    places = [place for place, arg in given if isinstance(arg, Tensor)]
-    return [(i, places[i]) for i in weights] if len(places) == len(op.tensors) else []
+    arguments = [key for key, arg in given if isinstance(arg, Tensor)]
+    return [(i, arguments[i]) for i in weights] if len(arguments) == len(op.tensors) else []
 
 
-def _planned(
+def _make_plan(
     op: Op,
     results: Sequence[Tensor],
     weights: dict[int, Tensor],
     rules: Sequence[Rule],
     motion: Motion,
-    around: Surroundings,
+    forward: ForwardPass,
 ) -> Plan:
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
-    _check_results(op, [motion.results[i] for i in tapped], around)
+    _check_results(op, [motion.results[i] for i in tapped], forward)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
     call = emptied((op.args, op.kwargs))
-    # Where there are no samples it is not known where they lie, and makes no difference.
-    rule = next((r for r in rules if not around.batch or _holds(r, op, call, layouts, weights)), None)
+    # In an empty batch, layouts are not known and make no difference.
+    rule = next((r for r in rules if not forward.batch or _is_for(r, op, call, layouts, weights)), None)
     whole = any(r.whole for r in rules)
     if rule is None and whole:
-        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, has samples where none are expected.")
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {forward.place()}, has samples in an argument where its rule expects none."
+        )
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
-    reached = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
+    with_graph = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
     return Plan(
-        op.func, call, layouts, where, tapped, reached if whole else [], rule, rules, rule is None and moves(op),
-        kernel(op.func, weights) if reached else op.func, bool(reached), _weights_at(op, weights),
+        op.func, call, layouts, where, tapped, with_graph if whole else [], rule, rules, rule is None and moves(op),
+        choose_kernel(op.func, weights) if with_graph else op.func, bool(with_graph), _find_arguments(op, weights),
     )  # fmt: skip
 
 
-def _autocast(device: str) -> tuple[str, torch.dtype] | None:
-    """The type that operations are run in, if it is not that of their arguments."""
+def _get_autocast(device: str) -> tuple[str, torch.dtype] | None:
+    """The device type and dtype of autocast, None if it is off."""
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
-def _moved_aside(op: Op, around: Surroundings) -> Tensor:
-    """The weights that samples are about to be written into, for the tensor itself will be the samples'."""
+def _move_aside(op: Op, forward: ForwardPass) -> Tensor:
+    """A copy of a derived weight that samples are about to be written into: the tensor itself becomes the samples'."""
     weight = op.tensors[0]
-    if weight.is_leaf or weight._base is not None or around.collector.uses(weight):
+    if weight.is_leaf or weight._base is not None or forward.collector.count_uses(weight):
         raise PerSampleError(
-            f"{op_name(op.func)}, in {around.place()}, writes samples into a tensor of {tuple(weight.shape)} that was "
-            "computed from weights, and is also used otherwise. Write into a clone of it."
+            f"{op_name(op.func)}, in {forward.place()}, writes samples into a tensor of shape {tuple(weight.shape)} "
+            "that was computed from weights and has another use. Write into a clone of it."
         )
-    aside = weight.clone()
+    copy = weight.clone()
     weight.detach_()
-    return aside
+    return copy
 
 
-def _changed(rng_state: Tensor | None) -> bool:
+def _is_rng_changed(rng_state: Tensor | None) -> bool:
     return rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state)
 
 
-def _same_memory(a: Tensor, b: Tensor) -> bool:
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return _torch.get_storage_id(a) == _torch.get_storage_id(b)
 
 
-def _beneath(result: Tensor) -> Tensor:
-    """What a result is a view of, if it is all of that: a linear layer on sequences gives a view of rows."""
+def _find_base(result: Tensor) -> Tensor:
+    """The base of a result that is a view of all of it: a linear layer on sequences returns a view of its rows."""
     base = result._base
-    whole = base is not None and base.numel() == result.numel() and base.is_contiguous() and result.is_contiguous()
-    return base if whole and base is not None and not base.is_leaf else result
+    is_whole = base is not None and base.numel() == result.numel() and base.is_contiguous() and result.is_contiguous()
+    return base if is_whole and base is not None and not base.is_leaf else result
 
 
-def check_apart(op: Op, around: Surroundings) -> None:
-    """Refuses arguments in which the samples are not apart."""
-    if not all([t.layout is torch.strided for t in op.tensors]):  # a list, which is quicker for so few
-        cause = "uses weights with sparse tensors: make them dense"
-        raise PerSampleError(f"{op_name(op.func)}, in {around.place()}, {cause}.")
+def check_not_mixed(op: Op, forward: ForwardPass) -> None:
+    """Refuse arguments in which the samples are mixed."""
+    if not all([t.layout is torch.strided for t in op.tensors]):  # a list is faster than a generator for so few
+        raise PerSampleError(
+            f"{op_name(op.func)}, in {forward.place()}, uses weights with sparse tensors, which is not supported: make "
+            "them dense."
+        )
     for where in op.where:
         if isinstance(where, Reduced):
             raise SamplesMixed(
-                f"{op_name(op.func)}, in {around.place()}, uses weights on a sum over the samples ({where.cause}, in "
-                f"{where.place}), as a penalty on the weights does: it is no sample's own. Leave it to the optimizer "
-                "(weight_decay), or give it a backward pass of its own, outside of the recording."
+                f"{op_name(op.func)}, in {forward.place()}, combines weights with a sum over the samples "
+                f"({where.cause}, in {where.place}), as a penalty on the weights does. The result belongs to no "
+                "single sample. Leave a penalty to the optimizer (weight_decay), or call its backward() outside the "
+                "recording."
             )
         if where is not None and not isinstance(where, Layout):
             raise SamplesMixed(
-                f"{op_name(op.func)}, in {around.place()}, uses weights on a tensor in which the samples of the batch "
-                f"are not apart: {where.cause}, in {where.place}. {REMEDY}"
+                f"{op_name(op.func)}, in {forward.place()}, uses weights on a tensor in which the samples of the batch "
+                f"are mixed: {where.cause}, in {where.place}. {forward.advice}"
             )
 
 
-def _check_results(op: Op, results: Sequence[Any], around: Surroundings) -> None:
+def _check_results(op: Op, results: Sequence[Any], forward: ForwardPass) -> None:
     for where in results:
         if not isinstance(where, Layout):
-            cause = where.cause if where else f"{op_name(op.func)} gives something that belongs to no sample"
-            raise SamplesMixed(f"The samples of the batch are mixed in {around.place()}: {cause}. {REMEDY}")
+            cause = where.cause if where else f"the result of {op_name(op.func)} belongs to no sample"
+            raise SamplesMixed(f"The samples of the batch are mixed in {forward.place()}: {cause}. {forward.advice}")
 
 
-def _holds(
+def _is_for(
     rule: Rule, op: Op, call: tuple[Any, Any], layouts: Sequence[Layout | None], weights: Container[int]
 ) -> bool:
-    """Whether a rule is for this call, and the samples lie where it expects them, and in no other arguments."""
+    """Whether a rule is for this call, with samples in the arguments and dimensions that the rule expects."""
     named = rule.bind(*call)
     if not named.keys() <= rule.known or not rule.when(*op.args, **op.kwargs):
         return False

@@ -1,4 +1,13 @@
 """The per-sample gradients as a lazy matrix, and every answer that comes from its structure.
 
-Other packages use `PerSampleGradients`, and `StreamedNorms` and `StreamedClip`, which keep only what was asked for.
+Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
+answer; `RecordedGradients`, what the three have in common; `Bound`, how to clip; and `release_memory`.
 """
+
+from persample.gradients.base import RecordedGradients
+from persample.gradients.buffers import release_memory
+from persample.gradients.clipping import Bound
+from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.streamed import StreamedClip, StreamedNorms
+
+__all__ = ["Bound", "PerSampleGradients", "RecordedGradients", "StreamedClip", "StreamedNorms", "release_memory"]

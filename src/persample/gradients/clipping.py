@@ -1,6 +1,10 @@
-"""Clipping: the factors that bound the norms of rows."""
+"""Clipping: the bound on the norms of rows, and the factors that enforce it."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -8,14 +12,33 @@ from torch import Tensor
 from persample.errors import PerSampleError
 
 
-def factors_of(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:
-    """What makes each norm at most `max_norm`; a norm of zero stays. With a stabiliser, all are scaled by as much.
+@dataclass(frozen=True)
+class Bound:
+    """How a recording with `keep="clip"` clips.
 
-    >>> factors_of(torch.tensor([0.5, 4.0]), 1.0), factors_of(torch.tensor([0.5, 4.0]), 1.0, stabiliser=0.5)
-    (tensor([1.0000, 0.2500]), tensor([1.0000, 0.2222]))
+    `max_norm` is the bound on the norm of a row, or on each parameter's part of it, by name. A `stabiliser` selects
+    automatic clipping. `passes` is the number of backward passes; None: one, unless its factors take more than `memory`
+    bytes.
+    """
+
+    max_norm: float | Mapping[str, float]
+    stabiliser: float | None = None
+    passes: Literal[1, 2] | None = None
+    memory: int = 2**30
+
+
+def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:
+    """The factor for each row that makes its norm at most `max_norm`; 1 if it is small enough.
+
+    With a stabiliser (automatic clipping) every row is scaled, by `max_norm / (norm + stabiliser)`.
+
+    >>> compute_clip_factors(torch.tensor([0.5, 4.0]), 1.0)
+    tensor([1.0000, 0.2500])
+    >>> compute_clip_factors(torch.tensor([0.5, 4.0]), 1.0, stabiliser=0.5)
+    tensor([1.0000, 0.2222])
     """
     if not max_norm > 0:
-        raise PerSampleError(f"max_norm must be positive, got {max_norm}")
+        raise PerSampleError(f"max_norm must be positive, got {max_norm}.")
     if stabiliser is not None:
         return max_norm / (norms + stabiliser)
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from persample import _torch
 from persample.errors import PerSampleError
-from persample.gradients.matrix import PerSampleGradients
+from persample.gradients import PerSampleGradients
 from persample.recording.watch import Watch
 
 _BLOCK = 2**18  # numbers of noise that are drawn at once: 1 MB in float32

@@ -1,4 +1,4 @@
-"""Recording each step of a model that trains as it always does, where no block can be put around its steps."""
+"""`watch`: the per-sample gradients of each step of a model that is trained elsewhere, without a block around it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import not_traced, skipped
-from persample.batches import tensors_within
-from persample.distributed import processes_of
+from persample.batches import iterate_tensors
+from persample.distributed import find_processes
 from persample.errors import PerSampleError
-from persample.gradients.matrix import PerSampleGradients
-from persample.gradients.streamed import StreamedClip
-from persample.recording.options import Options, chosen, trainable_of
+from persample.gradients import StreamedClip
+from persample.recording.options import Options
 from persample.recording.session import Recording, refuse_unrecorded
 
-Receive = Callable[[PerSampleGradients], None]
+# Called with the gradients of each step: of the class that the option `keep` selects.
+Receive = Callable[[Any], None]
+
+# The options of `record` as a mapping, or a function that returns those of the next step.
+StepOptions = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
-def watch(model: nn.Module, receive: Receive, options: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> Watch:
-    """From now on each step of the model is recorded: `receive(grads)` is called when its backward pass has ended.
+def watch(model: nn.Module, receive: Receive, options: StepOptions) -> Watch:
+    """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
-    A step is a call of the model with gradients enabled, whatever is computed of its outputs, and the backward pass
-    behind. The `options` are those of `record`, or a function that gives those of the next step. Calls whose outputs go
-    into one loss must be of the same samples, and are one step. An ordinary gradient of a recorded parameter, by a way
-    that was not recorded, is refused, as long as the model is watched: until `stop()`.
+    A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
+    pass. Calls whose outputs go into one loss are one step, and must have the same samples.
 
-    What follows the samples stays active until the next call of the model, or `rest()`; from the end of the backward
-    pass on it lets everything through.
+    The samples are followed until the backward pass has ended. A step without a backward pass ends with the next call
+    of the model, or with `rest()`. While the model is watched, an ordinary gradient of a recorded parameter is refused:
+    it comes from a use that was not recorded.
+
+    Args:
+        model: the model; it stays as it is.
+        receive: called with the gradients of each step.
+        options: the options of `record`, or a function that returns those of the next step.
 
     >>> model, found = nn.Linear(3, 2), []
     >>> watched = watch(model, lambda grads: found.append(grads.norms()), {"keep": "norms"})
@@ -48,28 +55,26 @@ def watch(model: nn.Module, receive: Receive, options: Mapping[str, Any] | Calla
 
 
 class Watch:
-    """What `watch` returns: `rest()` between steps is optional; `stop()` ends it, or the end of a `with` block."""
+    """The result of `watch`. `stop()`, or the end of a `with` block, ends it; `rest()` ends one step."""
 
-    def __init__(
-        self, model: nn.Module, receive: Receive, options: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-    ) -> None:
+    def __init__(self, model: nn.Module, receive: Receive, options: StepOptions) -> None:
         self._model = model
         self._receive = receive
-        self._options = options if callable(options) else lambda: options
+        self._get_options = options if callable(options) else lambda: options
         self._recording: Recording | None = None
         self._step = object()
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
-        self._runs = False  # a call of the model
+        self._is_inside = False  # whether a call of the model is running
         self._empty_passes: set[int] = set()
         self._hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after, always_call=True),
-            *self._refusals(),
+            *self._refuse_unrecorded(),
         ]
 
     def stop(self) -> None:
-        """Ends the watch: the model is as it was."""
+        """End the watch; the model is as it was before."""
         self.rest()
         for hook in self._hooks:
             hook.remove()
@@ -81,88 +86,76 @@ class Watch:
         self.stop()
 
     def rest(self) -> None:
-        """Says that a step has ended; what was not back-propagated of it is not recorded any more."""
+        """End the current step. A backward pass from its outputs raises from now on."""
         recording, self._recording = self._recording, None
-        self._runs = False
+        self._is_inside = False
         self._opened.close()
         if recording is not None:
-            recording.forget()
+            recording.close()
 
     # ---- the forward pass ----
 
     @not_traced
     @skipped(inside=True)
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recomputed = _torch.get_backward_pass() >= 0
-        if recomputed or self._runs or not torch.is_grad_enabled():
+        is_recomputation = _torch.get_backward_pass() >= 0
+        if is_recomputation or self._is_inside or not torch.is_grad_enabled():
             return
         try:
-            if not self._goes_on(args, kwargs):
+            if not self._continues_step(args, kwargs):
                 self._begin()
             assert self._recording is not None
-            self._recording.before_forward(args, kwargs)
+            self._recording.start_forward(args, kwargs)
         except BaseException:
             self.rest()
             raise
-        self._runs = True
+        self._is_inside = True
 
-    def _goes_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call is part of the step that was begun: a loss of both may follow, and it is of the same samples.
-
-        If no output of the earlier call is left, there will be none.
-        """
-        recording = self._recording
-        if recording is None or recording.tracker.rests or not any(output() is not None for output in self._outputs):
+    def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call belongs to the current step: an earlier output is alive, and the batch size is equal."""
+        recording, is_alive = self._recording, any(output() is not None for output in self._outputs)
+        if recording is None or recording.tracker.is_resting or not is_alive:
             return False
-        return recording.batch_of(args, kwargs) == recording.grads.batch_size
+        return recording.find_batch_size(args, kwargs) == recording.grads.batch_size
 
     def _begin(self) -> None:
         self.rest()
         self._outputs = []
-        self._step = step = object()  # by which it is known, for what it keeps must not know the recording itself
-        self._recording = recording = Recording(self._model, Options(**self._options()), lambda: self._ended(step))
+        self._step = step = object()  # identifies the step: its graph must not keep the recording alive
+        options = Options(**self._get_options())
+        self._recording = recording = Recording(self._model, options, lambda: self._end_backward(step), self._fail)
         tracker = recording.tracker
-        self._opened.enter_context(recording.over.recording(tracker, recording.options.keep_grad))
+        self._opened.enter_context(recording.processes.prepare_recording(tracker, options.keep_grad))
         tracker.start()
         self._opened.callback(tracker.stop)
-        backward = tracker.on_backward
-        tracker.on_backward = lambda *call: self._to_the_end(backward, *call)  # type: ignore[arg-type]
         _torch.insert_outermost_mode(tracker)
         self._opened.callback(_torch.remove_mode, tracker)
-        # Where there are no samples no term arrives, but the anchor's node is part of every backward pass.
-        tracker.anchor_node.register_prehook(lambda grads: self._passes_by(step))
+        # In an empty batch no term arrives, but the node of the anchor is part of every backward pass.
+        tracker.anchor_node.register_prehook(lambda grads: self._note_empty_pass(step))
 
     @not_traced
     @skipped(inside=True)
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._runs:
+        if not self._is_inside:
             return
-        self._runs = False
-        if output is None:  # it has failed, or there is nothing to be back-propagated
+        self._is_inside = False
+        if output is None:  # the call has failed, or there is nothing to back-propagate
             self._fail(sys.exc_info()[1])
             self.rest()
         elif self._recording is not None:
-            self._recording.after_forward()
-            self._outputs += [ref(t) for t in tensors_within(output) if t.requires_grad]
+            self._recording.end_forward()
+            self._outputs += [ref(t) for t in iterate_tensors(output) if t.requires_grad]
 
     # ---- the backward pass ----
 
-    def _to_the_end(self, backward: Callable[..., Any], *call: Any) -> Any:
-        """A backward pass that fails ends its step."""
-        try:
-            return backward(*call)
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def _fail(self, error: BaseException | None) -> None:
-        """Ends a step; if it was refused, the model is left as it was before."""
+        """End a failed step; if it was refused, restore the model."""
         if self._recording is not None:
-            self._recording.tracker.rests = True
+            self._recording.tracker.is_resting = True
             if isinstance(error, PerSampleError):
-                self._recording.undo()
+                self._recording.undo_forward()
 
-    def _passes_by(self, step: object) -> None:
+    def _note_empty_pass(self, step: object) -> None:
         recording, backward_pass = self._recording, _torch.get_backward_pass()
         if recording is None or step is not self._step or recording.grads.batch_size:
             return
@@ -170,23 +163,23 @@ class Watch:
             self._empty_passes.add(backward_pass)
             _torch.call_after_backward(recording.collector.finished)
 
-    def _ended(self, step: object) -> None:
+    def _end_backward(self, step: object) -> None:
         self._empty_passes.clear()
         recording = self._recording
         if recording is None or step is not self._step:
             raise PerSampleError(
-                "A backward pass reached a call of the model that is not part of the step: one from before the last "
-                "rest(), or of another number of samples than a later one. One loss can be of one batch only."
+                "A backward pass reached a call of the model that does not belong to the current step: it was made "
+                "before the last rest(), or a later call had another batch size. Compute a loss from one batch only."
             )
         grads = recording.grads
         if not isinstance(grads, StreamedClip) or grads.is_complete:
-            recording.tracker.rests = True
+            recording.tracker.is_resting = True
             self._receive(grads)
 
-    def _refusals(self) -> list[RemovableHandle]:
-        recorded = chosen(trainable_of(self._model), Options(**self._options()).parameters)
+    def _refuse_unrecorded(self) -> list[RemovableHandle]:
+        options = Options(**self._get_options())
         return refuse_unrecorded(
-            recorded,
-            processes_of(self._model),
-            lambda: self._recording is not None and self._recording.collector.pulls_back(),
+            options.select(self._model),
+            find_processes(self._model),
+            lambda: self._recording is not None and self._recording.collector.is_pulling_back,
         )

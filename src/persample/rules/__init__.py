@@ -1,7 +1,16 @@
 """Which terms the weights of a torch function receive, a few lines each."""
 
 from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent
-from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite, Rule, handler_of, rule, rules_of
+from persample.rules.registry import (
+    HANDLED_FUNCTIONS,
+    Rewrite,
+    Rule,
+    find_adapter,
+    handler_of,
+    register_adapter,
+    rule,
+    rules_of,
+)
 
 __all__ = [
     "HANDLED_FUNCTIONS",
@@ -10,12 +19,14 @@ __all__ = [
     "conv",
     "elementwise",
     "embedding",
+    "find_adapter",
     "grouped",
     "handler_of",
     "linear",
     "matmul",
     "norm",
     "recurrent",
+    "register_adapter",
     "rule",
     "rules_of",
 ]

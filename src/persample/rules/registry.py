@@ -66,6 +66,22 @@ def _key(func: Callable[..., Any]) -> Callable[..., Any] | str:
     return _torch.get_operator_name(func) or func
 
 
+# Runs a use by a handler that is neither a Rule nor a Rewrite: `adapter(tracker, handler, op, weights)`.
+Adapter = Callable[[Any, Any, Any, Mapping[int, Tensor]], Any]
+
+_ADAPTERS: dict[type, Adapter] = {}
+
+
+def register_adapter(kind: type, adapter: Adapter) -> None:
+    """Have an adapter run the handlers of one type, for a front end with its own convention of rules."""
+    _ADAPTERS[kind] = adapter
+
+
+def find_adapter(handler: Any) -> Adapter | None:
+    """The adapter that runs a handler, None if the handler is a Rule, a Rewrite or None."""
+    return next((adapter for kind, adapter in _ADAPTERS.items() if isinstance(handler, kind)), None)
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """`function` computes the same as a torch function, from others whose uses of weights are then seen one by one.

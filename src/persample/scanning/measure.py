@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.graph import grads_kept
+from persample.batches import Batch, BatchDim
 from persample.checking.subject import seed_all, untouched
-from persample.gradients.matrix import PerSampleGradients
+from persample.gradients import PerSampleGradients, StreamedNorms
 from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
-from persample.recording.options import BatchDim, Chosen, chosen, trainable_of
+from persample.recording.options import Options, Selection
 from persample.recording.record import record
-from persample.samples_tmp import Batch
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import label_of, moved
 from persample.terms.base import wide
@@ -53,7 +53,7 @@ class Measurement:
         quantities: Sequence[str] = QUANTITIES,
         projection: Projection | None = None,
         groups: Groups | None = None,
-        parameters: Chosen | None = None,
+        parameters: Selection | None = None,
         batch_dim: BatchDim = 0,
         loss_reduction: str = "mean",
         nonfinite: Literal["raise", "keep"] = "raise",
@@ -68,7 +68,7 @@ class Measurement:
         self.model, self.loss_fn = model, loss_fn
         self.quantities = tuple(q for q in QUANTITIES if q in quantities)
         self.projection = projection
-        self.parameters = dict(chosen(trainable_of(model), parameters))
+        self.parameters = dict(Options(parameters=parameters).select(model))
         if not self.parameters:
             raise ScanError("The model has no parameter that requires grad.")
         self.groups = grouped(list(self.parameters), groups) if "group_norms" in quantities else {}
@@ -98,7 +98,7 @@ class Measurement:
             found["label"] = torch.full((count,), -1) if labels is None else labels.long()
         losses, grads = self._recorded(ids, batch)
         found["loss"] = wide(losses)
-        norms = _norms(grads) if grads else {name: torch.zeros(count) for name in self.parameters}
+        norms = grads.norms(per_parameter=True) if grads else {name: torch.zeros(count) for name in self.parameters}
         found["norm"] = _together(norms, norms)
         found |= {f"norm/{group}": _together(norms, names) for group, names in self.groups.items()}
         self._check_finite(ids, found)
@@ -155,7 +155,7 @@ class Measurement:
 
     # ---- inside ----
 
-    def _recorded(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | None]:
+    def _recorded(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
         """The losses and the gradients of a batch, or None where no loss depends on a parameter."""
         with record(
             self.model,
@@ -275,12 +275,6 @@ def undisturbed(measurement: Measurement, device: torch.device | None) -> Iterat
                 part.to(next(iter(places)))
             for module, training in flags.items():
                 module.training = training
-
-
-def _norms(grads: PerSampleGradients) -> dict[str, Tensor]:
-    norms = grads.norms(per_parameter=True)
-    assert isinstance(norms, dict)
-    return norms
 
 
 def _near(found: Tensor, expected: Tensor, scale: Tensor) -> bool:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from persample.batches import Batch, BatchDim
 from persample.losses import LossFunction
-from persample.recording.options import BatchDim
-from persample.samples_tmp import Batch
 from persample.scanning import queries
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import persample
+from persample.batches import BatchDim
 from persample.losses import LossFunction, name_of
-from persample.recording.options import BatchDim, Chosen
+from persample.recording.options import Selection
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import digest_of, structure_of
 from persample.scanning.errors import ScanError
@@ -56,7 +57,7 @@ def scan(
     seed: int = 0,
     dtype: Literal["float16", "float32"] = "float16",
     groups: Groups | None = None,
-    parameters: Chosen | None = None,
+    parameters: Selection | None = None,
     checkpoints: Sequence[State | str | Path] | None = None,
     learning_rates: Sequence[float] | None = None,
     batch_dim: BatchDim = 0,

@@ -1,0 +1,179 @@
+"""A use of a weight, as the backward pass needs it: turns the gradient of its result into terms of its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample._internal import tracing
+from persample._internal.tree import filled, slots_in
+from persample.backward.collector import Collector
+from persample.backward.entry_moves import moved_terms
+from persample.errors import PerSampleError, op_name
+from persample.layouts import Op
+from persample.layouts.layout import Layout, Owners, joined, place, sample_ids, samples
+from persample.rules.generic import generic
+from persample.rules.registry import Rule
+from persample.terms import Dense, Term, is_complex
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all uses of a function with arguments of the same types and shapes have in common."""
+
+    func: Callable[..., Any]
+    call: tuple[Any, Any]  # the arguments without their tensors
+    layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
+    results: tuple[Layout | None, ...]  # of each tensor in the result
+    tapped: tuple[int, ...]  # the results that can have a gradient
+    inputs: Sequence[int]  # positions of the activations whose gradient the rule computes
+    rule: Rule | None  # None: the generic rule, or the rule of functions that only move entries
+    rules: Sequence[Rule]  # the candidates among which `rule` was chosen
+    moves: bool  # whether the function only moves entries
+    kernel: Callable[..., Any]  # computes the result without gradients of the weights
+    has_graph: bool  # whether activations have gradients
+    weights_at: Sequence[tuple[int, int | str]]  # of each weight: position among the tensors, argument index or name
+
+    @cached_property
+    def reads_result(self) -> bool:
+        """Whether the op's own backward may read its result, which then must not count as changed in place."""
+        return not self.moves and (self.rule is None or self.rule.reads_result)
+
+    @cached_property
+    def positions(self) -> dict[str, tuple[int, ...]]:
+        """The positions of the tensors in each argument, by the argument's name."""
+        assert self.rule is not None
+        return {name: tuple(slots_in(value)) for name, value in self.rule.bind(*self.call).items()}
+
+    @property
+    def source(self) -> str:
+        """The name of the rule, for reports; a recurrent layer passes the function that it stands for."""
+        first = self.call[0][0] if self.call[0] else None
+        name = op_name(first if callable(first) else self.func).strip("_")
+        return name if self.rule is not None else f"moves ({name})" if self.moves else f"generic ({name})"
+
+
+@dataclass(slots=True)
+class RecordedUse:
+    """One call of a torch function with weights on one side and samples on the other; keeps no activation alive."""
+
+    plan: Plan
+    shapes: tuple[torch.Size, ...]  # of each tensor in the result
+    weights: dict[int, Tensor]  # position among the tensors -> parameter, or a tensor computed from parameters
+    autocast: tuple[str, torch.dtype] | None
+    batch: int
+    collector: Collector
+    anchor_node: Any
+
+    def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
+        """Compute the terms of all weights and, with `deliver`, pass them to the collector.
+
+        Returns the gradients of `plan.inputs`.
+        """
+        plan = self.plan
+        if self.batch == 0:
+            return [None] * len(plan.inputs)
+        tensors = [t.detach() for t in tensors]
+        own_grads: list[Tensor | None] = [None] * len(plan.results)
+        for i, grad in zip(plan.tapped, grads, strict=True):
+            layout = plan.results[i]
+            if grad is not None and layout is not None:
+                own_grads[i] = grad = grad.reshape(self.shapes[i])
+                if layout.ids is not None:
+                    self._check_constant_rows(grad, layout)
+        terms = self._compute_moved_terms(tensors, own_grads) if plan.moves else self._compute_terms(tensors, own_grads)
+        source = plan.source if self.collector.sources is not None else ""
+        for position, weight in self.weights.items() if deliver else ():
+            if position in terms:
+                self.collector.receive(weight, self._place(terms[position], position), source)
+        return [self._join(terms[i], i, tensors[i].shape) if i in terms else None for i in plan.inputs]
+
+    def _check_constant_rows(self, grad: Tensor, layout: Layout) -> None:
+        """Refuse a gradient that reaches rows which belong to no sample."""
+        rows = [j for j, n in enumerate(layout.ids or ()) if n < 0]
+        if not rows:
+            return
+        is_reached = grad.index_select(layout.dim, torch.tensor(rows, device=grad.device)).any()
+        cause = (
+            f"{op_name(self.plan.func)}: the loss depends on rows {rows} of a result, which belong to no sample. They "
+            "were made of constants and put beside samples in the batch dimension. Leave these rows out of the loss, "
+            "or give each sample one."
+        )
+        trace = tracing.get_trace()
+        if trace is not None:
+            trace.require(~is_reached, cause)
+        elif bool(is_reached):
+            raise PerSampleError(cause)
+
+    def _place(self, term: Term, position: int) -> Term:
+        """The term; if each sample used only some rows of the weight, placed in these rows."""
+        layout, weight = self.plan.layouts[position], self.weights[position]
+        if not weight.is_complex() and is_complex(term):
+            term = Dense(term.dense().real)
+        return term if layout is None else Dense(place(term.dense(), layout, weight.shape, self.batch))
+
+    def _join(self, term: Term, position: int, shape: torch.Size) -> Tensor:
+        layout = self.plan.layouts[position]
+        assert layout is not None
+        return joined(term.dense(), layout, shape, self.batch)
+
+    def _compute_moved_terms(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
+        args, kwargs = filled(self.plan.call, tensors)
+        op = Op(self.plan.func, args, kwargs, tuple(tensors), self.plan.layouts, self.batch)
+        (grad,) = grads
+        if grad is None:
+            return {}
+        with tracing.suspend():
+            owner = sample_ids(grad, self.plan.results[0], self.batch)
+        terms = moved_terms(op, self.weights, grad, owner)
+        return self._compute_terms(tensors, grads) if terms is None else terms
+
+    def _compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
+        """The rule's terms, by the positions of the tensors that they belong to."""
+        plan = self.plan
+        if plan.rule is not None and plan.rule.as_they_lie:
+            with tracing.suspend():
+                owners = Owners(sample_ids(own_grads[0], plan.results[0], self.batch), self.batch)  # type: ignore[arg-type]
+            return self._apply_rule(plan.rule, [own_grads[0] if len(own_grads) == 1 else own_grads, owners], tensors)
+        whole = plan.rule is not None and plan.rule.whole  # then `tensors` includes the results
+        layouts = (*plan.layouts, *plan.results) if whole else plan.layouts
+        # Samples with fewer rows than others are filled up. Padding rows get zero gradient, so they add nothing.
+        rows = [
+            t if layout is None else samples(t, layout, self.batch, zeros=not (t.is_floating_point() or t.is_complex()))
+            for t, layout in zip(tensors, layouts, strict=True)
+        ]
+        grads = [
+            samples(grad, layout, self.batch) if grad is not None and layout is not None else None
+            for grad, layout in zip(own_grads, plan.results, strict=True)
+        ]
+        if plan.rule is not None:
+            given: list[Any] = [grads[0] if len(grads) == 1 else grads]
+            if whole:
+                given.append(rows[len(plan.layouts) :])
+            return self._apply_rule(plan.rule, given, rows)
+        positions = list(self.weights)
+        batched = [layout is not None for layout in plan.layouts]
+        device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
+        with torch.autocast(device, dtype, enabled=self.autocast is not None):
+            found = generic(plan.func, plan.call, rows, batched, positions, grads)
+        return dict(zip(positions, map(Dense, found), strict=True))
+
+    def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
+        """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""
+        args, kwargs = filled(self.plan.call, tensors)
+        found: dict[int, Term] = {}
+        for name, term in rule.terms(*given, *args, **kwargs).items():
+            positions = self.plan.positions.get(name, ())
+            found.update(zip(positions, [term] if isinstance(term, Term) else term, strict=False))
+        without = self.weights.keys() - found.keys()
+        if without:
+            missing = [name for name, positions in self.plan.positions.items() if without & {*positions}]
+            raise PerSampleError(
+                f"The rule of {op_name(self.plan.func)} returns no term for {missing}, which are weights in this call."
+            )
+        return found
