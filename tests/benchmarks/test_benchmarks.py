@@ -1,0 +1,178 @@
+"""The benchmark itself: it notices what is wrong, and our ratios to a plain step have not grossly worsened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks import run, timing
+from benchmarks.__main__ import RESULTS, options_of
+from benchmarks.check import examine
+from benchmarks.engines import ENGINES, Engine, Plain
+from benchmarks.engines.base import RowsEngine
+from benchmarks.engines.loop import Loop
+from benchmarks.rows import Rows
+from benchmarks.targets import TIME
+from benchmarks.workloads import WORKLOADS, Workload
+
+PUBLISHED = json.loads((RESULTS / "regression.json").read_text())["ratios"]
+GROSS = 2.0  # times the published ratio
+
+
+def _small() -> tuple[nn.Module, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    return model, torch.randn(4, 6), torch.randint(3, (4,))
+
+
+SMALL = Workload("small", _small, "small")
+
+
+class Shuffled(Loop):
+    """Gives the right rows to the wrong samples: its sums are right."""
+
+    name = "shuffled"
+
+    def dense(self) -> Rows:
+        return {name: rows.roll(1, 0) for name, rows in super().dense().items()}
+
+
+class Doubled(Loop):
+    """Wrong in one small parameter."""
+
+    name = "doubled"
+
+    def dense(self) -> Rows:
+        rows = super().dense()
+        rows["2.bias"] *= 2
+        return rows
+
+
+class Undefined(Loop):
+    name = "undefined"
+
+    def norms(self) -> Tensor:
+        return super().norms() * torch.nan
+
+
+class ClippedByWrongNorms(Loop):
+    """Has norms that are off by a hundredth: a clipped sum hardly shows it."""
+
+    name = "clipped by wrong norms"
+
+    def norms(self) -> Tensor:
+        return super().norms() * (1 + 0.01 * torch.randn(len(self.x)))
+
+
+class Erring(RowsEngine):
+    name = "erring"
+
+    def dense(self) -> Rows:
+        raise ZeroDivisionError
+
+
+class OnlyAdapted(Loop):
+    """Takes the model in another form only."""
+
+    name = "only adapted"
+
+    def adapt(self) -> str:
+        return "another form"
+
+    def dense(self) -> Rows:
+        return super().dense() if self.note else {}
+
+
+def failures(engine: type[Engine]) -> dict[str, str]:
+    return examine(SMALL, [engine], engine.offers)[engine.name].failures
+
+
+@pytest.mark.parametrize("name", ["loop", "torch.func", "ExpandedWeights", "ours", "ours, 2 passes"])
+def test_right_engines_are_accepted(name: str) -> None:
+    assert set(failures(ENGINES[name]).values()) == {""}
+
+
+@pytest.mark.parametrize("engine", [Shuffled, Doubled])
+def test_a_wrong_engine_shows(engine: type[Engine]) -> None:
+    assert set(failures(engine).values()) == {"wrong"}
+    assert examine(SMALL, [engine], ["clip"])[engine.name].failures == {"clip": "wrong"}
+
+
+def test_nan_is_wrong_and_says_nothing_of_other_quantities() -> None:
+    found = failures(Undefined)
+    assert found["norms"] == "wrong" and found["dense"] == ""
+
+
+def test_wrong_norms_are_wrong_clipping() -> None:
+    assert failures(ClippedByWrongNorms)["clip"] == "wrong"
+    assert examine(SMALL, [ClippedByWrongNorms], ["clip"])["clipped by wrong norms"].failures == {"clip": "wrong"}
+
+
+def test_an_erring_engine_shows_its_error_and_has_no_time() -> None:
+    assert set(failures(Erring).values()) == {"error: ZeroDivisionError"}
+    times, _ = run.measure(SMALL, [Erring, Loop, Shuffled], ["dense"], [], rounds=2)
+    assert times["dense"]["erring"] == {"failure": "error: ZeroDivisionError"}
+    assert times["dense"]["shuffled"] == {"failure": "wrong"}
+    assert times["dense"]["loop"]["ratio"] > 0 and times["dense"]["loop"]["rounds"] == 2
+
+
+def test_an_adapted_model_is_noted() -> None:
+    found = examine(SMALL, [OnlyAdapted], ["dense"])["only adapted"]
+    assert found.failures == {"dense": ""} and found.note == "another form"
+
+
+def test_a_ratio_is_formed_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that becomes ten times slower for a while changes no ratio."""
+    durations: Iterator[float] = iter([9.0, 1.0, 3.0, 10.0, 30.0, 2.0, 6.0])  # a warm-up, then plain, engine, ...
+    monkeypatch.setattr(timing, "seconds", lambda engine, quantity: next(durations))
+    monkeypatch.setattr(timing, "ENDLESS", 100)
+    found = timing.measure(SMALL, "dense", [Loop(SMALL)], rounds=3)
+    assert found["loop"].ratio == 3 and found["loop"].quartiles == (3, 3) and found["loop"].rounds == 3
+
+
+def test_a_step_starts_with_nothing_left() -> None:
+    plain = Plain(SMALL)
+    timing.seconds(plain, "total")
+    assert all(p.grad is None for p in plain.model.parameters())
+
+
+def test_slow_engines_take_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timing.measure(SMALL, "norms", [Loop(SMALL)], rounds=9, patience=0)["loop"].rounds == timing.FEWEST
+    monkeypatch.setattr(timing, "ENDLESS", 0)
+    assert timing.measure(SMALL, "norms", [Loop(SMALL)], rounds=9, patience=0)["loop"].rounds == 1
+
+
+def test_options() -> None:
+    options = options_of(["--engines", "ours,ours, 2 passes,loop", "--quantities", "clip,dense"])
+    assert options.engines == ["loop", "ours", "ours, 2 passes"] and options.quantities == ["dense", "clip"]
+    assert options.output is None, "a restricted run does not replace what is published"
+    assert options_of([]).output == RESULTS
+    with pytest.raises(SystemExit):
+        options_of(["--engines", "ours,theirs"])
+
+
+def test_every_workload_has_targets_and_a_published_ratio() -> None:
+    names = [workload.short for workload in WORKLOADS]
+    assert list(TIME) == names and list(PUBLISHED) == names
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.short)
+def test_no_gross_loss_of_speed(workload: Workload) -> None:
+    """At most twice the published ratio; what is above is measured again, with more rounds."""
+    published = PUBLISHED[workload.short]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        lost = _above(published, run.our_ratios(workload, published, rounds=3))
+        if lost:
+            lost = _above(published, run.our_ratios(workload, lost, rounds=11))
+    finally:
+        torch.set_num_threads(threads)
+    assert not lost, f"times of a plain step {lost}, published {published}"
+
+
+def _above(published: dict[str, float], found: dict[str, float]) -> dict[str, float]:
+    return {quantity: ratio for quantity, ratio in found.items() if ratio > GROSS * published[quantity]}

@@ -1,0 +1,425 @@
+"""`persample scan`, `query`, `report`, `bench` and `demo`, as a user would type them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from pyarrow import csv, parquet
+
+from persample.cli import main
+from persample.scanning import Scan
+from tests.cli.test_check_command import REPOSITORY, imports_kept, typed  # noqa: F401  a fixture
+from tests.distributed.test_distributed import torchrun
+
+TASKS = """
+import time
+import torch
+from torch import nn
+
+def data(count=24):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+def plain():
+    print("a line of the user's own")
+    return model(), data(), nn.CrossEntropyLoss()
+
+def test():
+    return tuple(part[:2] for part in data())
+
+def mixed():
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3, track_running_stats=False)), data(), nn.CrossEntropyLoss()
+
+def with_nan():
+    x, y = data()
+    x[5] = x[7] = float("nan")
+    return model(), (x, y), nn.CrossEntropyLoss()
+
+def bad_shape():
+    return nn.Linear(5, 3), data(), nn.CrossEntropyLoss()
+
+def two():
+    return model(), data()
+
+def no_model():
+    return "model", data(), nn.CrossEntropyLoss()
+
+def no_loss():
+    return model(), data(), None
+
+def slow():
+    def loss_fn(model, batch):
+        time.sleep(0.1)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return model(), data(64), loss_fn
+
+def full():
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+    return plain()
+
+def image_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2))
+
+class Words(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.words, self.head = nn.Embedding(300, 8), nn.Linear(8, outputs)
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.words(input_ids)
+        return self.head((hidden * attention_mask[..., None]).sum(1) if self.head.out_features < 300 else hidden)
+
+def text_classifier():
+    torch.manual_seed(0)
+    return Words(2)
+
+def language_model():
+    torch.manual_seed(0)
+    return Words(300)
+
+def tokenizer():
+    def tokenize(texts):
+        rows = [list(text.encode())[:12] for text in texts]
+        longest = max(map(len, rows))
+        return {
+            "input_ids": [row + [0] * (longest - len(row)) for row in rows],
+            "attention_mask": [[1] * len(row) + [0] * (longest - len(row)) for row in rows],
+        }
+    return tokenize
+
+def no_tokenizer():
+    return "tokenizer"
+"""
+
+QUICK = ["--batch-size", "8", "--shard-size", "8", "--project", "16", "--quiet"]
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delitem(sys.modules, "tasks", raising=False)
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS)
+    return path
+
+
+def scanned(*arguments: str, out: str = "out") -> int:
+    return main(["scan", "tasks:plain", "--out", out, *QUICK, *arguments])
+
+
+# ---- scan ----
+
+
+def test_scan_report_and_query_as_typed(tasks: Path) -> None:
+    here = tasks.parent
+    done = typed("scan", "tasks:plain", "--out", "scans/one", *QUICK, "--report", cwd=here)
+    assert (done.returncode, done.stderr) == (0, "")
+    for line in ("24 examples", "self_influence", "batches of about", "largest self_influence", "report: scans/one"):
+        assert line in done.stdout
+    assert (here / "scans/one/report.html").stat().st_size > 10_000
+    done = typed("query", "scans/one", "neighbours", "3", "-k", "4", cwd=here)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 5
+    assert done.stdout.split()[:2] == ["example", "cosine"]
+
+
+def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = str(REPOSITORY / "examples" / "scan_digits.py")
+    assert main(["scan", f"{example}:to_scan", "--out", "digits", "--quiet"]) == 0
+    assert main(["query", "digits", "influence", f"{example}:test_batch", "-k", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out.partition("parquet\n")[2])
+    assert len(answer) == 18 and {entry["pushes"] for entry in answer} == {"for", "against"}
+
+
+def test_scan_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scanned("--json", "--table", "csv") == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert printed.err == "a line of the user's own\n"
+    assert answer["examples"] == 24 and answer["columns"]["loss"]["median"] > 0
+    table = csv.read_csv(answer["files"]["table"])
+    assert table.num_rows == 24 and "norm/0" in table.column_names
+
+
+def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    states = [str(tasks.parent / f"{i}.pt") for i in (0, 1)]
+    namespace: dict[str, Any] = {}
+    exec(TASKS, namespace)
+    for seed, path in enumerate(states):
+        torch.save(namespace["model"](seed).state_dict(), path)
+    options = ["--checkpoints", *states, "--learning-rates", "0.1", "0.2", "--quantities", "loss,norm,self_influence"]
+    assert scanned("--dtype", "float32", "--device", "cpu", *options) == 0
+    found = Scan("out")
+    assert found.settings["learning_rates"] == [0.1, 0.2] and found.settings["dtype"] == "float32"
+    assert found.columns == ["id", "label", "loss", "norm", "mean_loss", "self_influence"]
+    capsys.readouterr()
+    assert main(["query", "out", "influence", "tasks:test", "-k", "2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 8
+
+
+def test_stopped_and_gone_on_with(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
+    process = subprocess.Popen(command, cwd=tasks.parent, stderr=subprocess.PIPE, text=True)
+    while not (tasks.parent / "out" / "scan.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    message = process.communicate()[1]
+    assert process.returncode == 130 and message == "persample scan: stopped\n"
+    assert main(["report", "out"]) == 2
+    message = capsys.readouterr().err
+    assert "has not ended" in message and "run it again, and it goes on" in message
+    assert main(command[3:]) == 0
+
+
+def test_two_processes(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = torchrun("persample", "scan", f"{tasks}:plain", "--out", str(tasks.parent / "two"), *QUICK)
+    assert output.count("self_influence: examples") == 1, output  # one of them tells the result
+    assert scanned() == 0
+    one, two = Scan("out"), Scan("two")
+    assert all(np.allclose(one.column(name), two.column(name), rtol=1e-5) for name in one.columns)
+
+
+# ---- data from files ----
+
+
+def test_images_from_a_folder(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generator = np.random.default_rng(0)
+    for name in ("cats", "dogs"):
+        (tasks.parent / "photos" / name).mkdir(parents=True)
+        for i in range(5):
+            picture = generator.integers(0, 255, (20, 16, 3), dtype=np.uint8)
+            Image.fromarray(picture).save(tasks.parent / "photos" / name / f"{i}.png")
+    files = ["--images", "photos", "--image-size", "8", "--channels", "1"]
+    assert main(["scan", "tasks:image_net", *files, "--out", "out", *QUICK, "--report"]) == 0
+    found = Scan("out")
+    assert found.column("label").tolist() == [0] * 5 + [1] * 5 and found.settings["classes"] == ["cats", "dogs"]
+    assert "data:image" in Path("out/report.html").read_text()
+    Path("out/report.html").unlink()
+    assert main(["report", "out"]) == 0
+    assert "data:image" in Path("out/report.html").read_text()
+
+    Path("photos/dogs/3.png").write_bytes(b"no picture")
+    capsys.readouterr()
+    assert main(["scan", "tasks:image_net", *files, "--out", "other", *QUICK]) == 2
+    assert "Image 8, photos/dogs/3.png, cannot be read" in capsys.readouterr().err
+
+
+TEXTS = [("good film", "up"), ("bad film", "down"), ("what a story", "up"), ("dull", "down"), ("I slept", "down")]
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_text_from_a_table(kind: str, labelled: bool, tasks: Path) -> None:
+    rows = [{"words": text, **({"stars": stars} if labelled else {})} for text, stars in TEXTS]
+    path = tasks.parent / f"films.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        import pyarrow as pa
+
+        (csv.write_csv if kind == "csv" else parquet.write_table)(pa.Table.from_pylist(rows), path)
+    target = "tasks:text_classifier" if labelled else "tasks:language_model"
+    files = ["--text", str(path), "--text-column", "words", "--tokenizer", "tasks:tokenizer"]
+    files += ["--label", "stars"] if labelled else []
+    assert main(["scan", target, *files, "--out", "out", *QUICK, "--report"]) == 0
+    found = Scan("out")
+    assert len(found) == 5 and "what a story" in Path("out/report.html").read_text()
+    if labelled:
+        assert found.table()["class"].to_pylist() == [stars for _, stars in TEXTS]
+    else:
+        namespace: dict[str, Any] = {}
+        exec(TASKS, namespace)
+        model, tokens = namespace["language_model"](), torch.tensor([list(b"good film")])
+        alone = torch.nn.functional.cross_entropy(model(tokens, torch.ones_like(tokens))[0, :-1], tokens[0, 1:])
+        assert found.column("loss")[0] == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_a_saved_tokenizer(tasks: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = sorted({word for text, _ in TEXTS for word in text.split()})
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[UNK]", *words])}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tasks.parent / "tokenizer.json"))
+    (tasks.parent / "films.csv").write_text("text,label\n" + "\n".join(f"{text},{label}" for text, label in TEXTS))
+    files = ["--text", "films.csv", "--tokenizer", "tokenizer.json"]
+    assert main(["scan", "tasks:text_classifier", *files, "--out", "out", *QUICK]) == 0
+    assert len(Scan("out")) == 5
+
+
+# ---- query ----
+
+
+def test_queries_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scanned() == 0
+    found = Scan("out")
+    capsys.readouterr()
+
+    def asked(*question: str) -> list[dict[str, Any]]:
+        assert main(["query", "out", *question, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert [e["example"] for e in asked("top", "-k", "3")] == found.ranked("self_influence", 3).ids.tolist()
+    assert [e["example"] for e in asked("top", "--by", "loss", "-k", "2")] == found.ranked("loss", 2).ids.tolist()
+    assert [e["example"] for e in asked("neighbours", "4")] == found.neighbours(4).ids.tolist()
+    assert [e["example"] for e in asked("outliers", "-k", "5")] == found.outliers(5).ids.tolist()
+    assert [e["examples"] for e in asked("duplicates", "--tolerance", "0.9")] == found.duplicates(0.9)[:10]
+    for method in ("tracin", "whitened"):
+        answer = asked("influence", "tasks:test", "-k", "2", "--method", method)
+        assert [(e["sample"], e["pushes"]) for e in answer] == [
+            (s, way) for s in (0, 1) for way in ("for", "against") for _ in (0, 1)
+        ]
+        assert answer[0]["score"] > 0 > answer[2]["score"]
+
+
+# ---- what goes wrong ----
+
+ERRORS: dict[str, tuple[list[str], int, str]] = {
+    "no module": (["scan", "nothing:plain", "--out", "o"], 2, "there is no module 'nothing'"),
+    "no function": (["scan", "tasks:missing", "--out", "o"], 2, "tasks has no function 'missing'; it has data, model"),
+    "no loss": (["scan", "tasks:two", "--out", "o"], 2, "return (model, data, loss_fn), and returned a tuple of 2"),
+    "no model": (["scan", "tasks:no_model", "--out", "o"], 2, "has to return an nn.Module first, and returned a str"),
+    "loss is none": (["scan", "tasks:no_loss", "--out", "o"], 2, "return a loss function last, and returned None"),
+    "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "fails by itself: RuntimeError: mat1 and mat2"),
+    "mixed": (["scan", "tasks:mixed", "--out", "o"], 3, "tasks:mixed: "),
+    "nan": (["scan", "tasks:with_nan", "--out", "o"], 1, "loss of examples 5, 7 is not a finite number"),
+    "quantity": (["scan", "tasks:plain", "--out", "o", "--quantities", "loss,hue"], 2, "no quantities ['hue']"),
+    "checkpoint": (["scan", "tasks:plain", "--out", "o", "--checkpoints", "no.pt"], 2, "There is no checkpoint no.pt"),
+    "not a checkpoint": (["scan", "tasks:plain", "--out", "o", "--checkpoints", "tasks.py"], 2, "cannot be read as a"),
+    "a place that is taken": (["scan", "tasks:plain", "--out", "."], 2, "exists and holds no scan"),
+    "no images": (["scan", "tasks:image_net", "--out", "o", "--images", "nowhere"], 2, "There is no folder nowhere"),
+    "an empty folder": (["scan", "tasks:image_net", "--out", "o", "--images", "."], 2, "has no images"),
+    "no table": (["scan", "tasks:model", "--out", "o", "--text", "n.csv", "--tokenizer", "t"], 2, "is no file n.csv"),
+    "no tokenizer": (["scan", "tasks:model", "--out", "o", "--text", "t.csv"], 2, "--text needs a --tokenizer"),
+    "tokenizer": (
+        ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--tokenizer", "nowhere"], 2, "no tokenizer nowhere",
+    ),
+    "a text for a tokenizer": (
+        ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--tokenizer", "tasks:no_tokenizer"],
+        2, "returned a str",
+    ),
+    "column": (
+        ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--text-column", "words", "--tokenizer", "tasks:test"],
+        2, "has no column 'words'; it has text, label",
+    ),
+    "label": (
+        ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--label", "star", "--tokenizer", "tasks:test"],
+        2, "has no column 'star'; it has text, label",
+    ),
+    "device": (["scan", "tasks:plain", "--out", "o", "--device", "toaster"], 2, "--device toaster: "),
+    "no gpu": (["scan", "tasks:plain", "--out", "o", "--device", "cuda:7"], 2, "--device cuda:7: "),
+    "no place": (["scan", "tasks:plain", "--out", "t.csv/out"], 2, "t.csv/out"),
+    "both": (["scan", "tasks:model", "--out", "o", "--text", "a", "--images", "b"], 2, "do not go together"),
+    "no scan": (["query", "nowhere", "outliers"], 2, "There is no scan in nowhere"),
+    "no scan to report": (["report", "nowhere"], 2, "There is no scan in nowhere"),
+    "no subject": (["query", "out", "neighbours"], 2, "neighbours takes the number of an example"),
+    "a needless subject": (["query", "out", "outliers", "3"], 2, "outliers takes no subject"),
+    "no number": (["query", "out", "neighbours", "²"], 2, "takes the number of an example, got '²'"),
+    "no such example": (["query", "out", "neighbours", "99"], 2, "There is no example 99; the scan has 0 to 23"),
+    "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'; it has id, label, loss"),
+    "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'; there is loss"),
+    "another scan": (["scan", "tasks:plain", "--out", "out", "--batch-size", "4"], 2, "with another batch size: 8"),
+    "no model to measure": (["bench", "tasks:missing"], 2, "tasks has no function 'missing'"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("finished")
+    (directory / "tasks.py").write_text(TASKS)
+    done = typed("scan", "tasks:plain", "--out", "out", *QUICK, cwd=directory)
+    assert done.returncode == 0
+    return directory / "out"
+
+
+@pytest.mark.parametrize("mistake", ERRORS)
+def test_errors_are_one_line(
+    mistake: str, tasks: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tasks.parent / "out").symlink_to(finished)
+    (tasks.parent / "t.csv").write_text("text,label\ngood,1\n")
+    arguments, code, message = ERRORS[mistake]
+    assert main([*arguments, *(["--quiet"] if arguments[0] == "scan" else [])]) == code
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1
+    assert printed.err.startswith(f"persample {arguments[0]}: error: ")
+    assert not (tasks.parent / "o" / "summary.json").exists(), "something is left that looks whole"
+
+
+def test_not_a_number_can_be_kept(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scan", "tasks:with_nan", "--out", "out", *QUICK, "--nonfinite", "keep", "--json", "--report"]) == 0
+    assert json.loads(capsys.readouterr().out)["not_finite"] == [5, 7]
+    assert main(["query", "out", "top", "--by", "norm", "-k", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"example": 5, "norm": None}]
+
+
+def test_a_full_disk(tasks: Path) -> None:
+    """The function that gives the model has the process write no file larger than 6 kB."""
+    done = typed("scan", "tasks:full", "--out", "out", "--project", "1000", "--quiet", cwd=tasks.parent)
+    assert done.returncode == 4 and "There is no room for" in done.stderr and done.stderr.count("\n") == 1
+    assert not (tasks.parent / "out" / "summary.json").exists()
+    assert main(["scan", "tasks:plain", "--out", "out", "--project", "1000", "--quiet"]) == 0
+
+
+@pytest.mark.parametrize("quantities", ["noise_scale", "alignment", "loss"])
+def test_few_quantities(quantities: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scanned("--quantities", quantities, "--report") == 0
+    assert "24 examples" in capsys.readouterr().out
+
+
+def test_restart(tasks: Path) -> None:
+    assert scanned() == 0
+    assert scanned("--dtype", "float32") == 2
+    assert scanned("--dtype", "float32", "--restart") == 0
+    assert Scan("out").settings["dtype"] == "float32"
+
+
+# ---- bench, demo, help ----
+
+
+def test_bench(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "tasks:plain", "--rounds", "3", "--json", "--dense"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["samples"] == 24 and answer["plain_milliseconds"] > 0
+    assert set(answer["ratios"]) == {"norms", "clipped sum", "projection to 512", "dense gradients"}
+    assert main(["bench", "tasks:mixed"]) == 3
+    assert main(["bench", "--rounds", "1"]) == 0
+    assert "a plain step of 64 samples" in capsys.readouterr().out
+
+
+def test_the_demo_finds_the_flips(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--out", "demo", "--json"]) == 0
+    printed = capsys.readouterr()
+    answer = json.loads(printed.out)
+    assert answer["flipped"] == 90
+    assert answer["scores"]["self_influence"]["recall_in_top_tenth"] >= 0.85
+    assert set(answer["scores"]) == {"self_influence", "mean_loss", "norm", "loss"}
+    page = Path(answer["report"]).read_text()
+    assert "flipped by us: it is a" in page and "We flipped 90 labels." in page
+    assert "ranked by loss" in printed.err and "look at " in printed.err
+
+
+@pytest.mark.parametrize("command", ["scan", "query", "report", "bench", "demo", "check"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and "--json" in text
+    if command != "demo":
+        assert f"$ persample {command}" in text or f"$ python -m persample {command}" in text

@@ -1,0 +1,424 @@
+"""Attention and transformers with all their options, against the loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from persample import SamplesMixed, call_for_per_sample_grads, record
+from tests.support.cases import Calls
+from tests.support.oracle import Case, Grads, assert_rows_close, loss_of, oracle, tensors_within
+
+B, D, HEADS = 3, 4, 2
+LENGTHS = [(5, 4), (B, B)]  # of what asks and of what is asked
+
+# Torch says so of a layer that it will not run on its fast path; there is none in training.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors"
+)
+
+
+# ---- the two ways of calling ----
+
+
+def by_call(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+    outputs = call_for_per_sample_grads(module, **case.options)(*args, **kwargs)
+    loss_of(outputs, case.out_dim).backward()
+    return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
+
+
+def by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+    batch_dim = 0 if case.options.get("batch_first", True) else 1
+    with record(module, batch_dim=batch_dim, loss_reduction="sum") as grads:
+        outputs = module(*args, **kwargs)
+        loss_of(outputs, case.out_dim).backward()
+    return outputs, grads.dense()
+
+
+WAYS = [by_call, by_record]
+
+
+def with_zeros(rows: Grads, module: nn.Module) -> Grads:
+    """With a row of zeros for each parameter that was not used."""
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    return {name: rows.get(name, p.detach().new_zeros(B, *p.shape)) for name, p in trained.items()}
+
+
+def check(case: Case, same_bits: bool = True) -> None:
+    module, args, kwargs = case.build()
+    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    plain = list(tensors_within(copy.deepcopy(module)(*args, **kwargs)))
+    assert all(rows.isfinite().all() for rows in expected.values())
+    for way in WAYS:
+        subject = copy.deepcopy(module)
+        outputs, rows = way(subject, args, kwargs, case)
+        for ours, theirs in zip(tensors_within(outputs), plain, strict=True):
+            torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if same_bits else {}))
+        assert_rows_close(with_zeros(rows, subject), with_zeros(expected, subject))
+
+
+def check_by_slices(case: Case) -> None:
+    """With dropout, the oracle is the batch itself, drawn again: the loss of each sample's part of the output."""
+    module, args, kwargs = case.build()
+    by_slice = []
+    for n in range(B):
+        own = copy.deepcopy(module)
+        torch.manual_seed(5)
+        outputs = [output.narrow(case.out_dim, n, 1) for output in tensors_within(own(*args, **kwargs))]
+        loss_of(outputs, case.out_dim).backward()
+        by_slice.append({name: p.grad for name, p in own.named_parameters()})
+    expected = {name: torch.stack([rows[name] for rows in by_slice]) for name in by_slice[0]}
+    for way in WAYS:
+        subject, plain = copy.deepcopy(module), copy.deepcopy(module)
+        torch.manual_seed(5)
+        theirs = list(tensors_within(plain(*args, **kwargs)))
+        after = torch.get_rng_state()
+        torch.manual_seed(5)
+        outputs, rows = way(subject, args, kwargs, case)
+        assert torch.equal(torch.get_rng_state(), after)
+        for got, want in zip(tensors_within(outputs), theirs, strict=True):
+            assert torch.equal(got, want)
+        assert_rows_close(rows, expected)
+        loss_of(theirs, case.out_dim).backward()
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(rows[name].sum(0), p.grad)
+
+
+# ---- MultiheadAttention ----
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
+    "bias_kv, zero_attn": {"add_bias_kv": True, "add_zero_attn": True},
+    "kdim, vdim": {"kdim": 3, "vdim": 6},
+    "kdim, vdim, bias_kv": {"kdim": 3, "vdim": 6, "add_bias_kv": True, "bias": False},
+}
+
+# What `forward` is told besides query, key and value: numbers, constants, and names of what comes with the samples.
+CALLS: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "no weights": {"need_weights": False},
+    "weights of each head": {"average_attn_weights": False},
+    "padding": {"key_padding_mask": "flags"},
+    "padding, no weights": {"key_padding_mask": "flags", "need_weights": False},
+    "padding in floats": {"key_padding_mask": "floats"},
+    "mask": {"attn_mask": "bool (T, S)"},
+    "mask in floats": {"attn_mask": "float (T, S)", "need_weights": False},
+    "mask for each head": {"attn_mask": "bool heads"},
+    "mask for each head in floats": {"attn_mask": "float heads", "need_weights": False},
+    "mask and padding": {"attn_mask": "float (T, S)", "key_padding_mask": "floats", "need_weights": False},
+}
+
+
+def attention(
+    layer: dict[str, Any],
+    call: dict[str, Any],
+    lengths: tuple[int, int],
+    first: bool,
+    cross: bool,
+    dropout: float = 0.0,
+) -> Case:
+    """The samples come in front; with `first` they stay there, else the layer takes them in its dim 1."""
+    t, s = lengths if cross else lengths[:1] * 2
+    widths = (layer.get("kdim", D), layer.get("vdim", D))
+
+    def forward(m: Any, query: Tensor, key: Tensor, value: Tensor, **told: Tensor) -> Any:
+        given: dict[str, Any] = dict(call)
+        for name, mask in told.items():  # one mask for each head: torch wants (B * heads, T, S)
+            given[name] = mask.flatten(0, 1) if mask.dim() == 4 else mask
+        if hasattr(m, "mask"):
+            given["attn_mask"] = m.mask
+        if not cross:
+            key = value = query
+        parts = (query, key, value) if first else (part.transpose(0, 1) for part in (query, key, value))
+        output, weights = m.a(*parts, **given)
+        output = output if first else output.transpose(0, 1)
+        return output if weights is None else (output, weights)
+
+    def flags(*shape: int) -> Tensor:
+        masked = torch.rand(shape) < 0.4
+        masked[..., 0] = False
+        return masked
+
+    def told() -> dict[str, Tensor]:
+        made: dict[str, Tensor] = {}
+        for name in ("key_padding_mask", "attn_mask"):
+            kind = call.get(name, "")
+            shape = (B, HEADS, t, s) if "heads" in kind else (B, s)
+            if name == "key_padding_mask" or "heads" in kind:
+                if "float" in kind:
+                    made[name] = torch.randn(shape)
+                elif kind:
+                    made[name] = flags(*shape)
+        return made
+
+    def module() -> nn.Module:
+        kind = call.get("attn_mask", "")
+        constants = {"mask": flags(t, s) if "bool" in kind else torch.randn(t, s)} if "(T, S)" in kind else {}
+        return Calls(forward, a=nn.MultiheadAttention(D, HEADS, dropout, batch_first=first, **layer), **constants)
+
+    def inputs() -> list[Tensor]:
+        return [torch.randn(B, t, D), torch.randn(B, s, widths[0]), torch.randn(B, s, widths[1])]
+
+    return Case("attention", module, inputs, told)
+
+
+def attentions() -> Iterator[Any]:
+    for layer_name, layer in LAYERS.items():
+        cross = "kdim" in layer
+        for i, (call_name, call) in enumerate(CALLS.items()):
+            for t, s in LENGTHS:
+                case = attention(layer, call, (t, s), i % 2 == 0, cross)
+                yield pytest.param(case, id=f"{layer_name}-{call_name}-{t}")
+    for call_name, call in CALLS.items():
+        for first in (True, False):
+            yield pytest.param(attention({}, call, LENGTHS[0], first, True), id=f"cross-{call_name}-{first}")
+
+
+@pytest.mark.parametrize("case", list(attentions()))
+def test_attention(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(("t", "need_weights"), [(5, True), (5, False), (B, False)])
+def test_causal_attention(t: int, need_weights: bool) -> None:
+    def forward(m: Any, h: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], dtype=h.dtype)
+        return m.a(h, h, h, attn_mask=mask, is_causal=True, need_weights=need_weights)[0]
+
+    check(Case("", lambda: Calls(forward, a=nn.MultiheadAttention(D, HEADS, batch_first=True)), lambda: [numbers(t)]))
+
+
+@pytest.mark.parametrize("t", [5, B])
+def test_attention_with_the_samples_in_dim_1(t: int) -> None:
+    module = Calls(lambda m, h: m.a(h, h, h, need_weights=False)[0], a=nn.MultiheadAttention(D, HEADS))
+    options = {"batch_first": False}
+    check(Case("", lambda: module, lambda: [torch.randn(t, B, D)], dims=[1], out_dim=1, options=options))
+
+
+@pytest.mark.parametrize("call", ["weights", "no weights", "padding", "mask for each head in floats"])
+@pytest.mark.parametrize("first", [True, False])
+def test_attention_with_dropout(call: str, first: bool) -> None:
+    check_by_slices(attention({}, CALLS[call], LENGTHS[0], first, True, dropout=0.4))
+
+
+def test_each_sample_by_itself_without_a_batch() -> None:
+    def forward(m: Any, h: Tensor, padding: Tensor) -> Tensor:
+        return torch.stack([m.a(own, own, own, key_padding_mask=p)[0] for own, p in zip(h, padding, strict=True)])
+
+    module = Calls(forward, a=nn.MultiheadAttention(D, HEADS))
+    check(Case("", lambda: module, lambda: [numbers(5), torch.arange(5).expand(B, 5) > 3]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.MultiheadAttention(D, HEADS), (B, D)),  # the samples taken for steps of one sequence
+        (lambda: nn.MultiheadAttention(D, HEADS), (B, 5, D)),  # the samples in front of a layer that has them second
+        (lambda: nn.MultiheadAttention(D, HEADS), (B, B, D)),
+        (lambda: nn.MultiheadAttention(D, HEADS, batch_first=True, add_bias_kv=True), (B, D)),
+    ],
+)
+def test_attention_across_the_samples_is_refused(way: Any, layer: Callable[[], nn.Module], shape: Any) -> None:
+    module = Calls(lambda m, h: m.a(h, h, h)[0], a=layer())
+    with pytest.raises(SamplesMixed):
+        way(module, [torch.randn(shape)], {}, Case("", lambda: module, list))
+
+
+# ---- layers and stacks of them ----
+
+
+def numbers(t: int) -> Tensor:
+    return torch.randn(B, t, D)
+
+
+def padding(t: int) -> Tensor:
+    return torch.arange(t) >= torch.tensor([[t], [t - 2], [t - 1]])
+
+
+def causal(t: int) -> Tensor:
+    return torch.ones(t, t).triu(1).bool()
+
+
+def swish(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norm first": {"norm_first": True},
+    "gelu": {"activation": "gelu"},
+    "own activation, no bias": {"activation": swish, "bias": False},
+    "gelu, norm first": {"activation": "gelu", "norm_first": True, "layer_norm_eps": 1e-3},
+}
+TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+EACH_SETTING = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+EACH_LENGTH = pytest.mark.parametrize(("t", "s"), LENGTHS)
+FIRST = pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
+
+
+def swapped(parts: Any, first: bool) -> tuple[Any, ...]:
+    return tuple(part if first else part.transpose(0, 1) for part in parts)
+
+
+def encoding(m: Any, h: Tensor, **masks: Any) -> Tensor:
+    """Through `m.e`, with the samples in front."""
+    (output,) = swapped([m.e(*swapped([h], m.first), **masks)], m.first)
+    return output
+
+
+def decoding(m: Any, h: Tensor, memory: Tensor, **masks: Any) -> Tensor:
+    (output,) = swapped([m.d(*swapped([h, memory], m.first), **masks)], m.first)
+    return output
+
+
+def encoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
+    return nn.TransformerEncoderLayer(D, HEADS, 6, dropout, batch_first=first, **setting)
+
+
+def decoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
+    return nn.TransformerDecoderLayer(D, HEADS, 6, dropout, batch_first=first, **setting)
+
+
+@EACH_SETTING
+@EACH_LENGTH
+@FIRST
+@TRAINING
+def test_encoder_layer(setting: dict[str, Any], t: int, s: int, first: bool, training: bool) -> None:
+    def module() -> nn.Module:
+        return Calls(
+            lambda m, h, p: encoding(m, h, src_mask=m.mask, src_key_padding_mask=p),
+            e=encoder_layer(setting, first), mask=causal(t), first=first,
+        ).train(training)  # fmt: skip
+
+    check(Case("", module, lambda: [numbers(t), padding(t)]))
+
+
+@EACH_SETTING
+@EACH_LENGTH
+@FIRST
+def test_decoder_layer(setting: dict[str, Any], t: int, s: int, first: bool) -> None:
+    def forward(m: Any, h: Tensor, memory: Tensor, own: Tensor, others: Tensor) -> Tensor:
+        masks = {"tgt_mask": m.mask, "tgt_is_causal": True, "memory_mask": m.memory_mask}
+        return decoding(m, h, memory, **masks, tgt_key_padding_mask=own, memory_key_padding_mask=others)
+
+    def module() -> nn.Module:
+        masks = {"mask": torch.zeros(t, t).masked_fill(causal(t), float("-inf")), "memory_mask": torch.randn(t, s)}
+        return Calls(forward, d=decoder_layer(setting, first), first=first, **masks)
+
+    def inputs() -> list[Tensor]:
+        flags = [torch.zeros(B, n).masked_fill(padding(n), float("-inf")) for n in (t, s)]
+        return [numbers(t), numbers(s), *flags]
+
+    check(Case("", module, inputs))
+
+
+@TRAINING
+@EACH_LENGTH
+@pytest.mark.parametrize("nested", [True, False])
+def test_encoder_of_two_layers(t: int, s: int, training: bool, nested: bool) -> None:
+    def module() -> nn.Module:
+        stack = nn.TransformerEncoder(encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=nested)
+        return Calls(lambda m, h, p: encoding(m, h, src_key_padding_mask=p) * ~p[..., None], e=stack, first=True).train(
+            training
+        )
+
+    check(Case("", module, lambda: [numbers(t), padding(t)]))
+
+
+@TRAINING
+@EACH_LENGTH
+def test_decoder_of_two_layers(t: int, s: int, training: bool) -> None:
+    def module() -> nn.Module:
+        stack = nn.TransformerDecoder(decoder_layer({"norm_first": True}, False), 2, nn.LayerNorm(D))
+        masks = {"tgt_mask": causal(t), "tgt_is_causal": True}
+        return Calls(lambda m, h, memory: decoding(m, h, memory, **masks), d=stack, first=False).train(training)
+
+    check(Case("", module, lambda: [numbers(t), numbers(s)]))
+
+
+@TRAINING
+@EACH_LENGTH
+@FIRST
+def test_transformer(t: int, s: int, first: bool, training: bool) -> None:
+    def forward(m: Any, source: Tensor, target: Tensor, flags: Tensor) -> Tensor:
+        masks = {"src_key_padding_mask": flags, "memory_key_padding_mask": flags, "tgt_mask": m.mask}
+        return swapped([m.t(*swapped([source, target], first), tgt_is_causal=True, **masks)], first)[0]
+
+    def module() -> nn.Module:
+        whole = nn.Transformer(D, HEADS, 1, 2, 6, 0.0, batch_first=first, norm_first=first)
+        return Calls(forward, t=whole, mask=causal(t)).train(training)
+
+    check(Case("", module, lambda: [numbers(s), numbers(t), padding(s)]))
+
+
+@pytest.mark.parametrize("t", [5, B])
+def test_transformer_with_the_samples_in_dim_1(t: int) -> None:
+    def inputs() -> list[Tensor]:
+        return [torch.randn(4, B, D), torch.randn(t, B, D)]
+
+    options = {"batch_first": False}
+    check(Case("", lambda: nn.Transformer(D, HEADS, 1, 1, 6, 0.0), inputs, dims=[1, 1], out_dim=1, options=options))
+
+
+@FIRST
+def test_layers_with_dropout(first: bool) -> None:
+    def forward(m: Any, h: Tensor, p: Tensor) -> Tensor:
+        memory = encoding(m, h, src_key_padding_mask=p)
+        return decoding(m, h.sin(), memory, tgt_mask=m.mask, memory_key_padding_mask=p)
+
+    def module() -> nn.Module:
+        layers = {"e": encoder_layer({}, first, 0.3), "d": decoder_layer({"norm_first": True}, first, 0.3)}
+        return Calls(forward, mask=causal(5), first=first, **layers)
+
+    check_by_slices(Case("", module, lambda: [numbers(5), padding(5)]))
+
+
+# ---- frozen parts: in eval(), torch runs a layer that nothing in needs a gradient by a path of its own ----
+
+
+def tagger(trained: str) -> Callable[[], nn.Module]:
+    """An encoder in eval() of which one parameter alone is trained."""
+
+    def module() -> nn.Module:
+        stack = nn.TransformerEncoder(encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        made = Calls(lambda m, h: m.o(m.e(m.i(h))), i=nn.Linear(D, D), e=stack, o=nn.Linear(D, 2)).eval()
+        for name, p in made.named_parameters():
+            p.requires_grad_(name == trained)
+        return made
+
+    return module
+
+
+ENCODER = "e.layers.{}.{}"
+PARTS = ("self_attn.in_proj_weight", "self_attn.out_proj.bias", "linear1.weight", "linear2.bias", "norm1.weight")
+
+
+@pytest.mark.parametrize(
+    "trained", ["i.weight", "o.weight", "e.norm.bias", *(ENCODER.format(k, part) for k in (0, 1) for part in PARTS)]
+)
+@pytest.mark.parametrize("t", [5, B])
+def test_all_frozen_but_one(trained: str, t: int) -> None:
+    check(Case("", tagger(trained), lambda: [numbers(t)]), same_bits=False)
+
+
+def test_nothing_trained_is_nothing() -> None:
+    module, args, kwargs = Case("", tagger(""), lambda: [numbers(5)]).build()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        by_call(module, args, kwargs, Case("", tagger(""), list))
+
+
+def test_a_frozen_encoder_gives_what_it_gives_without_us() -> None:
+    def module() -> nn.Module:
+        stack = nn.TransformerEncoder(encoder_layer({}), 2).requires_grad_(False)
+        return Calls(lambda m, h, p: m.o(m.e(h, src_key_padding_mask=p)), e=stack, o=nn.Linear(D, 2)).eval()
+
+    check(Case("", module, lambda: [numbers(5), padding(5)]))

@@ -1,0 +1,110 @@
+"""Memory: what is given back, what is used again, and what is never given twice."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import persample
+from persample import record
+from persample.backward.collector import Collector
+from persample.forward.tracker import Tracker
+from persample.gradients import buffers
+from tests.recording.test_record import options_of
+from tests.support.cases import CASES
+from tests.support.oracle import Case, loss_of
+
+CPU = torch.device("cpu")
+
+
+def large() -> Tensor:
+    return buffers.empty((600, 600), torch.float32, CPU)
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Iterator[None]:
+    persample.release_memory()
+    yield
+    persample.release_memory()
+
+
+def test_memory_is_used_again_when_nobody_has_it() -> None:
+    first = large()
+    address = first.data_ptr()
+    del first
+    assert large().data_ptr() == address
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[3], Tensor.untyped_storage, lambda t: t.view(-1)[5:9]])
+def test_memory_is_never_given_twice(keep: Any) -> None:
+    first = large().fill_(7)
+    address, kept = first.data_ptr(), keep(first)
+    del first
+    others = [large().zero_() for _ in range(3)]
+    assert len({address, *(t.data_ptr() for t in others)}) == 4
+    if isinstance(kept, Tensor):
+        assert bool((kept == 7).all())
+
+
+def test_memory_of_another_size_is_not_taken() -> None:
+    first = large()
+    address = first.data_ptr()
+    del first
+    assert buffers.empty((600, 300), torch.float32, CPU).data_ptr() != address
+    assert buffers.empty((600, 900), torch.float32, CPU).data_ptr() != address
+    assert buffers.empty((300, 600), torch.float64, CPU).data_ptr() == address
+
+
+def test_memory_is_released_on_request_and_after_a_while() -> None:
+    kept, dropped = large(), large()
+    del dropped
+    assert persample.release_memory() == 600 * 600 * 4
+    assert persample.release_memory() == 0
+    del kept
+    for _ in range(10):
+        buffers.next_round()
+    assert persample.release_memory() == 0
+
+
+def test_dense_gradients_use_memory_again() -> None:
+    model, x = nn.Linear(300, 300), torch.randn(8, 300)
+    addresses = []
+    for _ in range(3):
+        with record(model, loss_reduction="sum") as grads:
+            model(x).square().sum().backward()
+        rows = grads.dense()
+        again = grads.dense()
+        assert rows["weight"].data_ptr() != again["weight"].data_ptr()
+        torch.testing.assert_close(rows["weight"], again["weight"])
+        addresses.append({rows["weight"].data_ptr(), again["weight"].data_ptr()})
+        del rows, again
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+@pytest.mark.parametrize("keep", ["everything", "norms", "clip"])
+@pytest.mark.parametrize("case", CASES[::7], ids=str)
+def test_nothing_waits_for_the_garbage_collector(case: Case, keep: Any) -> None:
+    """A recording in a cycle of references would hold its activations until the collector comes by."""
+    if keep != "everything" and ("reentrant" in case.name or "complex" in case.name):
+        pytest.skip("not for recordings of one quantity")
+    module, args, kwargs = case.build()
+
+    def step() -> None:
+        options = {"max_norm": 1.0} if keep == "clip" else {}
+        with record(module, **options_of(case), keep=keep, **options) as grads:
+            loss_of(module(*args, **kwargs), case.out_dim).backward()
+        grads.norms()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert not [o for o in gc.get_objects() if type(o) in (Collector, Tracker)]
+    finally:
+        gc.enable()

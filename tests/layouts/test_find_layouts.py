@@ -1,0 +1,261 @@
+"""The engine from inside: layouts, motion, what is pulled back, and which rule is taken."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from persample import SamplesMixed, call_for_per_sample_grads
+from persample._internal.functions import find_results
+from persample._internal.tree import tensors_in
+from persample.layouts import Op, motion_of
+from persample.layouts import cache as motion_cache
+from persample.layouts.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
+from tests.support.cases import B, Calls, D, T, param, x
+from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
+
+
+def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
+    """Where the samples lie in the first result of a call, given where they lie in its tensors."""
+    tensors = tuple(tensors_in((args, kwargs)))
+    op = Op(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
+    result = func(*[a.clone() if isinstance(a, Tensor) else a for a in args], **kwargs)
+    return motion_of(op, find_results(result, args)).results[0]
+
+
+def numbered(shape: tuple[int, ...], layout: Layout, batch: int) -> Tensor:
+    """A tensor in which every entry is the number of its sample."""
+    size = shape[layout.dim]
+    row = torch.tensor(layout.sample_of(size, batch))
+    return row.view(size, *[1] * (len(shape) - layout.dim - 1)).expand(shape)
+
+
+layouts = st.builds(
+    lambda dim, outer, inner, batch: (dim, outer, inner, batch),
+    st.integers(0, 2), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts)
+def test_samples_are_told_apart_and_put_together_again(drawn: tuple[int, int, int, int]) -> None:
+    dim, outer, inner, batch = drawn
+    shape = [2, 3, 4]
+    shape[dim] = outer * batch * inner
+    layout = Layout(dim, inner)
+    numbers = numbered(tuple(shape), layout, batch)
+    rows = samples(numbers, layout, batch)
+    assert all((rows[n] == n).all() for n in range(batch))
+    assert rows[0].shape[dim] == outer * inner
+    values = torch.arange(numbers.numel()).view(shape)
+    explicit = Layout(dim, ids=layout.sample_of(shape[dim], batch))
+    for same in (layout, explicit):
+        apart = samples(values, same, batch)
+        assert torch.equal(joined(apart, same, values.shape, batch), values)
+        assert torch.equal(place(apart, same, values.shape, batch).sum(0), values)
+    assert batch == 1 or from_ids(numbers, batch) == layout
+    assert batch == 1 or regular(dim, layout.sample_of(shape[dim], batch), batch) == layout
+
+
+def test_samples_of_different_lengths_are_filled_up_with_zeros() -> None:
+    ids = (2, 0, 2, -1, 2)
+    values = torch.arange(1.0, 11.0).view(5, 2)
+    rows = samples(values, Layout(0, ids=ids), 3)
+    assert rows[:, :, 0].tolist() == [[3, 0, 0], [0, 0, 0], [1, 5, 9]]
+    back = joined(rows, Layout(0, ids=ids), values.shape, 3)
+    assert back[:, 0].tolist() == [1, 3, 5, 0, 9]
+
+
+def test_entries_that_lie_along_no_dim_are_lost() -> None:
+    assert isinstance(from_ids(torch.tensor([[0, 0], [0, 1], [1, 1]]), 2), Lost)
+    assert from_ids(torch.full((2, 3), -1), 2) is None
+
+
+RESHAPES = [
+    ((B, T, D), Layout(0), (B * T, D), Layout(0, T)),
+    ((T, B, D), Layout(1), (T * B, D), Layout(0, 1)),
+    ((B * T, D), Layout(0, T), (B, T, D), Layout(0)),
+    ((T * B, D), Layout(0), (T, B, D), Layout(1)),
+    ((B, T, D), Layout(0), (B, T * D), Layout(0)),
+    ((B, 2, T, D), Layout(0), (B * 2, T, D), Layout(0, 2)),
+    ((2, B, T), Layout(1), (2 * B * T,), Layout(0, T)),
+    ((B, B), Layout(1), (B * B,), Layout(0)),
+    ((B, B), Layout(0), (B * B,), Layout(0, B)),
+]
+
+
+@pytest.mark.parametrize(("shape", "before", "to", "after"), RESHAPES)
+def test_reshaping(shape: tuple[int, ...], before: Layout, to: tuple[int, ...], after: Layout) -> None:
+    assert motion(Tensor.reshape, torch.randn(shape), to, where={0: before}) == after
+
+
+OPS: list[tuple[str, Callable[[Tensor], Any]]] = [
+    ("softmax of the last", lambda t: t.softmax(-1)),
+    ("sum of the last", lambda t: t.sum(-1)),
+    ("max of the middle", lambda t: t.amax(1)),
+    ("sort of the last", lambda t: t.sort(-1).values),
+    ("cumsum of the middle", lambda t: t.cumsum(1)),
+    ("norm of the last", lambda t: t.norm(dim=-1, keepdim=True)),
+    ("outer product within", lambda t: torch.einsum("btd,bte->bde", t, t)),
+    ("pad", lambda t: F.pad(t, (1, 2, 0, 1))),
+    ("unfold", lambda t: t.unfold(1, 2, 1)),
+    ("pooling", lambda t: F.avg_pool1d(t, 2)),
+    ("comparison", lambda t: t > 0.5),
+    ("interpolate", lambda t: F.interpolate(t, scale_factor=2.0)),
+    ("repeat", lambda t: t.repeat(2, 1, 1)),
+    ("repeat_interleave", lambda t: t.repeat_interleave(2, 0)),
+    ("attention", lambda t: F.scaled_dot_product_attention(t, t, t)),
+    ("topk", lambda t: t.topk(2, -1).values),
+    ("glu", lambda t: F.glu(t, 1)),
+]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("name", "op"), OPS, ids=[name for name, _ in OPS])
+def test_motion_agrees_with_changing_one_sample(name: str, op: Callable[[Tensor], Tensor], dim: int) -> None:
+    """For each dim that could hold the batch: what moves when one sample is changed is what the layout says."""
+    shape = [4, 4, 4]
+    batch = shape[dim]
+    values = torch.rand(shape, dtype=torch.float64) + 0.05
+    found = motion(lambda t: op(t), values, where={0: Layout(dim)}, batch=batch)
+    moved: list[Tensor] = []
+    for n in range(batch):
+        other = values.clone()
+        other.select(dim, n).uniform_(0.05, 1.05)
+        moved.append(op(other) != op(values))
+    overlap = sum(m.int() for m in moved).max() > 1  # type: ignore[union-attr]
+    if isinstance(found, Layout):
+        rows = numbered(tuple(op(values).shape), found, batch)
+        assert all((rows[m] == n).all() for n, m in enumerate(moved)), found
+    else:
+        assert isinstance(found, (Lost, Reduced))
+        assert overlap or name in ("pad", "unfold")  # which leave rows to nobody, or take only some
+
+
+def test_what_was_found_is_remembered_by_shape() -> None:
+    motion_cache.CACHE.clear()
+    calls = []
+
+    def op(t: Tensor) -> Tensor:
+        calls.append(t.shape)
+        return t * 2
+
+    for _ in range(2):
+        assert motion(op, torch.randn(B, D), where={0: Layout(0)}) == Layout(0)
+    first = len(calls)
+    assert first > 3
+    assert motion(op, torch.randn(B, T), where={0: Layout(0)}) == Layout(0)
+    assert len(calls) > first + 1
+
+
+def test_the_memory_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(motion_cache, "_MOST_REMEMBERED", 3)
+    for size in range(2, 12):
+        motion(torch.sin, torch.randn(B, size), where={0: Layout(0)})
+    assert len(motion_cache.CACHE) <= 3
+
+
+def test_arguments_that_cannot_be_remembered_are_no_obstacle() -> None:
+    class Unhashable:
+        __hash__ = None  # type: ignore[assignment]
+
+    assert motion(lambda t, _: t + 1, torch.randn(B, D), Unhashable(), where={0: Layout(0)}) == Layout(0)
+
+
+def test_a_function_that_takes_only_its_own_numbers_is_tried_on_them() -> None:
+    values = torch.randint(0, 2, (B, D)).float()
+
+    def op(t: Tensor) -> Tensor:
+        assert set(t.unique().tolist()) <= {0.0, 1.0}
+        return t * 3
+
+    assert motion(op, values, where={0: Layout(0)}) == Layout(0)
+
+
+def test_a_function_that_takes_nothing_else_is_lost() -> None:
+    values = torch.randn(B, D)
+    seen: list[Tensor] = []
+
+    def op(t: Tensor) -> Tensor:
+        assert not seen or torch.equal(t, values)
+        seen.append(t)
+        return t * 3
+
+    found = motion(op, values, where={0: Layout(0)})
+    assert isinstance(found, Lost)
+    assert "could not be tried" in found.cause
+
+
+class Halves(torch.autograd.Function):
+    """A function of weights whose backward looks at values, which vmap does not allow."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2 if bool(grad.isfinite().all()) else grad * 0
+
+
+def gated(m: Any, h: Tensor) -> Tensor:
+    return h if bool(h.sum() > 1e9) else m.a(h)
+
+
+MORE: list[Case] = [
+    Case("a weight as the input of linear", lambda: Calls(lambda m, h: F.linear(m.w, h).t() * 1.5, w=param(5, D)), x(B, D)),
+    Case("samples in weight and input of linear", lambda: Calls(lambda m, h: (m.w @ h.transpose(1, 2)).softmax(-1), w=param(5, D)), x(B, T, D)),
+    Case("backward of weights that vmap refuses", lambda: Calls(lambda m, h: F.linear(h, Halves.apply(m.w)), w=param(5, D)), x(B, D)),
+    Case("a choice by values", lambda: Calls(gated, a=nn.Linear(D, D)), x(B, D)),
+    Case("index_put", lambda: Calls(lambda m, h: torch.zeros_like(h).index_put_((torch.arange(len(h))[:, None], torch.tensor([[0, 2]])), m.a(h)[:, :2]), a=nn.Linear(D, D)), x(B, D)),
+    Case("zip over samples", lambda: Calls(lambda m, h: torch.stack([m.a(a) * b for a, b in zip(h, h.sin(), strict=True)]), a=nn.Linear(D, D)), x(B, D)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_more_ways_to_use_a_weight(case: Case) -> None:
+    module, args, kwargs = case.build()
+    expected = oracle(case, module, args, kwargs, B)
+    loss_of(call_for_per_sample_grads(module)(*args), 0).backward()
+    assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)
+
+
+def test_numbers_of_one_sample_are_refused_not_shared() -> None:
+    module = Calls(lambda m, h: m.a(h * h[0, 0]), a=nn.Linear(D, D))
+    with pytest.raises(SamplesMixed, match="combines samples"):
+        call_for_per_sample_grads(module)(torch.randn(B, D))
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(["sum", "mean"], 2)), ids=str)
+def test_a_reduced_loss_may_be_scaled_and_added(pair: tuple[str, str]) -> None:
+    first, second = pair
+
+    def forward(m: Any, h: Tensor) -> Tensor:
+        y = m.a(h)
+        return 0.5 * getattr(y.sin(), first)() - getattr(y.cos(), second)() / 3
+
+    module = Calls(forward, a=nn.Linear(D, D))
+    h = torch.randn(B, D)
+    call_for_per_sample_grads(module)(h).backward()
+    (plain,) = torch.autograd.grad(module(h), module.a.weight)
+    torch.testing.assert_close(module.a.weight.grad_sample.sum(0), plain)
+
+
+def test_an_output_of_weights_that_was_expanded_to_the_batch_is_each_samples() -> None:
+    def forward(m: Any, h: Tensor) -> Any:
+        volume = torch.linalg.slogdet(m.w @ m.w.mT + 2 * torch.eye(D, dtype=h.dtype))[1]
+        return h @ m.w, volume.expand(len(h)), m.v.expand(len(h), -1)
+
+    case = Case("", lambda: Calls(forward, w=param(D, D), v=param(D)), lambda: [torch.randn(B, D)])
+    module, args, kwargs = case.build()
+    expected = oracle(case, module, args, kwargs, B)
+    loss_of(call_for_per_sample_grads(module)(*args), 0).backward()
+    assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)

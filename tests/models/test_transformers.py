@@ -1,0 +1,124 @@
+"""Models of Hugging Face transformers, through both front ends, against the loop."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import persample
+from persample.errors import SamplesMixed
+from tests.support.oracle import Grads, assert_rows_close, loss_of, oracle, tensors_within
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, cases_of
+
+FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Grads]]
+
+CASES = list(cases_of(MODELS))
+CHECKPOINTED = [
+    case for case in CASES if case.name in ("BERT, T == B", "GPT-2, T == B", "Llama, T != B", "ViT, T != B")
+]
+
+# What a softmax over keys does not depend on, nor a pooling less its input.
+NO_GRADIENT = re.compile(r"\bk(ey|_proj|_lin)?\.bias|before_norm\.bias")
+
+
+def recorded(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Grads]:
+    with persample.record(module, loss_reduction="sum") as grads:
+        outputs = module(**kwargs)
+        loss_of(outputs, 0).backward()
+    return outputs, {name: rows for name, rows in grads.dense().items() if rows.any()}
+
+
+def called(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Grads]:
+    outputs = persample.call_for_per_sample_grads(module, loss_reduction="sum")(**kwargs)
+    loss_of(outputs, 0).backward()
+    return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
+
+
+both_front_ends = pytest.mark.parametrize("front_end", [recorded, called])
+
+
+@both_front_ends
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_the_loop(case: TinyModel, front_end: FrontEnd) -> None:
+    module, args, kwargs = case.build()
+    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    plain_outputs = copy.deepcopy(module)(**kwargs)
+    outputs, actual = front_end(module, kwargs)
+    assert_rows_close(actual, expected, case.tolerance)
+    for ours, theirs in zip(tensors_within(outputs), tensors_within(plain_outputs), strict=True):
+        assert torch.equal(ours, theirs), f"the output is off by {(ours - theirs).abs().max()}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_oracle_itself(case: TinyModel) -> None:
+    """Rows differ between samples, and add up to the ordinary gradient."""
+    module, args, kwargs = case.build()
+    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    loss_of(module(**kwargs), 0).backward()
+    plain = {name: p.grad[None] for name, p in module.named_parameters() if p.grad is not None}
+    assert_rows_close({name: rows.sum(0, keepdim=True) for name, rows in expected.items()}, plain, case.tolerance)
+    for name, rows in expected.items():
+        if not NO_GRADIENT.search(name):
+            assert rows.flatten(1).norm(dim=1).min() > 1e-3, name
+            assert not torch.allclose(rows[0], rows[1], rtol=1e-3), name
+
+
+@both_front_ends
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=str)
+def test_with_gradient_checkpointing(case: TinyModel, reentrant: bool, front_end: FrontEnd) -> None:
+    module, args, kwargs = case.build()
+    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    module.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
+
+
+@both_front_ends
+def test_contrastive_logits_are_refused(front_end: FrontEnd) -> None:
+    (case,) = cases_of([CLIP])
+    module, _, kwargs = case.build()
+    with pytest.raises(SamplesMixed):
+        front_end(module, kwargs)
+
+
+@both_front_ends
+def test_the_contrastive_loss_is_refused(front_end: FrontEnd) -> None:
+    (case,) = cases_of([CLIP])
+    module, _, kwargs = case.build()
+    module.register_forward_hook(lambda _module, _args, given: given.loss)
+    with pytest.raises(SamplesMixed):
+        front_end(module, {**kwargs, "return_loss": True})
+
+
+@both_front_ends
+def test_embeddings_beside_unused_contrastive_logits(front_end: FrontEnd) -> None:
+    (case,) = cases_of([CLIP_EMBEDDINGS])
+    module, args, kwargs = case.build()
+    module.logit_scale.requires_grad_(False)  # else a weight would meet the logits
+    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
+
+
+def test_the_loss_of_a_language_model() -> None:
+    """With labels the model computes its loss itself: a mean over tokens, of which each sample has to have as many."""
+    config = transformers.GPT2Config(
+        n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8, bos_token_id=0, eos_token_id=1
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    tokens = torch.randint(0, 40, (3, 7))
+    labels = tokens.clone()
+    assert persample.check(model, {"input_ids": tokens, "labels": labels}, lambda model, batch: model(**batch).loss).ok
+    labels[0, 4:] = -100
+    report = persample.check(model, {"input_ids": tokens, "labels": labels}, lambda model, batch: model(**batch).loss)
+    assert report.coupled and "a mean over [3, 6, 6] targets" in str(report.refusal)

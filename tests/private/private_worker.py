@@ -1,0 +1,141 @@
+"""What each of two processes checks of private training under DDP and FSDP2; started by test_private.py, by torchrun.
+
+Steps of wrapped models, with the samples of this process, are compared to those of a plain one that has the samples of
+all processes, with the same noise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from persample.private import PrivacyEngine, PrivateOptimizer
+from tests.distributed.distributed_worker import Batch, Net, batch_of, plain_net, run, same
+
+
+def private(model: nn.Module, distributed: bool, **options: Any) -> PrivateOptimizer:
+    each = 3 if distributed else 3 * dist.get_world_size()
+    settings: dict[str, Any] = {"noise_multiplier": 0.7, "max_grad_norm": 0.5, **options}
+    return PrivateOptimizer(
+        torch.optim.Adam(model.parameters(), lr=0.1),
+        module=model,
+        expected_batch_size=each,
+        distributed=distributed,
+        generator=torch.Generator().manual_seed(5),
+        **settings,
+    )
+
+
+def step(model: nn.Module, optimizer: PrivateOptimizer, batch: Batch, own: slice | None) -> None:
+    optimizer.zero_grad()
+    batch.loss(model, own).backward()
+    optimizer.step()
+
+
+def compare(wrapped: nn.Module, **options: Any) -> None:
+    """Some steps, in one of which a process has no samples, and in one of which it uses a layer that others do not."""
+    alone = plain_net()
+    shared, single = private(wrapped, True, **options), private(alone, False, **options)
+    for batch in (batch_of(4, 2), batch_of(0, 4), batch_of(4, 2, routed=1)):
+        step(wrapped, shared, batch, None)
+        step(alone, single, batch, slice(None))
+        for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
+            same(p.detach(), want.detach(), f"{name} after {batch.sizes}, {options}")
+    shared.release()
+
+
+def sharded() -> Net:
+    from torch.distributed.fsdp import fully_shard
+
+    net = plain_net()
+    for block in net.blocks:
+        fully_shard(block)
+    return fully_shard(net)
+
+
+def sharded_in_part() -> Net:
+    """Some parameters are whole on each process."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = plain_net()
+    return fully_shard(net, ignored_params={net.head.bias, net.places, net.unused.weight})
+
+
+def replicated() -> nn.Module:
+    return DistributedDataParallel(plain_net())
+
+
+def every_way(make: Callable[[], nn.Module]) -> None:
+    bounds = [0.05 * (1 + i % 3) for i, _ in enumerate(plain_net().parameters())]
+    compare(make())
+    compare(make(), recording={"passes": 2})
+    compare(make(), clipping="per_layer", max_grad_norm=bounds)
+    compare(make(), clipping="automatic", noise_multiplier=0.0)
+
+
+def ddp_steps() -> None:
+    every_way(replicated)
+
+
+def fsdp_steps() -> None:
+    every_way(sharded)
+
+
+def fsdp_with_whole_parameters() -> None:
+    every_way(sharded_in_part)
+
+
+def ddp_parts_of_batches() -> None:
+    """One process has its samples in two parts, the other in one: nobody waits."""
+    wrapped, alone, batch = replicated(), plain_net(), batch_of(4, 2)
+    shared, single = private(wrapped, True), private(alone, False)
+    parts = [slice(0, 1), slice(1, 4)] if dist.get_rank() == 0 else [slice(4, 6)]
+    for i, part in enumerate(parts):
+        shared.signal_skip_step(i < len(parts) - 1)
+        step(wrapped, shared, batch, part)
+    step(alone, single, batch, slice(None))
+    for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
+        same(p.detach(), want.detach(), name)
+
+
+def ddp_engine() -> None:
+    """From the data to the budget; with so few samples, some batches of some processes are empty."""
+    torch.manual_seed(0)
+    net = DistributedDataParallel(nn.Linear(4, 2))
+    data = TensorDataset(torch.randn(12, 4), torch.randint(2, (12,)))
+    engine = PrivacyEngine(accountant="rdp")
+    model, optimizer, loader = engine.make_private(
+        module=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=2),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    assert model is net
+    assert optimizer.expected_batch_size == 1
+    sizes = []
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            sizes.append(len(x))
+    fewest = torch.tensor(min(sizes))
+    dist.all_reduce(fewest, dist.ReduceOp.MIN)
+    assert fewest == 0
+    assert sum(steps for _, _, steps in engine.accountant.history) == 18
+    weight = net.module.weight.detach().clone()
+    dist.broadcast(weight, 0)
+    assert torch.equal(weight, net.module.weight)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    run(globals())

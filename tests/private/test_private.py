@@ -1,0 +1,677 @@
+"""Private training: the bound, Opacus' own figures, and what it promises around them."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+import opacus
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus import schedulers
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, TensorDataset
+
+from persample import PerSampleError, SamplesMixed, record
+from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
+from tests.distributed.test_distributed import assert_all_pass
+from tests.expanded_weights.test_call_for_per_sample_grads import batch_size_of
+from tests.gradients.test_streamed import STREAMED
+from tests.recording.test_record import flat, options_of
+from tests.support.cases import B
+from tests.support.oracle import Case, loss_of, oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STARTED: list[PrivateOptimizer] = []
+
+
+@pytest.fixture(autouse=True)
+def released() -> Iterator[None]:
+    """A test that fails leaves no watched model behind."""
+    yield
+    while STARTED:
+        STARTED.pop().release()
+
+
+def private(module: nn.Module, lr: float = 0.0, **options: Any) -> PrivateOptimizer:
+    """An optimizer without noise that leaves its sum in `grad`."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    settings: dict[str, Any] = {
+        "noise_multiplier": 0.0, "max_grad_norm": 1.0, "loss_reduction": "sum", "poisson_sampling": False,
+        "expected_batch_size": None, **options,
+    }  # fmt: skip
+    STARTED.append(PrivateOptimizer(torch.optim.SGD(trainable, lr=lr), module=module, **settings))
+    return STARTED[-1]
+
+
+def private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, **options: Any) -> Tensor:
+    recording = options_of(case)
+    recording.pop("loss_reduction")
+    optimizer = private(module, recording={**recording, **options.pop("recording", {})}, **options)
+    optimizer.zero_grad()
+    loss_of(module(*args, **kwargs), case.out_dim).backward()
+    optimizer.step()
+    optimizer.release()
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad])  # type: ignore[union-attr]
+
+
+# ---- the bound ----
+
+
+@pytest.mark.parametrize("case", STREAMED, ids=str)
+def test_clipped_sums_against_the_loop(case: Case) -> None:
+    module, args, kwargs = case.build()
+    batch = batch_size_of(case, args)
+    rows = oracle(case, copy.deepcopy(module), args, kwargs, batch)
+    for name, p in module.named_parameters():
+        if p.requires_grad and name not in rows:
+            rows[name] = torch.zeros(batch, *p.shape).double()
+    rows = {name: rows[name] for name, p in module.named_parameters() if p.requires_grad}
+    norms = flat(rows).norm(dim=1)
+    bound = float(norms.median()) / 2
+    expected = (bound / norms.clamp(min=1e-300)).clamp(max=1) @ flat(rows)
+    torch.testing.assert_close(
+        private_sum(case, module, args, kwargs, max_grad_norm=bound), expected, rtol=1e-6, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("case", STREAMED, ids=str)
+def test_no_sample_contributes_more(case: Case) -> None:
+    """Each sample alone, in float32, with a bound far below its gradient and one near it."""
+    module, args, kwargs = case.build()
+    if not is_dataclass(args[0]):
+        module, (args, kwargs) = module.float(), pytree.tree_map(_to_float, (args, kwargs))
+    own_batch = {"batch_size": 1} if "batch_size" in case.options else {}
+    for n in range(batch_size_of(case, args)):
+        own_args, own_kwargs = case.sample(n, args, kwargs)
+        for bound in (1e-4, 1.0):
+            total = private_sum(case, module, own_args, own_kwargs, max_grad_norm=bound, recording=own_batch)
+            assert total.double().norm() <= bound * (1 + 1e-5)
+
+
+def _to_float(value: Any) -> Any:
+    floats = isinstance(value, Tensor) and value.dtype == torch.float64
+    return value.detach().float().requires_grad_(value.requires_grad) if floats else value
+
+
+# ---- against Opacus ----
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
+        nn.Linear(48, 3),
+    )  # fmt: skip
+
+
+def words() -> nn.Module:
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.norm, self.head = nn.Embedding(9, 5), nn.LayerNorm(5), nn.Linear(5, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.table(x.abs().long() % 9)).mean(1))
+
+    return Words()
+
+
+def data(samples: int = 48) -> TensorDataset:
+    generator = torch.Generator().manual_seed(3)
+    x = 3 * torch.randn(samples, 6, generator=generator)
+    return TensorDataset(x, torch.randint(3, (samples,), generator=generator))
+
+
+def made_private(engine: Any, module: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.1, "poisson_sampling": False, **options}
+    found = engine.make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
+        data_loader=DataLoader(data(), batch_size=8),
+        **settings,
+    )
+    if isinstance(found[1], PrivateOptimizer):
+        STARTED.append(found[1])
+    return found
+
+
+def steps_of(engine: Any) -> int:
+    """How many steps the accountant knows of."""
+    return sum(steps for _, _, steps in engine.accountant.history)
+
+
+def trained(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> nn.Module:
+    model, optimizer, loader = made_private(engine, module, **options)
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return module
+
+
+@pytest.mark.parametrize("make", [mlp, cnn, words])
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
+    torch.manual_seed(0)
+    ours = make()
+    theirs = copy.deepcopy(ours)
+    bound: Any = 0.1 if clipping == "flat" else [0.1 / (1 + i) for i, _ in enumerate(ours.parameters())]
+    options = {"noise_multiplier": 0.0, "max_grad_norm": bound, "clipping": clipping}
+    trained(PrivacyEngine(), ours, **options)
+    # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+        trained(opacus.PrivacyEngine(), theirs, **options)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+        assert a.grad is not None
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+def test_the_epsilon_of_opacus(accountant: str) -> None:
+    epsilons = []
+    for engine in (PrivacyEngine(accountant=accountant), opacus.PrivacyEngine(accountant=accountant)):
+        torch.manual_seed(0)
+        trained(engine, mlp(), epochs=2, poisson_sampling=True)
+        epsilons.append(engine.get_epsilon(1e-3))
+        assert steps_of(engine) == 12
+    assert epsilons[0] == epsilons[1] > 0
+
+
+def test_the_noise_of_opacus() -> None:
+    """With the same generator, the same noise: one run is the other, bit by bit but for the sums' rounding."""
+    results = []
+    for engine in (PrivacyEngine(), opacus.PrivacyEngine()):
+        torch.manual_seed(0)
+        results.append(trained(engine, mlp(), noise_generator=torch.Generator().manual_seed(7)))
+    for a, b in zip(*(result.parameters() for result in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_noise_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what one call draws."""
+    monkeypatch.setattr("persample.private.optimizer._BLOCK", 64)
+    module = nn.Linear(37, 5)
+    optimizer = private(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
+    optimizer.step()
+    generator = torch.Generator().manual_seed(7)
+    for p in module.parameters():
+        assert torch.equal(p.grad, torch.normal(0, 1.5, p.shape, generator=generator))  # type: ignore[arg-type]
+
+
+def test_noise_for_a_target() -> None:
+    multipliers = []
+    for engine in (PrivacyEngine(), opacus.PrivacyEngine()):
+        module = mlp()
+        _, optimizer, _ = engine.make_private_with_epsilon(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), batch_size=8), target_epsilon=3.0, target_delta=1e-3, epochs=4,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        multipliers.append(optimizer.noise_multiplier)
+        if isinstance(optimizer, PrivateOptimizer):
+            STARTED.append(optimizer)
+    assert multipliers[0] == multipliers[1] > 0
+
+
+def test_the_variance_of_the_privatised_gradient() -> None:
+    """(noise_multiplier * max_grad_norm)² in each coordinate, around the clipped sum, independent of each other."""
+    torch.manual_seed(0)
+    module = nn.Linear(40, 25)
+    x = torch.randn(4, 40)
+    sigma, bound, draws = 1.3, 0.7, []
+    clipped = private(module, max_grad_norm=bound)
+    module(x).square().sum().backward()
+    clipped.step()
+    mean = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    clipped.release()
+    optimizer = private(module, max_grad_norm=bound, noise_multiplier=sigma)
+    for _ in range(400):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+        draws.append(torch.cat([p.grad.flatten() for p in module.parameters()]))  # type: ignore[union-attr]
+    noise = torch.stack(draws) - mean
+    deviation = sigma * bound
+    assert abs(noise.mean()) < 5 * deviation / math.sqrt(noise.numel())
+    assert noise.var() == pytest.approx(deviation**2, rel=0.02)
+    assert noise.var(0).min() > 0.6 * deviation**2 and noise.var(0).max() < 1.6 * deviation**2
+    correlation = torch.corrcoef(noise[:, :50].T) - torch.eye(50)
+    assert correlation.abs().max() < 6 / math.sqrt(len(noise))
+
+
+# ---- ways of clipping ----
+
+
+def rows_of(module: nn.Module, x: Tensor) -> Tensor:
+    with record(module, loss_reduction="sum") as grads:
+        module(x).square().sum().backward()
+    return flat(grads.dense())
+
+
+def test_automatic_clipping() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, clipping="automatic", max_grad_norm=0.3)
+    module(x).square().sum().backward()
+    optimizer.step()
+    expected = (0.3 / (rows.norm(dim=1) + 0.01)) @ rows
+    found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_passes(passes: int) -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, max_grad_norm=0.3, recording={"passes": passes})
+    module(x).square().sum().backward()
+    optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows)
+
+
+@pytest.mark.parametrize("clipping, bound, message", [
+    ("per_layer", 0.1, "one for each of the 4"),
+    ("per_layer", [0.1, 0.2], "one for each of the 4"),
+    ("flat", [0.1] * 4, "flat clipping takes one max_grad_norm"),
+    ("flat", -1.0, "must be positive"),
+])  # fmt: skip
+def test_wrong_bounds(clipping: str, bound: Any, message: str) -> None:
+    with pytest.raises(PerSampleError, match=message):
+        private(mlp(), clipping=clipping, max_grad_norm=bound)
+
+
+# ---- the model stays the user's ----
+
+
+def test_no_wrapper() -> None:
+    module = mlp()
+    keys, hooks = list(module.state_dict()), len(module._forward_hooks)
+    model, optimizer, loader = made_private(PrivacyEngine(), module)
+    assert model is module and type(model) is nn.Sequential
+    trained_on = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        trained_on += len(x)
+    assert trained_on == 48
+    assert list(model.state_dict()) == keys
+    copy.deepcopy(model.state_dict())
+    optimizer.release()
+    assert len(module._forward_hooks) == hooks and not module._forward_pre_hooks
+    model(torch.randn(2, 6)).sum().backward()
+
+
+def test_ghost_gives_a_criterion() -> None:
+    module = words()
+    model, optimizer, criterion, _ = made_private(
+        PrivacyEngine(), module, grad_sample_mode="ghost", noise_multiplier=0.0, criterion=nn.CrossEntropyLoss()
+    )
+    x, y = data()[:5]
+    criterion(model(x), y).backward()
+    optimizer.step()
+    logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -100, -100])
+    each = [F.cross_entropy(logits[:3], labels[:3]), F.cross_entropy(logits[3:4], labels[3:4])]
+    torch.testing.assert_close(criterion(logits, labels, shape=(2, 3, 4)), torch.stack(each).mean())
+    assert criterion.criterion.reduction == "mean"
+
+
+# ---- batches ----
+
+
+@pytest.mark.parametrize("poisson", [False, True])
+def test_parts_of_batches(poisson: bool) -> None:
+    """Virtual batches: the steps are those of the whole ones."""
+    results = []
+    for most in (100, 3):
+        torch.manual_seed(0)
+        module = mlp()
+        model, optimizer, loader = made_private(
+            PrivacyEngine(), module, poisson_sampling=poisson, noise_generator=torch.Generator().manual_seed(7)
+        )
+        torch.manual_seed(1)
+        steps = 0
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=most, optimizer=optimizer) as parts:
+            for x, y in parts:
+                assert len(x) <= most
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                steps += 1
+        results.append((module, steps))
+    assert results[1][1] > results[0][1]
+    for a, b in zip(*(module.parameters() for module, _ in results), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_batches() -> None:
+    torch.manual_seed(0)
+    module, engine = mlp(), PrivacyEngine(accountant="rdp")
+    found = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(data(12), batch_size=1),
+    )  # fmt: skip
+    model, optimizer, loader = found
+    STARTED.append(optimizer)
+    sizes = []
+    for x, y in loader:
+        before = module[0].weight.detach().clone()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+        assert bool((module[0].weight != before).all())  # noise, if nothing else
+    assert 0 in sizes and steps_of(engine) == len(sizes) == 12
+
+
+def test_batches_are_added_up_where_they_may() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(4, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, max_grad_norm=0.3, loss_reduction="mean", expected_batch_size=2)
+    for part in x.split(2):
+        (module(part).square().sum() / 2).backward()
+    assert optimizer.accumulated_iterations == 2
+    optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows / 4)
+    optimizer.release()
+    optimizer = private(module, poisson_sampling=True)
+    module(x).sum().backward()
+    with pytest.raises(PerSampleError, match="A second backward pass before step"):
+        module(x).sum().backward()
+
+
+# ---- refusals ----
+
+
+def test_batch_norm_is_refused_by_name_and_can_be_swapped() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.LSTM(8, 3)))
+    with pytest.raises(SamplesMixed, match=re.escape("'1.0', a BatchNorm1d")):
+        made_private(PrivacyEngine(), module)
+    assert not PrivacyEngine().is_compatible(module=module)
+    fixed = PrivacyEngine.get_compatible_module(module)
+    assert isinstance(fixed[1][0], nn.GroupNorm) and type(fixed[1][1]) is nn.LSTM
+    assert isinstance(module[1][0], nn.BatchNorm1d)
+    assert PrivacyEngine().is_compatible(module=fixed)
+    PrivacyEngine().validate(module=module.eval())
+    assert isinstance(PrivacyEngine.get_compatible_module(nn.BatchNorm2d(8)), nn.GroupNorm)
+    with pytest.raises(SamplesMixed, match="InstanceNorm1d"):
+        PrivacyEngine().validate(module=nn.InstanceNorm1d(3, track_running_stats=True))
+
+
+def test_what_mixes_samples_is_refused_at_the_first_step() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    before = copy.deepcopy(module.state_dict())
+    optimizer = private(module, lr=0.1, noise_multiplier=1.0)
+    out = module(x)
+    with pytest.raises(SamplesMixed, match="not apart"):
+        F.cross_entropy(out @ out.T, torch.arange(B)).backward()
+    with pytest.raises(SamplesMixed, match="penalty on the weights"):
+        (module(x).square().sum() + module[0].weight.square().sum()).backward()
+    with pytest.raises(PerSampleError, match="not recorded"):
+        module[2](torch.randn(B, 16)).sum().backward()
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    optimizer.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(before["0.weight"], module[0].weight)
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="different than optimizer Parameters"):
+        PrivacyEngine().make_private(
+            module=mlp(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1), noise_multiplier=1.0,
+            max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=8),
+        )  # fmt: skip
+    with pytest.raises(PerSampleError, match="grad_sample_mode"):
+        made_private(PrivacyEngine(), mlp(), grad_sample_mode="no_op")
+    with pytest.raises(PerSampleError, match="clipping is"):
+        made_private(PrivacyEngine(), mlp(), clipping="adaptive")
+    with pytest.raises(PerSampleError, match="none of the module's"):
+        PrivateOptimizer(
+            torch.optim.SGD(mlp().parameters(), lr=0.1), module=mlp(), noise_multiplier=1.0, max_grad_norm=1.0,
+            expected_batch_size=8,
+        )  # fmt: skip
+
+
+# ---- what else trains ----
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
+def test_any_optimizer_with_schedulers(make: Any) -> None:
+    torch.manual_seed(0)
+    module = mlp()
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=module, optimizer=make(module.parameters(), lr=0.01), data_loader=DataLoader(data(), batch_size=8),
+        noise_multiplier=1.0, max_grad_norm=1.0,
+    )  # fmt: skip
+    STARTED.append(optimizer)
+    rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    noise = schedulers.ExponentialNoise(optimizer, gamma=0.5)
+    clip = schedulers.ExponentialGradClip(optimizer, gamma=0.5)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        for scheduler in (rate, noise, clip):
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.0025
+    assert optimizer.noise_multiplier == 0.25 and optimizer.max_grad_norm == 0.25
+    assert optimizer._options()["max_norm"] == 0.25
+    assert len(engine.accountant.history) > 1  # it knows that the noise has changed
+
+
+def test_a_bound_for_each_parameter_that_is_scheduled() -> None:
+    optimizer = private(mlp(), clipping="per_layer", max_grad_norm=[3.0, 4.0, 12.0, 84.0])
+    assert optimizer.max_grad_norm == 85
+    optimizer.max_grad_norm = 42.5
+    assert list(optimizer._options()["max_norm"].values()) == [1.5, 2, 6, 42]
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank update, as in LoRA."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 2, bias=False)
+        self.up = nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def test_frozen_layers_and_adapters() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Adapted(nn.Linear(6, 8)), nn.Tanh(), Adapted(nn.Linear(8, 3)))
+    frozen = module[0].layer.weight.clone()
+    x = torch.randn(B, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, lr=0.1, max_grad_norm=0.2)
+    module(x).square().sum().backward()
+    optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.2 / rows.norm(dim=1)).clamp(max=1) @ rows)
+    assert torch.equal(frozen, module[0].layer.weight)
+
+
+def test_autocast() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    sums = []
+    for enabled in (False, True):
+        optimizer = private(module, max_grad_norm=0.2)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = module(x).float().square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.release()
+        sums.append(torch.cat([p.grad.flatten() for p in module.parameters()]))  # type: ignore[union-attr]
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+    assert float((sums[0] - sums[1]).norm() / sums[0].norm()) < 0.05
+
+
+def test_grads_may_be_cleared_before_the_backward_pass() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    rows = rows_of(module, x)
+    optimizer = private(module, max_grad_norm=0.3)
+    for _ in range(2):
+        loss = module(x).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows)
+
+
+def test_grads_have_to_be_cleared() -> None:
+    module, x = mlp(), torch.randn(B, 6)
+    optimizer = private(module)
+    module(x).square().sum().backward()
+    optimizer.step()
+    with pytest.raises(PerSampleError, match="zero_grad"):
+        module(x).square().sum().backward()
+    module.zero_grad()
+    module(x).square().sum().backward()
+    optimizer.step()
+
+
+def test_a_closure() -> None:
+    torch.manual_seed(0)
+    module, x = mlp(), torch.randn(B, 6)
+    optimizer = private(module, lr=0.1)
+    before = module[0].weight.clone()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = module(x).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not torch.equal(before, module[0].weight)
+
+
+def test_opacus_with_our_rows() -> None:
+    """Opacus' own engine, with persample filling grad_sample, as docs/private.md says."""
+    torch.manual_seed(0)
+    ours, theirs = mlp(), mlp()
+    theirs.load_state_dict(ours.state_dict())
+    settings = {"noise_multiplier": 0.0, "max_grad_norm": 0.1}
+    trained(PrivacyEngine(), ours, **settings)
+    model, optimizer, loader = made_private(opacus.PrivacyEngine(), theirs, grad_sample_mode="no_op", **settings)
+    for x, y in loader:
+        optimizer.zero_grad()
+        with record(model) as grads:
+            F.cross_entropy(model(x), y).backward()
+        rows = grads.dense()
+        for name, p in model.named_parameters():
+            p.grad_sample = rows[name]
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# ---- checkpoints ----
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_crash_and_a_resumption(own_generator: bool, tmp_path: Path) -> None:
+    """The run that crashed and went on is the one that did not crash: weights, noise, optimizer and budget."""
+    path = tmp_path / "checkpoint.pt"
+    x, y = data()[:8]
+
+    def begin() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        module, engine = mlp(), PrivacyEngine(accountant="rdp")
+        generator = torch.Generator().manual_seed(5) if own_generator else None
+        found = engine.make_private(
+            module=module, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), noise_multiplier=1.0,
+            max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=8), noise_generator=generator,
+        )  # fmt: skip
+        STARTED.append(found[1])
+        return module, engine, found[1]
+
+    def steps(module: nn.Module, optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+
+    module, engine, optimizer = begin()
+    steps(module, optimizer, 3)
+    engine.save_checkpoint(path=path, module=module, optimizer=optimizer)
+    steps(module, optimizer, 4)
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoint.pt"}
+
+    again, new_engine, new_optimizer = begin()
+    new_engine.load_checkpoint(path=path, module=again, optimizer=new_optimizer)
+    assert steps_of(new_engine) == 3
+    steps(again, new_optimizer, 4)
+    assert steps_of(new_engine) == 7
+    assert new_engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert list(torch.load(path, weights_only=False)["module_state_dict"]) == list(mlp().state_dict())
+
+
+def test_a_checkpoint_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    module = mlp()
+    _, optimizer, _ = made_private(engine := PrivacyEngine(), module)
+    engine.save_checkpoint(path=path, module=module, optimizer=optimizer)
+    whole = path.read_bytes()
+    with pytest.raises(Exception, match="pickle"):
+        engine.save_checkpoint(path=path, module=module, checkpoint_dict={"what": lambda: None})
+    assert path.read_bytes() == whole
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+# ---- several processes ----
+
+
+def test_two_processes() -> None:
+    assert_all_pass("tests.private.private_worker", at_least=5)
+
+
+# ---- examples ----
+
+
+@pytest.mark.parametrize("name", ["private_digits", "private_text"])
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A short run; what they say of a long one is in docs/private.md."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    if name == "private_text":
+        sentences = example.sentences
+        monkeypatch.setattr(example, "sentences", lambda count, seed: sentences(count // 10, seed))
+    for private in (False, True):
+        assert 0 < example.train("name", private) < 1
+    printed = capsys.readouterr().out
+    assert "no privacy" in printed and re.search(r"epsilon \d+\.\d\d at delta", printed)

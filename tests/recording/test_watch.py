@@ -1,0 +1,224 @@
+"""watch(): steps without a block around them give what record() gives, and leave everything as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from persample import PerSampleError, SamplesMixed, Watch, record
+from persample import watch as watch_
+from tests.expanded_weights.test_call_for_per_sample_grads import state_of
+from tests.recording.test_record import options_of
+from tests.support.cases import CASES, B, Calls, D
+from tests.support.oracle import Case, loss_of
+
+STARTED: list[Watch] = []
+
+
+def watch(*args: Any) -> Watch:
+    STARTED.append(watch_(*args))
+    return STARTED[-1]
+
+
+@pytest.fixture(autouse=True)
+def stopped() -> Iterator[None]:
+    """A test that fails leaves no watch behind."""
+    yield
+    while STARTED:
+        STARTED.pop().stop()
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=str)
+def test_as_in_a_block(case: Case) -> None:
+    module, args, kwargs = case.build()
+    with record(module, **options_of(case)) as grads:
+        loss_of(module(*args, **kwargs), case.out_dim).backward()
+    expected, found = grads.dense(), []
+    watched = watch(module, lambda grads: found.append(grads.dense()), options_of(case))
+    for _ in range(2):
+        loss_of(module(*args, **kwargs), case.out_dim).backward()
+    watched.stop()
+    assert len(found) == 2
+    for rows in found:
+        for name, row in rows.items():
+            assert torch.equal(row, expected[name]) or "dropout" in case.name
+    assert not _get_current_function_mode_stack()
+
+
+def small() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(B, D)
+
+
+def rows_of(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+    with record(model, loss_reduction="sum", **options) as grads:
+        model(x).square().sum().backward()
+    return grads.norms()
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_end_in_any_order() -> None:
+    """A block around the call of the model alone ends before the step does."""
+    model, x = small()
+    found: list[Tensor] = []
+    watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
+    for mode in (Counting(), torch.device("cpu")):
+        with mode:
+            output = model(x)
+        with Counting() as counting:
+            loss = output.square().sum()
+        assert counting.calls
+        with torch.device("cpu"):
+            loss.backward()
+    watched.stop()
+    assert not _get_current_function_mode_stack()
+    expected = rows_of(model, x)
+    assert len(found) == 2 and all(torch.equal(norms, expected) for norms in found)
+
+
+def test_a_default_device() -> None:
+    model, x = small()
+    watched = watch(model, lambda grads: None, {})
+    torch.set_default_device("cpu")
+    try:
+        loss = model(x).square().sum()
+        torch.set_default_device("cpu")
+        loss.backward()
+    finally:
+        torch.set_default_device(None)
+    watched.stop()
+    assert not _get_current_function_mode_stack()
+
+
+def test_calls_that_go_into_one_loss_are_one_step() -> None:
+    model, x = small()
+    other = torch.randn(B, D)
+    found: list[Tensor] = []
+    watched = watch(model, lambda grads: found.append(grads.norms()), {"keep": "clip", "max_norm": 1.0})
+    (model(x) - model(other)).square().sum(1).mean().backward()
+    watched.stop()
+    with record(model) as grads:
+        (model(x) - model(other)).square().sum(1).mean().backward()
+    torch.testing.assert_close(found, [grads.norms()])
+
+
+def test_calls_that_nothing_comes_of_are_forgotten() -> None:
+    model, x = small()
+    found: list[Tensor] = []
+    watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
+    model(x)
+    model(x[:2])
+    with torch.no_grad():
+        model(x)
+    model(x).square().sum().backward()
+    watched.stop()
+    torch.testing.assert_close(found, [rows_of(model, x)])
+
+
+def test_one_loss_of_two_batches_is_refused() -> None:
+    model, x = small()
+    watched = watch(model, lambda grads: None, {"keep": "clip", "max_norm": 1.0})
+    loss = model(x).sum() + model(x[:2]).sum()
+    with pytest.raises(SamplesMixed, match="made a tensor of shape \\(\\) without a torch function"):
+        loss.backward()
+    late = model(x).sum()
+    watched.rest()
+    with pytest.raises(PerSampleError, match="One loss can be of one batch only"):
+        late.backward()
+    watched.stop()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_no_samples(passes: int) -> None:
+    model, x = small()
+    found: list[dict[str, Tensor]] = []
+    options = {"keep": "clip", "max_norm": 1.0, "passes": passes}
+    watched = watch(model, lambda grads: found.append(grads.clip()), options)
+    model(x[:0]).square().mean().backward()
+    model(x).square().mean().backward()
+    watched.stop()
+    assert len(found) == 2
+    assert not any(part.any() for part in found[0].values())
+    assert all(part.any() for part in found[1].values())
+
+
+def test_ordinary_gradients_are_refused() -> None:
+    model, x = small()
+    watched = watch(model, lambda grads: None, {})
+    with pytest.raises(PerSampleError, match="receives a gradient from a use that was not recorded"):
+        model[2](torch.randn(B, 6)).sum().backward()
+    with pytest.raises(SamplesMixed, match="as a penalty on the weights does"):
+        model(x).sum() + model[0].weight.square().sum()
+    watched.stop()
+    model[0].weight.square().sum().backward()
+
+
+def test_errors_leave_everything_as_it_was() -> None:
+    model = Calls(lambda m, x, wrong: m.b(x @ x) if wrong else m.a(x), a=nn.Linear(D, D), b=nn.BatchNorm1d(D))
+    x = torch.randn(B, D)
+    before = state_of(model)
+    found: list[Tensor] = []
+    watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
+    with pytest.raises(RuntimeError):
+        model(x, True)  # of shapes that do not fit
+    mixed = Calls(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(D, D))
+    other = watch(mixed, lambda grads: None, {})
+    with pytest.raises(SamplesMixed):
+        mixed(x)
+    other.stop()
+    output = model(x, False)
+    with pytest.raises(SamplesMixed):
+        (output @ output.T).softmax(0).sum().backward()
+    model(x, False).square().sum().backward()
+    watched.stop()
+    assert len(found) == 1
+    assert not _get_current_function_mode_stack()
+    assert str(state_of(model)) == str(before)
+
+
+def test_the_options_of_the_next_step() -> None:
+    model, x = small()
+    bounds, found = [1e-3, 1e-5], []
+    watched = watch(
+        model, lambda grads: found.append(grads.clip()), lambda: {"keep": "clip", "max_norm": bounds[len(found)]}
+    )
+    for _ in range(2):
+        F.mse_loss(model(x), torch.zeros(B, 3)).backward()
+        watched.rest()
+    watched.stop()
+    sizes = [torch.cat([part.flatten() for part in clipped.values()]).norm() for clipped in found]
+    torch.testing.assert_close(sizes[0] / sizes[1], torch.tensor(100.0))
+
+
+def test_a_refused_step_leaves_buffers_and_random_numbers() -> None:
+    def forward(m: Any, x: Tensor, mixes: bool) -> Tensor:
+        m.count.add_(1)
+        h = F.dropout(x, 0.5)
+        return m.a(h - h.mean(0) if mixes else h)
+
+    model, x = Calls(forward, a=nn.Linear(D, D), count=torch.zeros(1)), torch.randn(B, D)
+    watch(model, lambda grads: None, {})
+    model(x, False).sum().backward()
+    before, numbers = model.count.clone(), torch.get_rng_state()
+    with pytest.raises(SamplesMixed):
+        model(x, True)
+    assert torch.equal(model.count, before) and torch.equal(torch.get_rng_state(), numbers)
+    out = model(x, False)
+    with pytest.raises(SamplesMixed):
+        (out - out.mean(0)).square().sum().backward()
+    assert torch.equal(model.count, before) and torch.equal(torch.get_rng_state(), numbers)
