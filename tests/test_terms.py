@@ -21,8 +21,8 @@ from persample.layouts.layout import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import einsum_term
-from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
-from persample.terms.cost import Way, cheaper_way, dense_of_patches, forced_way, norms_of_patches
+from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, add_terms
+from persample.terms.cost import Way, choose_norm_algorithm, dense_of_patches, forced_way, norms_of_patches
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 Factory = Callable[[int], tuple[Term, Tensor]]
@@ -99,7 +99,7 @@ def folded(equation: str, shape: tuple[int, ...]) -> Factory:
 def sum_of(*factories: Factory) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         terms, expected = zip(*(factory(batch) for factory in factories), strict=True)
-        return together(list(terms)), sum(expected)  # type: ignore[return-value]
+        return add_terms(list(terms)), sum(expected)  # type: ignore[return-value]
 
     return make
 
@@ -206,7 +206,7 @@ def test_write(factory: Factory, scale: float, narrow: bool) -> None:
 def test_measured(factory: Factory, way: Way | None) -> None:
     term, expected = factory(3)
     with way_of(way):
-        squared, lighter = term.measured()
+        squared, lighter = term.compute_norms_and_compact()
     torch.testing.assert_close(squared, expected.abs().square().reshape(3, -1).sum(1))
     torch.testing.assert_close(lighter.dense(), expected)
 
@@ -215,9 +215,9 @@ def test_norms_that_took_the_dense_form_leave_it_where_it_is_smaller() -> None:
     for positions, kind in ((40, Dense), (2, Outer)):
         term, _ = outer(positions)(3)
         with forced_way("dense"):
-            assert type(term.measured()[1]) is kind
+            assert type(term.compute_norms_and_compact()[1]) is kind
     with forced_way("ghost"):
-        assert type(outer(40)(3)[0].measured()[1]) is Outer
+        assert type(outer(40)(3)[0].compute_norms_and_compact()[1]) is Outer
 
 
 @every_way
@@ -304,16 +304,16 @@ def test_outer_of_any_shape(batch: int, positions: int, inputs: int, outputs: in
 
 def test_kinds_are_kept_where_they_can_be() -> None:
     (a, _), (b, _) = outer(2)(3), outer(3)(3)
-    merged = together([a, b])
+    merged = add_terms([a, b])
     assert isinstance(merged, Outer)
     assert merged.positions == 5
-    assert isinstance(together([rows()(3)[0], rows()(3)[0]]), Rows)
-    assert isinstance(together([rows()(3)[0], outer(2)(3)[0]]), Sum)
+    assert isinstance(add_terms([rows()(3)[0], rows()(3)[0]]), Rows)
+    assert isinstance(add_terms([rows()(3)[0], outer(2)(3)[0]]), Sum)
 
 
 def test_the_cheaper_way() -> None:
-    assert cheaper_way(64, 256, 4096) == "ghost"
-    assert cheaper_way(1024, 27, 32) == "dense"
+    assert choose_norm_algorithm(64, 256, 4096) == "ghost"
+    assert choose_norm_algorithm(1024, 27, 32) == "dense"
 
 
 def test_the_cheaper_ways_of_convolutions() -> None:

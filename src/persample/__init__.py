@@ -10,7 +10,7 @@ from persample.gradients.buffers import release_memory
 from persample.gradients.matrix import PerSampleGradients
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
-from persample.rules import rule as register_rule
+from persample.rules import register_rule
 
 if TYPE_CHECKING:
     from persample.scanning import Scan, scan

@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
+def disable_compilation() -> Iterator[None]:
     """Inside, whatever was compiled runs as it is written, and nothing is compiled; afterwards all is as it was.
 
     torch's compiler takes a second to import, and is not here if nobody has compiled anything.
@@ -29,7 +29,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
-def not_traced(function: Function) -> Function:
+def exclude_from_graph(function: Function) -> Function:
     """A compiled function calls this one, and does not look into it."""
     _torch.do_not_trace(
         function,
@@ -38,11 +38,11 @@ def not_traced(function: Function) -> Function:
     return function
 
 
-def skipped(inside: bool) -> Callable[[Function], Function]:
+def skip_compilation(with_callees: bool) -> Callable[[Function], Function]:
     """Calls of the function itself are not compiled, nor, `inside`, whatever it calls."""
 
     def skip(function: Function) -> Function:
-        _torch.do_not_compile(function, with_callees=inside)
+        _torch.do_not_compile(function, with_callees=with_callees)
         return function
 
     return skip

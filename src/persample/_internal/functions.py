@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.errors import op_name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -31,7 +31,7 @@ def find_results(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
     """The tensors in the result of a call, or in its first argument if it returns nothing (`x[i] = y`)."""
     if isinstance(result, Tensor):
         return (result,)
-    return tuple(tensors_in(args[0] if result is None and args else result))
+    return tuple(find_tensors(args[0] if result is None and args else result))
 
 
 def find_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, int]:

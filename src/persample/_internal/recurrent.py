@@ -16,21 +16,21 @@ _OF_A_TENSOR = ("input", *_COMMON, "batch_first")
 _OF_PACKED_ROWS = ("data", "batch_sizes", *_COMMON)
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a recurrent function by their names, which differ between its two forms."""
     second = kwargs.get("batch_sizes", args[1] if len(args) > 1 else None)
     packed = isinstance(second, Tensor) and not second.is_floating_point()
     return {**dict(zip(_OF_PACKED_ROWS if packed else _OF_A_TENSOR, args, strict=False)), **kwargs}
 
 
-def batch_second(state: State) -> State:
+def declare_batch_second(state: State) -> State:
     """The state itself: each a `(layers, B, width)`, also where its shape alone would allow another reading."""
     if has_torch_function(state):
-        return handle_torch_function(batch_second, state, state)
+        return handle_torch_function(declare_batch_second, state, state)
     return state
 
 
-def layer(
+def recurrent_layer(
     func: Callable[..., Any],
     input: Tensor,
     state: State,
@@ -47,7 +47,7 @@ def layer(
     tensors = (input, *state, *weights)
     if has_torch_function(tensors):
         return handle_torch_function(
-            layer, tensors, func, input, state, weights, sizes, valid, has_biases, bidirectional
+            recurrent_layer, tensors, func, input, state, weights, sizes, valid, has_biases, bidirectional
         )
     state = tuple(s.contiguous() for s in state)
     hx = state if func is torch.lstm else state[0]

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.graph import leaves_behind
-from persample.backward.derived_weights import of_a_part
+from persample._internal.graph import find_leaves
+from persample.backward.derived_weights import pull_back_term
 from persample.errors import PerSampleError
-from persample.terms import Dense, Term, dense_sum, together
+from persample.terms import Dense, Term, add_terms, sum_dense
 
 Deliver = Callable[[Tensor, Sequence[Term]], None]
 
@@ -67,7 +67,7 @@ class Collector:
         for weight in weights:
             self._uses[id(weight)] += 1
             if self.early and id(weight) not in self.parameters:
-                self._entangled |= {id(leaf) for leaf in leaves_behind(weight)}
+                self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
 
     def uses(self, weight: Tensor) -> int:
         """How many uses of a weight there have been."""
@@ -111,10 +111,10 @@ class Collector:
 
     def _pulled_back(self, derived: Tensor, terms: Sequence[Term]) -> list[tuple[Tensor, Term]]:
         """The terms of the parameters that `derived` was computed from."""
-        found = of_a_part(derived, together(terms))
+        found = pull_back_term(derived, add_terms(terms))
         if found is not None and id(found[0]) in self.parameters:
             return [found]
-        leaves = leaves_behind(derived)
+        leaves = find_leaves(derived)
         foreign = [leaf for leaf in leaves if id(leaf) not in self.parameters]
         if foreign:
             raise PerSampleError(
@@ -122,7 +122,7 @@ class Collector:
                 f"of shape {tuple(foreign[0].shape)} that requires grad but is no parameter of it. Register that "
                 "tensor as a parameter, or detach it."
             )
-        rows = dense_sum(terms).to(derived.dtype)
+        rows = sum_dense(terms).to(derived.dtype)
         grads: tuple[Tensor | None, ...]
         try:
             grads = torch.autograd.grad(

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.dynamo import not_traced, skipped
-from persample._internal.tree import filled, slots_in
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.collector import Collector
-from persample.backward.entry_moves import moved_terms
+from persample.backward.entry_moves import compute_moved_terms
 from persample.errors import PerSampleError, op_name
 from persample.layouts import Op
 from persample.layouts.layout import Layout, Owners, joined, place, sample_ids, samples
-from persample.rules.generic import generic
+from persample.rules.generic import compute_generic_gradients
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term, is_complex
 
@@ -29,7 +29,7 @@ class Plan:
     """What is the same for all uses of a function with arguments of the same kinds and shapes."""
 
     func: Callable[..., Any]
-    call: tuple[Any, Any]  # the emptied arguments
+    call: tuple[Any, Any]  # the arguments, with slots in place of tensors
     layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
     results: tuple[Layout | None, ...]  # of each tensor in the result
     tapped: tuple[int, ...]  # which of these can have a gradient
@@ -50,7 +50,7 @@ class Plan:
     def named(self) -> dict[str, tuple[int, ...]]:
         """The positions of the tensors in each argument, by its name."""
         assert self.rule is not None
-        return {name: tuple(slots_in(value)) for name, value in self.rule.bind(*self.call).items()}
+        return {name: tuple(find_slots(value)) for name, value in self.rule.bind(*self.call).items()}
 
     @property
     def source(self) -> str:
@@ -120,14 +120,14 @@ class Use:
         return joined(term.dense(), layout, shape, self.batch)
 
     def _moved_terms(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
-        args, kwargs = filled(self.plan.call, tensors)
+        args, kwargs = put_in_tensors(self.plan.call, tensors)
         op = Op(self.plan.func, args, kwargs, tuple(tensors), self.plan.layouts, self.batch)
         (grad,) = grads
         if grad is None:
             return {}
         with tracing.suspend():
             owner = sample_ids(grad, self.plan.results[0], self.batch)
-        terms = moved_terms(op, self.weights, grad, owner)
+        terms = compute_moved_terms(op, self.weights, grad, owner)
         return self._terms(tensors, grads) if terms is None else terms
 
     def _terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
@@ -157,12 +157,12 @@ class Use:
         batched = [layout is not None for layout in plan.layouts]
         device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
         with torch.autocast(device, dtype, enabled=self.autocast is not None):
-            found = generic(plan.func, plan.call, rows, batched, positions, grads)
+            found = compute_generic_gradients(plan.func, plan.call, rows, batched, positions, grads)
         return dict(zip(positions, map(Dense, found), strict=True))
 
     def _matched(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """What a rule gives for these gradients and arguments, by the positions of the arguments."""
-        args, kwargs = filled(self.plan.call, tensors)
+        args, kwargs = put_in_tensors(self.plan.call, tensors)
         matched: dict[int, Term] = {}
         for name, term in rule.terms(*given, *args, **kwargs).items():
             positions = self.plan.named.get(name, ())
@@ -199,8 +199,8 @@ class Tap(torch.autograd.Function):
         return results
 
     @staticmethod
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if _torch.is_compiled_autograd_running():
             raise PerSampleError(

@@ -14,14 +14,14 @@ from persample.expanded_weights.tensor import ExpandedWeight
 from persample.forward.tracker import Tracker
 from persample.layouts import Op
 from persample.layouts.layout import Layout
-from persample.terms import Dense, Term, dense_sum
+from persample.terms import Dense, Term, sum_dense
 
 
 def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
     """Delivers terms as `parameter.grad_sample`, times the batch size where the loss was a mean."""
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
-        add_grad_sample(parameter, dense_sum(terms).to(parameter.dtype), batch_size, loss_reduction)
+        add_grad_sample(parameter, sum_dense(terms).to(parameter.dtype), batch_size, loss_reduction)
 
     return deliver
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from persample._internal.tree import map_tensors, tensors_in
+from persample._internal.tree import find_tensors, map_tensors
 from persample.batches import batch_size_error
 from persample.errors import op_name
 from persample.expanded_weights.tensor import ExpandedWeight
@@ -97,7 +97,7 @@ def check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 def expanded_weights_in(value: Any) -> list[ExpandedWeight]:
     """All expanded weights among the arguments of a call."""
-    return [t for t in tensors_in(value) if isinstance(t, ExpandedWeight)]
+    return [t for t in find_tensors(value) if isinstance(t, ExpandedWeight)]
 
 
 def is_batch_first(expanded_args_and_kwargs: Sequence[Any]) -> bool | None:

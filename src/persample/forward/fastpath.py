@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.functions import find_results
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.layouts import Motion, Op
 from persample.layouts.by_trial import by_trial, in_other_orders
 from persample.layouts.find import described
@@ -52,7 +52,7 @@ class WholeModules:
         return forward
 
     def _tell(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tensors = tuple(tensors_in((args, kwargs)))
+        tensors = tuple(find_tensors((args, kwargs)))
         where = tuple(map(self.tracker.where, tensors))
         if any(where):
             op = Op(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
@@ -96,5 +96,5 @@ def _needs_no_gradients(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether torch may take the fast way; it does not where a hook would see what is inside."""
     if module.training or any(map(_torch.has_forward_hooks, list(module.modules())[1:])):
         return False
-    given = [*tensors_in((args, kwargs)), *module.parameters()]
+    given = [*find_tensors((args, kwargs)), *module.parameters()]
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in given))

@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from persample._internal import tracing
-from persample._internal.dynamo import not_traced, skipped, uncompiled
+from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
 from persample._internal.functions import find_results
-from persample._internal.graph import leaves_behind, nodes_behind
-from persample._internal.tree import tensors_in
+from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.distributed import Processes
 from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, place_in
@@ -29,7 +29,7 @@ from persample.forward.use import REMEDY, can_repeat, check_apart, repeat_use, r
 from persample.layouts import CACHE, CountedSizes, Motion, Op, call_simple, motion_of, op_of
 from persample.layouts.functions import MOVES
 from persample.layouts.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.rules import Rewrite, handler_of, rules_of
+from persample.rules import Rewrite, get_handler, get_rules
 
 # Ops that return their argument itself, with nothing of its entries changed.
 _UNTOUCHED = {
@@ -88,7 +88,7 @@ class Tracker(TorchFunctionMode):
     def start(self) -> None:
         """Prepares the model, and torch, for being followed."""
         if self._depth == 0:
-            self._uncompiled = uncompiled()
+            self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
             if self.model is not None:
                 self._whole_modules = WholeModules(self)
@@ -157,8 +157,8 @@ class Tracker(TorchFunctionMode):
 
     # ---- each op ----
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -194,7 +194,7 @@ class Tracker(TorchFunctionMode):
             op = op_of(func, args, kwargs, self.batch, self.where, self._counted)
         tensors, where = op.tensors, op.where
         batched = any(where)
-        handler = handler_of(func)
+        handler = get_handler(func)
         if batched and isinstance(handler, Rewrite):
             with self:
                 result = handler.function(*args, **kwargs)
@@ -213,7 +213,7 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in tensors)):
-            for made in tensors_in(result):
+            for made in find_tensors(result):
                 self._of_hidden_weights[made] = True
         if batched and func in _LEAVING:
             self._counted.add(result)
@@ -222,21 +222,21 @@ class Tracker(TorchFunctionMode):
             if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
                 call_simple(op, result)
         elif weights:
-            for made in tensors_in(result):
+            for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.tell(made, None)
         return result
 
     def _refuse_ordinary_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
+        if any(id(t) in self.collector.parameters for t in find_tensors(inputs)):
             raise PerSampleError(
                 "autograd.grad asks for the gradients of parameters in a recording, where they are kept for each "
                 "sample. Call backward(), and read the recording."
             )
 
     def _use(self, op: Op, weights: dict[int, Tensor]) -> Any:
-        handler, rules = handler_of(op.func), rules_of(op.func)
+        handler, rules = get_handler(op.func), get_rules(op.func)
         if not rules and not isinstance(handler, type) and isinstance(op.func, FunctionType):
             with self:
                 return opened(op.func)(*op.args, **op.kwargs)
@@ -322,7 +322,7 @@ class Tracker(TorchFunctionMode):
 
     def _came_from_nowhere(self, tensor: Tensor) -> Where | None:
         """A tensor with a history that was not seen: of weights alone, of neither side, or of both in unknown ways."""
-        if any(type(node).__name__ == "TapBackward" for node in nodes_behind(tensor)):
+        if any(type(node).__name__ == "TapBackward" for node in find_nodes(tensor)):
             self._refuse_hidden_weight(tensor)
             name = type(tensor.grad_fn).__name__
             lost = Lost(f"{name} made a tensor of {tuple(tensor.shape)} in a way that torch functions do not show")
@@ -334,7 +334,7 @@ class Tracker(TorchFunctionMode):
         return None
 
     def _parameters_behind(self, tensor: Tensor) -> list[Tensor]:
-        return [leaf for leaf in leaves_behind(tensor) if id(leaf) in self.collector.parameters]
+        return [leaf for leaf in find_leaves(tensor) if id(leaf) in self.collector.parameters]
 
     def _refuse_hidden_weight(self, tensor: Tensor) -> None:
         hidden = self._parameters_behind(tensor)

@@ -11,16 +11,16 @@ from torch import Tensor
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.functions import find_results
-from persample._internal.tree import emptied, map_tensors, slots_in
+from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample.backward.collector import Collector
-from persample.backward.entry_moves import moves
+from persample.backward.entry_moves import is_entry_move
 from persample.backward.tap import Plan, Tap, Use
 from persample.errors import PerSampleError, SamplesMixed, op_name
 from persample.forward.kernels import kernel, run_detached
 from persample.layouts import Motion, Op, motion_of
 from persample.layouts.functions import WRITES
 from persample.layouts.layout import Layout, Reduced
-from persample.rules import Rule, rules_of
+from persample.rules import Rule, get_rules
 
 REMEDY = (
     "Keep the samples apart (GroupNorm or LayerNorm instead of BatchNorm, or eval() for it; statistics and attention "
@@ -47,7 +47,7 @@ def run_use(
     `motion` says how the op moves the samples, if that is known already.
     """
     check_apart(op, around)
-    if op.func in WRITES and not moves(op):
+    if op.func in WRITES and not is_entry_move(op):
         raise PerSampleError(
             f"{op_name(op.func)}, in {around.place()}, combines weights with samples while it puts them in place. Do "
             "the one and then the other."
@@ -101,7 +101,7 @@ def run_use(
 def can_repeat(op: Op, plan: Plan, around: Surroundings) -> bool:
     """Whether a call of the kind that `plan` was made for can be run by it."""
     parameters = around.collector.parameters
-    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is rules_of(op.func)
+    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(op.func)
 
 
 def repeat_use(op: Op, plan: Plan, around: Surroundings) -> Tensor:
@@ -153,7 +153,7 @@ def _planned(
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
     _check_results(op, [motion.results[i] for i in tapped], around)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
-    call = emptied((op.args, op.kwargs))
+    call = take_out_tensors((op.args, op.kwargs))
     # Where there are no samples it is not known where they lie, and makes no difference.
     rule = next((r for r in rules if not around.batch or _holds(r, op, call, layouts, weights)), None)
     whole = any(r.whole for r in rules)
@@ -162,7 +162,8 @@ def _planned(
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     reached = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
     return Plan(
-        op.func, call, layouts, where, tapped, reached if whole else [], rule, rules, rule is None and moves(op),
+        op.func, call, layouts, where, tapped, reached if whole else [], rule, rules,
+        rule is None and is_entry_move(op),
         kernel(op.func, weights) if reached else op.func, bool(reached), _weights_at(op, weights),
     )  # fmt: skip
 
@@ -234,7 +235,7 @@ def _holds(
     if not named.keys() <= rule.known or not rule.when(*op.args, **op.kwargs):
         return False
     for name, value in named.items() if not rule.as_they_lie else ():
-        for slot in slots_in(value):
+        for slot in find_slots(value):
             layout = layouts[slot]
             if (layout is not None) != (name in rule.batched) or (slot in weights and layout and not rule.whole):
                 return False

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import buffers
 from persample.gradients.clipping import factors_of
-from persample.terms import Dense, Term, together
-from persample.terms.base import as_double, tensors_of, wide
+from persample.terms import Dense, Term, add_terms
+from persample.terms.base import convert_to_double, find_factors
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 # What gram() and variance() may take for a block of dense gradients, where the user does not say.
@@ -57,7 +58,7 @@ class PerSampleGradients:
         name = self._names.get(id(parameter))
         if name is not None:
             self._check_unchanged(name)
-            self._keep(name, together([self._arrived[name], term]) if name in self._arrived else term)
+            self._keep(name, add_terms([self._arrived[name], term]) if name in self._arrived else term)
 
     def finish(self) -> None:
         """Says that a backward pass has ended."""
@@ -213,11 +214,11 @@ class PerSampleGradients:
         scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
         for name, term in self._terms().items():
-            exact = as_double(term)  # a difference of squares loses what it is about in float32
+            exact = convert_to_double(term)  # a difference of squares loses what it is about in float32
             total = self._total(name, exact.sum(scales), double=True)
             squares = self._total(name, exact.square_sum(memory // 8) * self._scale**2, double=True)
             spread = squares - total.abs().square() / max(1, count)
-            found[name] = (spread.clamp(min=0) * factor).to(wide(self._parameters[name]).abs().dtype)
+            found[name] = (spread.clamp(min=0) * factor).to(widen(self._parameters[name]).abs().dtype)
         return found
 
     @torch.no_grad()
@@ -247,7 +248,7 @@ class PerSampleGradients:
         """The sum of what all processes found for a parameter, which may differ in type where one did not use it."""
         if own:
             return part
-        dtype = wide(self._parameters[name].new_empty(0)).dtype
+        dtype = widen(self._parameters[name].new_empty(0)).dtype
         if double:
             dtype = torch.promote_types(dtype, torch.float64)
         return self._over.total(name, part, dtype if part.is_complex() else dtype.to_real())
@@ -305,14 +306,14 @@ class PerSampleGradients:
 
     def _measured(self, name: str, term: Term) -> Tensor:
         """The squared norms; where they took the dense form, and that is smaller, it is what is kept from now on."""
-        squared, lighter = term.measured()
+        squared, lighter = term.compute_norms_and_compact()
         if lighter is not term:
             self._keep(name, lighter)
         return squared
 
     def _keep(self, name: str, term: Term) -> None:
         self._arrived[name] = term
-        self._versions[name] = [(t, t._version) for t in tensors_of(term)]
+        self._versions[name] = [(t, t._version) for t in find_factors(term)]
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}

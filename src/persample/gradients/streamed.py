@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.clipping import factors_of
 from persample.gradients.matrix import PerSampleGradients
 from persample.recording.options import Options
 from persample.terms import Term
-from persample.terms.base import wide
 
 _SECOND_PASS = (
     "A second backward pass reached '{name}' in a recording that keeps {kept} only: what two passes have in common is "
@@ -44,7 +44,7 @@ class StreamedNorms(PerSampleGradients):
     def _squares(self) -> dict[str, Tensor]:
         self._check_done()
         unused = {name: p for name, p in self._parameters.items() if name not in self._squared}
-        zeros = {name: wide(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
+        zeros = {name: widen(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
         return {name: self._squared[name] if name in self._squared else zeros[name] for name in self._parameters}
 
     def _term(self, name: str) -> Term:
@@ -119,7 +119,7 @@ class StreamedClip(StreamedNorms):
     def _measured(self, name: str, term: Term) -> Tensor:
         if self.passes == 2:
             return term.squared_norms()
-        squared, term = term.measured()
+        squared, term = term.compute_norms_and_compact()
         if isinstance(self.max_norm, Mapping):
             norms = squared.clamp(min=0).sqrt() * self._scale
             self._clipped[name] = term.sum(factors_of(norms, self.max_norm[name], self.stabiliser) * self._scale)

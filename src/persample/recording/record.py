@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from torch import nn
 
-from persample._internal.dynamo import not_traced, skipped
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.errors import PerSampleError
 from persample.gradients.matrix import PerSampleGradients
 from persample.recording.options import BatchDim, Chosen, Options
 from persample.recording.session import Recording, refuse_unrecorded
 
 
-@not_traced
+@exclude_from_graph
 @contextmanager
-@skipped(inside=False)
+@skip_compilation(with_callees=False)
 def record(
     model: nn.Module,
     *,

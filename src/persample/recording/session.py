@@ -20,7 +20,7 @@ from persample.forward.tracker import Tracker
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.streamed import StreamedClip, StreamedNorms, backward_twice
 from persample.recording.options import Options, chosen, trainable_of
-from persample.terms import Term, together
+from persample.terms import Term, add_terms
 
 
 class Recording:
@@ -110,7 +110,7 @@ def _deliver(
     grads: PerSampleGradients, over: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]
 ) -> None:
     """Gives what was found for a parameter to the gradients; a function, for the collector must not know its owner."""
-    term = together(terms)
+    term = add_terms(terms)
     grads.receive(parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.first_of_two):
         total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)

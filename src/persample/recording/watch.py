@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
-from persample._internal.dynamo import not_traced, skipped
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import tensors_within
 from persample.distributed import processes_of
 from persample.errors import PerSampleError
@@ -90,8 +90,8 @@ class Watch:
 
     # ---- the forward pass ----
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recomputed = _torch.get_backward_pass() >= 0
         if recomputed or self._runs or not torch.is_grad_enabled():
@@ -132,8 +132,8 @@ class Watch:
         # Where there are no samples no term arrives, but the anchor's node is part of every backward pass.
         tracker.anchor_node.register_prehook(lambda grads: self._passes_by(step))
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._runs:
             return

@@ -1,7 +1,7 @@
 """Which terms the weights of a torch function receive, a few lines each."""
 
 from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent
-from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite, Rule, handler_of, rule, rules_of
+from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite, Rule, get_handler, get_rules, register_rule
 
 __all__ = [
     "HANDLED_FUNCTIONS",
@@ -10,12 +10,12 @@ __all__ = [
     "conv",
     "elementwise",
     "embedding",
+    "get_handler",
+    "get_rules",
     "grouped",
-    "handler_of",
     "linear",
     "matmul",
     "norm",
     "recurrent",
-    "rule",
-    "rules_of",
+    "register_rule",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.graph import grads_kept
+from persample._internal.dtypes import widen
+from persample._internal.graph import preserve_grads
 from persample.checking.subject import seed_all, untouched
 from persample.gradients.matrix import PerSampleGradients
 from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
@@ -21,7 +22,6 @@ from persample.recording.record import record
 from persample.samples_tmp import Batch
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import label_of, moved
-from persample.terms.base import wide
 
 QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
@@ -97,7 +97,7 @@ class Measurement:
             labels = label_of(batch, count)
             found["label"] = torch.full((count,), -1) if labels is None else labels.long()
         losses, grads = self._recorded(ids, batch)
-        found["loss"] = wide(losses)
+        found["loss"] = widen(losses)
         norms = _norms(grads) if grads else {name: torch.zeros(count) for name in self.parameters}
         found["norm"] = _together(norms, norms)
         found |= {f"norm/{group}": _together(norms, names) for group, names in self.groups.items()}
@@ -167,7 +167,7 @@ class Measurement:
         ) as grads:
             loss = self._loss(ids, batch)
             if loss.requires_grad:
-                with grads_kept(loss):  # of a loss that has parameters too
+                with preserve_grads(loss):  # of a loss that has parameters too
                     (loss.sum() * self._scale(loss, len(ids))).backward()
         return self._each(loss.detach(), ids, batch), grads if loss.requires_grad else None
 

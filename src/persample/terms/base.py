@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.sketch import Sketch
 
 # How many numbers a block of a dense form may have where nobody says otherwise: 4 MB in float32, which stay in cache.
@@ -52,7 +53,7 @@ class Term(ABC):
         if scale != 1:
             out.mul_(scale)
 
-    def measured(self) -> tuple[Tensor, Term]:
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
         """`squared_norms()`, and a term of the same gradients: the dense form, if it was made and is smaller."""
         return self.squared_norms(), self
 
@@ -74,7 +75,7 @@ class Term(ABC):
 
     def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
         """`(batch, batch of other)`: <g_n, h_m>, in blocks of so many numbers."""
-        pairs = (promoted(a, b) for a, b in self.by_rows(other, numbers=numbers))
+        pairs = (promote(a, b) for a, b in self.by_rows(other, numbers=numbers))
         return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in pairs)
 
     def square_sum(self, numbers: int = BLOCK) -> Tensor:
@@ -101,21 +102,21 @@ class Term(ABC):
         terms = (self, *others)
         step = min(term._rows_a_block(numbers) for term in terms)
         if step >= self.rows:
-            yield tuple(wide(term.dense()) for term in terms)
+            yield tuple(widen(term.dense()) for term in terms)
             return
         for start in range(0, self.rows, step):
-            yield tuple(wide(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
+            yield tuple(widen(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
 
     def by_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
         """The dense forms, in the accumulation type, of a few samples at a time; and which.
 
         So few that neither these nor their factors, which may be copied on the way, are more than a block.
         """
-        factors = sum(t.numel() for t in tensors_of(self)) // max(1, self.batch)
+        factors = sum(t.numel() for t in find_factors(self)) // max(1, self.batch)
         step = max(1, BLOCK // max(1, self.shape.numel(), factors))
         for start in range(0, max(1, self.batch), step):
             stop = min(start + step, self.batch)
-            yield slice(start, stop), tuple(wide(term.some(start, stop).dense()) for term in (self, *others))
+            yield slice(start, stop), tuple(widen(term.some(start, stop).dense()) for term in (self, *others))
 
 
 class Same(Term):
@@ -145,9 +146,9 @@ class Same(Term):
 
 def is_smaller_dense(term: Term, times: int = 1) -> bool:
     """Whether the dense form, exact, takes less memory than so many times the factors."""
-    factors = list(tensors_of(term))
+    factors = list(find_factors(term))
     numbers = times * sum(t.numel() for t in factors)
-    return term.batch * term.shape.numel() <= numbers and all(wide(t) is t for t in factors)
+    return term.batch * term.shape.numel() <= numbers and all(widen(t) is t for t in factors)
 
 
 def _matrix(block: Tensor) -> Tensor:
@@ -174,49 +175,34 @@ def sum_of(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
     return first
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in a type that can be added up: float32 instead of half or bfloat16."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def tensors_of(term: Term) -> Iterator[Tensor]:
+def find_factors(term: Term) -> Iterator[Tensor]:
     """The tensors that a term keeps."""
     for value in vars(term).values():
         for part in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(part, Tensor):
                 yield part
             elif isinstance(part, Term):
-                yield from tensors_of(part)
+                yield from find_factors(part)
 
 
 def is_complex(term: Term) -> bool:
     """Whether a term's contribution is made of complex numbers."""
-    return any(tensor.is_complex() for tensor in tensors_of(term))
+    return any(tensor.is_complex() for tensor in find_factors(term))
 
 
-def as_double(term: Any) -> Any:
+def convert_to_double(term: Any) -> Any:
     """The term with its factors in float64 (or complex128)."""
     changed: dict[str, Any] = {}
     for name, value in vars(term).items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            changed[name] = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        if isinstance(value, Tensor):
+            changed[name] = to_double(value)
         elif isinstance(value, Term):
-            changed[name] = as_double(value)
+            changed[name] = convert_to_double(value)
         elif name == "terms":
-            changed[name] = [as_double(part) for part in value]
+            changed[name] = [convert_to_double(part) for part in value]
     return replace(term, **changed)
 
 
-def dense_sum(terms: Sequence[Term]) -> Tensor:
+def sum_dense(terms: Sequence[Term]) -> Tensor:
     """What several uses of one weight contribute together."""
     return sum_of([term.dense() for term in terms])
-
-
-def promoted(*tensors: Tensor) -> tuple[Any, ...]:
-    """All in the widest of their types: under autocast, activations and gradients differ."""
-    dtype = tensors[0].dtype
-    if all([tensor.dtype == dtype for tensor in tensors]):
-        return tensors
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)

@@ -62,8 +62,8 @@ class Blocks(Term):
             return Dense(like.new_zeros(self.batch, stop - start, *self.shape[1:]))
         return Blocks(terms, starts, stop - start, self.single)
 
-    def measured(self) -> tuple[Tensor, Term]:
-        squared, terms = zip(*(term.measured() for term in self.terms), strict=True)
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        squared, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)
         return sum_of(squared), Blocks(terms, self.starts, self.count, self.single)
 
     def squared_norms(self) -> Tensor:

@@ -13,7 +13,7 @@ Way = Literal["ghost", "pixels", "dense", "gemm", "groups", "correlation"]
 _forced: ContextVar[Way | None] = ContextVar("forced way", default=None)
 
 
-def cheaper_way(positions: int, inputs: int, outputs: int) -> Way:
+def choose_norm_algorithm(positions: int, inputs: int, outputs: int) -> Way:
     """How to get the norm of a sum of `positions` outer products of `inputs` with `outputs` numbers.
 
     *ghost*: from the positions' inner products on both sides, 2 t² (i + o) operations for each sample. *dense*: by

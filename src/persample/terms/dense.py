@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import Term, is_smaller_dense, promoted, squares, wide
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import Term, is_smaller_dense, squares
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,10 @@ class Dense(Term):
         return Dense(self.values[:, start:stop])
 
     def squared_norms(self) -> Tensor:
-        return squares(wide(self.values))
+        return squares(widen(self.values))
 
     def sum(self, weights: Tensor) -> Tensor:
-        values, weights = promoted(wide(self.values), weights)
+        values, weights = promote(widen(self.values), weights)
         return (weights @ values.reshape(self.batch, self.shape.numel())).view(self.shape)
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:

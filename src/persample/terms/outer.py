@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, squares, wide
-from persample.terms.cost import cheaper_way, way_of_sketch
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import BLOCK, Term, squares
+from persample.terms.cost import choose_norm_algorithm, way_of_sketch
 from persample.terms.dense import measured_densely
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -36,10 +37,10 @@ class Outer(Term):
         return self.grad.shape[1]
 
     def _factors(self, *others: Tensor) -> tuple[Tensor, ...]:
-        return promoted(*map(wide, (self.input, self.grad, *others)))
+        return promote(*map(widen, (self.input, self.grad, *others)))
 
     def dense(self) -> Tensor:
-        input, grad = promoted(self.input, self.grad)
+        input, grad = promote(self.input, self.grad)
         return grad.mT @ input.conj()
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
@@ -57,20 +58,23 @@ class Outer(Term):
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
 
-    def measured(self) -> tuple[Tensor, Term]:
-        if self.positions > 1 and cheaper_way(self.positions, *self.shape) == "dense":
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        if self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense":
             return measured_densely(self)
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
-            return squares(wide(self.input)) * squares(wide(self.grad))
-        if cheaper_way(self.positions, *self.shape) == "dense":
+            return squares(widen(self.input)) * squares(widen(self.grad))
+        if choose_norm_algorithm(self.positions, *self.shape) == "dense":
             return super().squared_norms()
         return self.inner(self)
 
     def inner(self, other: Term) -> Tensor:
-        if not isinstance(other, Outer) or cheaper_way(max(self.positions, other.positions), *self.shape) == "dense":
+        if (
+            not isinstance(other, Outer)
+            or choose_norm_algorithm(max(self.positions, other.positions), *self.shape) == "dense"
+        ):
             return super().inner(other)
         a, g, b, h = self._factors(other.input, other.grad)
         return ((a @ b.mH) * (g.conj() @ h.mT)).real.sum((1, 2))

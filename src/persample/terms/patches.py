@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, wide
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import BLOCK, Term
 from persample.terms.cost import Way, dense_of_patches, norms_of_patches
 from persample.terms.dense import Dense, measured_densely
 
@@ -93,7 +94,7 @@ class Patches(Term):
         step = max(1, BLOCK // max(1, self.groups * positions * channels * places))
         for start in range(0, self.batch, step):
             some, here = self.some(start, start + step), out[start : start + step]
-            grad, patches = promoted(some._by_group(some.grad).flatten(0, 1), some.patches().conj().flatten(0, 1))
+            grad, patches = promote(some._by_group(some.grad).flatten(0, 1), some.patches().conj().flatten(0, 1))
             matrices = here.view(len(grad), outputs, channels * places)
             if channels * places % 8:  # products with 27 columns, say, take half as long again as those with 27 rows
                 matrices.copy_(torch.bmm(patches, grad.mT).mT)
@@ -103,14 +104,14 @@ class Patches(Term):
     def _by_groups(self) -> Tensor:
         """The library's weight gradient of a batch of one, in which each sample has channels of its own."""
         padded, padding = self._library_input()
-        input, grad = (t.transpose(0, 1).flatten(1, 2) for t in promoted(padded, self.grad))
+        input, grad = (t.transpose(0, 1).flatten(1, 2) for t in promote(padded, self.grad))
         total = self._weight_gradient(input, grad, padding, self.batch * self.groups)
         return total.view(self.batch, *self.shape)
 
     def _by_correlation(self) -> Tensor:
         """Where each group is one channel: the input convolved with the gradient. What were steps are gaps now."""
         padded, padding = self._library_input()
-        input, grad = (t.transpose(1, 2).flatten(0, 1) for t in promoted(padded, self.grad))
+        input, grad = (t.transpose(1, 2).flatten(0, 1) for t in promote(padded, self.grad))
         found = self._conv(input.flatten(0, 1)[None], grad, None, self.dilation, padding, self.stride, len(grad))
         for i, size in enumerate(self.kernel):
             found = found.narrow(2 + i, 0, size)  # where the steps left a rest, there are places behind the kernel
@@ -133,13 +134,13 @@ class Patches(Term):
 
     # ---- answers ----
 
-    def measured(self) -> tuple[Tensor, Term]:
-        if self.norms_way() == "dense":  # to make it a second time, for a sum, costs more than some memory
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        if self.choose_norm_algorithm() == "dense":  # to make it a second time, for a sum, costs more than some memory
             return measured_densely(self, times=2)
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
-        way = self.norms_way()
+        way = self.choose_norm_algorithm()
         if way == "dense":
             return super().squared_norms()
         points = self._pixels if way == "pixels" else self._sizes[0]
@@ -147,7 +148,7 @@ class Patches(Term):
         starts = range(0, max(1, self.batch), step)
         return torch.cat([self.some(start, start + step)._ghost_norms(way) for start in starts])
 
-    def norms_way(self) -> Way:
+    def choose_norm_algorithm(self) -> Way:
         """How the norms are computed."""
         return norms_of_patches(self._pixels, *self._sizes)
 
@@ -156,7 +157,7 @@ class Patches(Term):
         return self.input.shape[1] * self.input.shape[3:].numel()
 
     def _ghost_norms(self, way: Way) -> Tensor:
-        input, grad = promoted(wide(self.input), wide(self.grad))
+        input, grad = promote(widen(self.input), widen(self.grad))
         term = replace(self, input=input, grad=grad)
         of_patches = term._products_by_pixels() if way == "pixels" else _products(term.patches())
         return (of_patches * _products(term._by_group(grad)).conj()).real.sum((1, 2, 3))
@@ -186,13 +187,13 @@ class Patches(Term):
         if self.grad.is_complex() or self._dense_way() == "correlation":  # the library refuses these, or is slow
             return super().sum(weights)
         padded, padding = self._library_input()
-        input, grad, weights = promoted(wide(padded), wide(self.grad), weights)
+        input, grad, weights = promote(widen(padded), widen(self.grad), weights)
         grad = grad * weights.view(-1, *[1] * (grad.dim() - 1))
         return self._weight_gradient(input.flatten(0, 1), grad.flatten(0, 1), padding, self.groups)
 
     def dot(self, direction: Tensor) -> Tensor:
         padded, padding = self._library_input()
-        input, grad, direction = promoted(wide(padded), wide(self.grad), wide(direction))
+        input, grad, direction = promote(widen(padded), widen(self.grad), widen(direction))
         out = self._conv(input.flatten(0, 1), direction, None, self.stride, padding, self.dilation, self.groups)
         return (grad.conj() * out.view(grad.shape)).real.flatten(1).sum(1)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, squares, wide
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import BLOCK, Term, squares
 from persample.terms.outer import Outer
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -61,7 +62,7 @@ class Rows(Term):
 
     def _added_up(self, places: Tensor) -> Tensor:
         """`(batch * t, width)`: the gradients of equal rows of a sample added up, at their places."""
-        grad = wide(self.grad)
+        grad = widen(self.grad)
         return grad.new_zeros(places.numel(), grad.shape[2]).index_add_(0, places.flatten(), grad.flatten(0, 1))
 
     @property
@@ -71,15 +72,15 @@ class Rows(Term):
 
     def _times(self, weights: Tensor) -> Tensor:
         """The gradients, those of each sample times its weight."""
-        grad, weights = promoted(wide(self.grad), weights)
+        grad, weights = promote(widen(self.grad), weights)
         if self._is_spread:
             return (grad[:, :1] * weights[:, None, None]).expand_as(grad)
         return grad * weights[:, None, None]
 
     def squared_norms(self) -> Tensor:
         if self._is_spread:  # then how often each row was looked up is all there is to add up
-            ones = Rows(self.ids, torch.ones_like(wide(self.grad).real[..., :1].contiguous()), self.count)
-            return ones.squared_norms() * squares(wide(self.grad)[:, :1])
+            ones = Rows(self.ids, torch.ones_like(widen(self.grad).real[..., :1].contiguous()), self.count)
+            return ones.squared_norms() * squares(widen(self.grad)[:, :1])
         return squares(self._added_up(self._places()).view(self.batch, *self.grad.shape[1:]))
 
     def sum(self, weights: Tensor) -> Tensor:
@@ -87,12 +88,12 @@ class Rows(Term):
         return rows.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
 
     def dot(self, direction: Tensor) -> Tensor:
-        grad, direction = promoted(wide(self.grad), wide(direction))
+        grad, direction = promote(widen(self.grad), widen(direction))
         return (grad.conj() * direction[self.ids]).real.sum((1, 2))
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, Outer):  # an embedding tied to a head
-            a, h, g = promoted(*map(wide, (other.input, other.grad, self.grad)))
+            a, h, g = promote(*map(widen, (other.input, other.grad, self.grad)))
             of_the_rows = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # (batch, s, t)
             return ((a @ g.mT) * of_the_rows.conj()).real.sum((1, 2))
         return super().inner(other)
@@ -114,4 +115,4 @@ class Rows(Term):
     def project(self, sketch: Sketch) -> Tensor:
         if not isinstance(sketch, TensorSketch):
             return super().project(sketch)
-        return sketch.of_rows(self.ids, wide(self.grad))
+        return sketch.of_rows(self.ids, widen(self.grad))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, dense_sum, promoted, sum_of
+from persample._internal.dtypes import promote
+from persample.terms.base import BLOCK, Term, sum_dense, sum_of
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.outer import Outer
@@ -33,7 +34,7 @@ class Sum(Term):
         return self.terms[0].shape
 
     def dense(self) -> Tensor:
-        return dense_sum(self.terms)
+        return sum_dense(self.terms)
 
     def some(self, start: int, stop: int) -> Sum:
         return Sum([term.some(start, stop) for term in self.terms])
@@ -63,11 +64,11 @@ class Sum(Term):
         return sum_of([term.project(sketch) for term in self.terms])
 
 
-def together(terms: Sequence[Term]) -> Term:
+def add_terms(terms: Sequence[Term]) -> Term:
     """One term for several: those of a kind as one of that kind, the rest as a sum.
 
     >>> outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
-    >>> together([outer, outer]).positions
+    >>> add_terms([outer, outer]).positions
     6
     """
     if len(terms) == 1:
@@ -88,13 +89,13 @@ def _merged(terms: list[Any]) -> list[Term]:
     first = terms[0]
     if isinstance(first, Outer):
         return [
-            Outer(torch.cat(promoted(*(t.input for t in terms)), 1), torch.cat(promoted(*(t.grad for t in terms)), 1))
+            Outer(torch.cat(promote(*(t.input for t in terms)), 1), torch.cat(promote(*(t.grad for t in terms)), 1))
         ]
     if isinstance(first, Rows):
         ids = torch.cat([t.ids for t in terms], 1)
-        return [Rows(ids, torch.cat(promoted(*(t.grad for t in terms)), 1), first.count)]
+        return [Rows(ids, torch.cat(promote(*(t.grad for t in terms)), 1), first.count)]
     if isinstance(first, Dense):
-        return [Dense(dense_sum(terms))]
+        return [Dense(sum_dense(terms))]
     if isinstance(first, Blocks):
         return _merged_blocks(terms)
     return terms
@@ -111,4 +112,4 @@ def _merged_blocks(several: Sequence[Blocks]) -> list[Term]:
     if any(b.single != first.single for b in several) or any(a[1] > b[0] for a, b in itertools.pairwise(ends)):
         return list(several)
     keys = sorted(found)
-    return [Blocks([together(found[key]) for key in keys], [key[0] for key in keys], first.count, first.single)]
+    return [Blocks([add_terms(found[key]) for key in keys], [key[0] for key in keys], first.count, first.single)]
