@@ -1,4 +1,4 @@
-"""Walking the autograd graph behind a tensor."""
+"""Walk the autograd graph of a tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_nodes(tensor: Tensor) -> Iterator[Any]:
 
 
 def find_leaves(tensor: Tensor) -> list[Tensor]:
-    """The leaves that would receive a gradient from `tensor`.
+    """The leaves that a backward pass from `tensor` would give a gradient to.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
@@ -37,14 +37,14 @@ def find_leaves(tensor: Tensor) -> list[Tensor]:
 
 @contextmanager
 def preserve_grads(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
-    """Has a backward pass leave the `.grad` of all leaves as it is, but of those with these ids."""
+    """Restore `.grad` of every leaf of `loss` after the block, except for leaves with an `id()` in `but`."""
     with _torch.DisableTorchFunction():
-        others = [(leaf, leaf.grad) for leaf in find_leaves(loss) if id(leaf) not in but]
-        for leaf, _ in others:
+        preserved = [(leaf, leaf.grad) for leaf in find_leaves(loss) if id(leaf) not in but]
+        for leaf, _ in preserved:
             leaf.grad = None
     try:
         yield
     finally:
         with _torch.DisableTorchFunction():
-            for leaf, grad in others:
+            for leaf, grad in preserved:
                 leaf.grad = grad

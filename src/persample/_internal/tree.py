@@ -1,4 +1,4 @@
-"""The tensors inside the arguments of a torch function, which nests them in lists, tuples and dicts only."""
+"""Tensors inside nested lists, tuples and dicts, which is how torch functions nest their arguments."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with each tensor t replaced by `fn(t)`, called in the order of `find_tensors`.
+    """A copy of `value` with `fn(t)` for each tensor t. `fn` is called in the order of `find_tensors`.
 
     >>> import torch
     >>> map_tensors(torch.numel, (torch.ones(2), [1, torch.ones(3)]))
@@ -54,19 +54,19 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in the arguments of a call."""
+    """Placeholder for the tensor at this position in the order of `find_tensors`."""
 
     position: int
 
 
 def take_out_tensors(value: Any) -> Any:
-    """`value` with its tensors taken out, so that keeping it keeps no tensor alive."""
+    """A copy of `value` with a `Slot` for each tensor, so that the copy keeps no tensor alive."""
     positions = count()
     return map_tensors(lambda _: Slot(next(positions)), value)
 
 
 def find_slots(value: Any) -> Iterator[int]:
-    """The positions of the tensors that were taken out of `value`.
+    """The positions of the slots in `value`.
 
     >>> list(find_slots((Slot(0), [1, Slot(1)])))
     [0, 1]
@@ -79,7 +79,7 @@ def find_slots(value: Any) -> Iterator[int]:
 
 
 def put_in_tensors(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """What `take_out_tensors` gave, with these in the places of the tensors.
+    """A copy of `value` with `tensors[slot.position]` for each slot; the inverse of `take_out_tensors`.
 
     >>> put_in_tensors(take_out_tensors((1, [None])), [])
     (1, [None])

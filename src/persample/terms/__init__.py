@@ -1,4 +1,8 @@
-"""The structures in which per-sample gradients come, a class each; see `base.Term` for what they answer."""
+"""Terms: structured per-sample gradients of one weight, with one class for each structure.
+
+Other packages use the classes below and `add_terms`, which adds the terms of several uses; `base.Term` lists the
+answers that every term gives.
+"""
 
 from persample.terms.base import Term, is_complex, sum_dense
 from persample.terms.blocks import Blocks
