@@ -9,7 +9,7 @@ from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads
 from persample.gradients import PerSampleGradients, release_memory
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
-from persample.rules import rule as register_rule
+from persample.rules import register_rule
 
 if TYPE_CHECKING:
     from persample.scanning import Scan, scan

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, SamplesMixed, check
 from persample.checking import Report
-from persample.rules.registry import FURTHER, rule
+from persample.rules.registry import FURTHER_RULES, register_rule
 from persample.terms import Dense
 from tests.expanded_weights.test_call_for_per_sample_grads import state_of
 
@@ -319,12 +319,12 @@ def scaled(input: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.fixture
 def wrong_rule() -> Iterator[None]:
-    @rule(scaled)
+    @register_rule(scaled)
     def terms(grad: Tensor, input: Tensor, weight: Tensor) -> Any:
         return {"weight": Dense((grad * input).flatten(1, -2).sum(1) * 1.001)}
 
     yield
-    FURTHER.pop(scaled)
+    FURTHER_RULES.pop(scaled)
 
 
 def scaled_model() -> nn.Module:

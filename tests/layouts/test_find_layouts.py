@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from persample import SamplesMixed, call_for_per_sample_grads
 from persample._internal.functions import find_results
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.layouts import Op, motion_of
 from persample.layouts import cache as motion_cache
 from persample.layouts.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
@@ -25,7 +25,7 @@ from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
 
 def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
     """Where the samples lie in the first result of a call, given where they lie in its tensors."""
-    tensors = tuple(tensors_in((args, kwargs)))
+    tensors = tuple(find_tensors((args, kwargs)))
     op = Op(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
     result = func(*[a.clone() if isinstance(a, Tensor) else a for a in args], **kwargs)
     return motion_of(op, find_results(result, args)).results[0]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
 
 from persample._internal.functions import find_results
-from persample._internal.tree import map_tensors, tensors_in
+from persample._internal.tree import find_tensors, map_tensors
 from persample.backward.collector import Collector
 from persample.forward.tracker import Tracker
 from persample.layouts.layout import Layout, Lost, Reduced, Where, samples
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def tensors(self) -> list[Tensor]:
-        return list(tensors_in((self.args, self.kwargs)))
+        return list(find_tensors((self.args, self.kwargs)))
 
     def run(self, tensors: Sequence[Tensor], tracker: Tracker | None = None) -> tuple[Tensor, ...]:
         """The tensors that the function gives for copies of these."""
@@ -242,7 +242,7 @@ def placements(tensors: Sequence[Tensor]) -> Iterator[tuple[Placement, int]]:
 
 
 def usable(args: Any, kwargs: Any) -> bool:
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = list(find_tensors((args, kwargs)))
     plain = all(t.layout is torch.strided and 0 < t.numel() <= LARGEST and not t.is_nested for t in tensors)
     return bool(tensors) and plain and any(t.dim() and max(t.shape) > 1 for t in tensors[:2])
 
@@ -265,7 +265,7 @@ def calls(op: Any) -> Iterator[tuple[str, Call]]:
     kinds = {"function": op.op, "method": op.method_variant, "in place": op.inplace_variant}
     for number, (args, kwargs) in enumerate(found[::step][:INPUTS]):
         args, kwargs = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-        for placement, size in placements(list(tensors_in((args, kwargs)))):
+        for placement, size in placements(list(find_tensors((args, kwargs)))):
             for kind, func in kinds.items():
                 first = number == 0 and list(placement) == [0] and isinstance(args[0], Tensor)
                 if func is not None and (kind == "function" or first):

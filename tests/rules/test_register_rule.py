@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import persample
-from persample.rules.registry import FURTHER
+from persample.rules.registry import FURTHER_RULES
 from persample.terms import Dense
 from tests.support.cases import Calls, param
 from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
@@ -22,10 +22,10 @@ B, T, D = 3, 5, 4
 
 @pytest.fixture(autouse=True)
 def no_rule_is_left() -> Iterator[None]:
-    before = {func: list(rules) for func, rules in FURTHER.items()}
+    before = {func: list(rules) for func, rules in FURTHER_RULES.items()}
     yield
-    FURTHER.clear()
-    FURTHER.update(before)
+    FURTHER_RULES.clear()
+    FURTHER_RULES.update(before)
 
 
 def shifted(input: Tensor, weight: Tensor, steps: int = 1) -> Tensor:

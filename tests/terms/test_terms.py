@@ -1,6 +1,7 @@
-"""Every term x every answer, against its own dense form, which is checked against plain autograd.
+"""Every answer of every term against its dense form, which is checked against plain autograd.
 
-A new term joins with a factory: a function that makes the term and, by plain autograd in float64, what it stands for.
+To test a new term, add a factory to `TERMS`: a function that makes the term, and its expected dense form by plain
+autograd in float64.
 """
 
 from __future__ import annotations
@@ -21,42 +22,48 @@ from persample.layouts.layout import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import einsum_term
-from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, together
-from persample.terms.cost import Way, cheaper_way, dense_of_patches, forced_way, norms_of_patches
+from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, add_terms
+from persample.terms.cost import (
+    Algorithm,
+    choose_norm_algorithm,
+    choose_patch_dense_algorithm,
+    choose_patch_norm_algorithm,
+    force_algorithm,
+)
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 Factory = Callable[[int], tuple[Term, Tensor]]
 f64 = torch.float64
 
 
-def loop(func: Callable[..., Tensor], weight: Tensor, inputs: Tensor, grads: Tensor) -> Tensor:
-    """The per-sample gradients of `weight` in `func(inputs[n], weight)`, where its result has the gradient grads[n]."""
+def loop_over_samples(func: Callable[..., Tensor], weight: Tensor, inputs: Tensor, grads: Tensor) -> Tensor:
+    """Per-sample gradients of `weight` by plain autograd; `grads[n]` is the gradient of `func(inputs[n], weight)`."""
     weight = weight.clone().requires_grad_()
     rows = [torch.autograd.grad(func(x, weight), weight, g)[0] for x, g in zip(inputs, grads, strict=True)]
     return torch.stack(rows) if rows else weight.new_zeros(0, *weight.shape).detach()
 
 
-def outer(positions: int, dtype: torch.dtype = f64, wide: int = 5) -> Factory:
+def outer(positions: int, dtype: torch.dtype = f64, width: int = 5) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
-        a, g = torch.randn(batch, positions, 4, dtype=dtype), torch.randn(batch, positions, wide, dtype=dtype)
-        return Outer(a, g), loop(F.linear, torch.randn(wide, 4, dtype=dtype), a, g)
+        a, g = torch.randn(batch, positions, 4, dtype=dtype), torch.randn(batch, positions, width, dtype=dtype)
+        return Outer(a, g), loop_over_samples(F.linear, torch.randn(width, 4, dtype=dtype), a, g)
 
     return make
 
 
-def rows(positions: int = 6, spread: bool = False, **options: Any) -> Factory:
+def rows(positions: int = 6, constant: bool = False, **options: Any) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         ids, g = torch.randint(0, 5, (batch, positions)), torch.randn(batch, positions, 4, dtype=f64)
-        if spread:
+        if constant:
             g = g[:, :1].expand_as(g)
         weight = torch.randn(5, 4, dtype=f64)
-        if options.get("scale_grad_by_freq") and batch:  # no rule is asked for an empty batch of rows as they lie
+        if options.get("scale_grad_by_freq") and batch:  # the rule is not called for an empty batch
             owners = Owners(torch.arange(batch).view(-1, 1, 1).expand_as(g), batch)
             term = scaled_embedding(g, owners, ids, weight, **options)["weight"]
         else:
             term = embedding(g, ids, weight, **options)["weight"]
         assert isinstance(term, Rows)
-        return term, loop(lambda i, w: F.embedding(i, w, **options), weight, ids, g)
+        return term, loop_over_samples(lambda i, w: F.embedding(i, w, **options), weight, ids, g)
 
     return make
 
@@ -70,7 +77,7 @@ def patches(dims: int, images: int = 1, **options: Any) -> Factory:
         g = torch.randn(batch, *shape, dtype=f64)
         term = conv(g, x, weight, **options)["weight"]
         assert isinstance(term, Patches)
-        return term, loop(lambda x, w: op(x, w, **options), weight, x, g)
+        return term, loop_over_samples(lambda x, w: op(x, w, **options), weight, x, g)
 
     return make
 
@@ -91,21 +98,21 @@ def folded(equation: str, shape: tuple[int, ...]) -> Factory:
         g = torch.randn(batch, *torch.einsum(equation, weight, torch.zeros(x.shape[1:], dtype=f64)).shape, dtype=f64)
         of_weight, of_samples, of_result = equation.replace("->", ",").split(",")
         term = einsum_term(g, (of_weight, of_samples, of_result), x, weight, 0)
-        return term, loop(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
+        return term, loop_over_samples(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
 
     return make
 
 
-def sum_of(*factories: Factory) -> Factory:
+def add(*factories: Factory) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         terms, expected = zip(*(factory(batch) for factory in factories), strict=True)
-        return together(list(terms)), sum(expected)  # type: ignore[return-value]
+        return add_terms(list(terms)), sum(expected)  # type: ignore[return-value]
 
     return make
 
 
 def blocks(factory: Factory, *starts: int, count: int, single: bool = False) -> Factory:
-    """Terms of a kind as blocks of a weight of `count` rows."""
+    """Terms from one factory as blocks of a weight of `count` rows."""
 
     def make(batch: int) -> tuple[Term, Tensor]:
         parts = [factory(batch) for _ in starts]
@@ -127,7 +134,7 @@ TERMS: dict[str, Factory] = {
     "rows, padding": rows(padding_idx=2),
     "rows, scaled by frequency": rows(scale_grad_by_freq=True),
     "rows, one position": rows(1),
-    "rows, the same gradient everywhere": rows(spread=True),
+    "rows, one gradient for all positions": rows(constant=True),
     "patches 1d": patches(1),
     "patches 2d": patches(2, stride=2, padding=1),
     "patches 2d, groups": patches(2, groups=2, dilation=2, padding=2),
@@ -143,27 +150,27 @@ TERMS: dict[str, Factory] = {
     "a block": blocks(outer(2), 1, count=7),
     "single blocks": blocks(outer(2), 0, 3, count=4, single=True),
     "blocks of vectors": blocks(dense(3), 0, 3, count=6),
-    "the same blocks": sum_of(blocks(outer(2), 0, 5, count=10), blocks(outer(3), 5, 0, count=10)),
-    "overlapping blocks": sum_of(blocks(outer(2), 0, count=9), blocks(outer(3), 3, count=9)),
-    "other blocks": sum_of(blocks(outer(2), 0, count=10), blocks(rows(), 5, count=10)),
-    "blocks and the whole": sum_of(blocks(outer(2), 0, count=8), outer(3, wide=8)),
+    "the same blocks": add(blocks(outer(2), 0, 5, count=10), blocks(outer(3), 5, 0, count=10)),
+    "overlapping blocks": add(blocks(outer(2), 0, count=9), blocks(outer(3), 3, count=9)),
+    "other blocks": add(blocks(outer(2), 0, count=10), blocks(rows(), 5, count=10)),
+    "blocks and the whole": add(blocks(outer(2), 0, count=8), outer(3, width=8)),
     "folded": folded("dhe,btd->bthe", (4, 2, 3)),
     "folded, rows first": folded("hed,btd->bthe", (2, 3, 4)),
-    "folded twice": sum_of(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,btd->bhet", (4, 2, 3))),
-    "folded in two ways": sum_of(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,bth->btde", (4, 2, 3))),
-    "two uses": sum_of(outer(2), outer(3)),
-    "two lookups": sum_of(rows(), rows(4)),
-    "tied embedding and head": sum_of(rows(), outer(3)),
-    "head, embedding, dense": sum_of(outer(3), rows(), dense(5, 4)),
-    "two convolutions": sum_of(patches(2), patches(2, stride=2)),
+    "folded twice": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,btd->bhet", (4, 2, 3))),
+    "folded along different dimensions": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,bth->btde", (4, 2, 3))),
+    "two uses": add(outer(2), outer(3)),
+    "two lookups": add(rows(), rows(4)),
+    "tied embedding and head": add(rows(), outer(3)),
+    "head, embedding, dense": add(outer(3), rows(), dense(5, 4)),
+    "two convolutions": add(patches(2), patches(2, stride=2)),
 }
 every_term = pytest.mark.parametrize("factory", TERMS.values(), ids=TERMS)
-every_way = pytest.mark.parametrize("way", ["ghost", "pixels", "dense", None])
+every_algorithm = pytest.mark.parametrize("algorithm", ["ghost", "pixels", "dense", None])
 
 
 @contextmanager
-def way_of(way: Way | None) -> Iterator[None]:
-    with forced_way(way) if way else nullcontext():
+def choose_algorithm(algorithm: Algorithm | None) -> Iterator[None]:
+    with force_algorithm(algorithm) if algorithm else nullcontext():
         yield
 
 
@@ -182,8 +189,8 @@ def test_dense(factory: Factory) -> None:
 @every_term
 def test_part(factory: Factory) -> None:
     term, expected = factory(3)
-    for start in range(term.rows) if term.shape else ():
-        for stop in range(start + 1, term.rows + 1):
+    for start in range(term.row_count) if term.shape else ():
+        for stop in range(start + 1, term.row_count + 1):
             part = term.part(start, stop)
             torch.testing.assert_close(part.dense(), expected[:, start:stop])
             assert part.shape == expected[:, start:stop].shape[1:]
@@ -194,37 +201,37 @@ def test_part(factory: Factory) -> None:
 @every_term
 def test_write(factory: Factory, scale: float, narrow: bool) -> None:
     term, expected = factory(3)
-    if narrow:  # the parameter's type may be another than that of the factors
+    if narrow:  # the parameter may have another dtype than the factors
         expected = expected.to(torch.complex64 if expected.is_complex() else torch.float32)
     out = torch.full_like(expected, torch.nan)
     term.write(out, scale)
     torch.testing.assert_close(out, expected * scale)
 
 
-@every_way
+@every_algorithm
 @every_term
-def test_measured(factory: Factory, way: Way | None) -> None:
+def test_compute_norms_and_compact(factory: Factory, algorithm: Algorithm | None) -> None:
     term, expected = factory(3)
-    with way_of(way):
-        squared, lighter = term.measured()
+    with choose_algorithm(algorithm):
+        squared, compact = term.compute_norms_and_compact()
     torch.testing.assert_close(squared, expected.abs().square().reshape(3, -1).sum(1))
-    torch.testing.assert_close(lighter.dense(), expected)
+    torch.testing.assert_close(compact.dense(), expected)
 
 
-def test_norms_that_took_the_dense_form_leave_it_where_it_is_smaller() -> None:
+def test_the_dense_form_is_kept_after_norms_if_it_is_smaller() -> None:
     for positions, kind in ((40, Dense), (2, Outer)):
         term, _ = outer(positions)(3)
-        with forced_way("dense"):
-            assert type(term.measured()[1]) is kind
-    with forced_way("ghost"):
-        assert type(outer(40)(3)[0].measured()[1]) is Outer
+        with force_algorithm("dense"):
+            assert type(term.compute_norms_and_compact()[1]) is kind
+    with force_algorithm("ghost"):
+        assert type(outer(40)(3)[0].compute_norms_and_compact()[1]) is Outer
 
 
-@every_way
+@every_algorithm
 @every_term
-def test_squared_norms(factory: Factory, way: Way | None) -> None:
+def test_squared_norms(factory: Factory, algorithm: Algorithm | None) -> None:
     term, expected = factory(3)
-    with way_of(way):
+    with choose_algorithm(algorithm):
         torch.testing.assert_close(term.squared_norms(), expected.abs().square().reshape(3, -1).sum(1))
 
 
@@ -242,38 +249,38 @@ def test_dot(factory: Factory) -> None:
     torch.testing.assert_close(term.dot(direction), real((expected.conj() * direction).reshape(3, -1).sum(1)))
 
 
-@pytest.mark.parametrize("numbers", [1, 50, 10**9])
+@pytest.mark.parametrize("block_size", [1, 50, 10**9])
 @every_term
-def test_gram(factory: Factory, numbers: int) -> None:
+def test_gram(factory: Factory, block_size: int) -> None:
     (term, mine), (other, theirs) = factory(3), factory(4)
     products = mine.reshape(3, -1).conj() @ theirs.reshape(4, -1).mT
-    torch.testing.assert_close(term.gram(other, numbers), real(products))
+    torch.testing.assert_close(term.gram(other, block_size), real(products))
     itself = mine.reshape(3, -1).conj() @ mine.reshape(3, -1).mT
-    torch.testing.assert_close(term.gram(term, numbers), real(itself))
+    torch.testing.assert_close(term.gram(term, block_size), real(itself))
 
 
-@every_way
+@every_algorithm
 @every_term
-def test_inner(factory: Factory, way: Way | None) -> None:
+def test_inner(factory: Factory, algorithm: Algorithm | None) -> None:
     (term, mine), (other, theirs) = factory(3), factory(3)
-    with way_of(way):
+    with choose_algorithm(algorithm):
         torch.testing.assert_close(term.inner(other), real((mine.conj() * theirs).reshape(3, -1).sum(1)))
 
 
-@pytest.mark.parametrize("numbers", [1, 50, 10**9])
+@pytest.mark.parametrize("block_size", [1, 50, 10**9])
 @every_term
-def test_square_sum(factory: Factory, numbers: int) -> None:
+def test_square_sum(factory: Factory, block_size: int) -> None:
     term, expected = factory(3)
-    torch.testing.assert_close(term.square_sum(numbers), expected.abs().square().sum(0))
+    torch.testing.assert_close(term.square_sum(block_size), expected.abs().square().sum(0))
 
 
 @every_term
 @pytest.mark.parametrize("method", ["tensor", "sparse"])
 def test_project_is_one_linear_map(factory: Factory, method: str) -> None:
-    """A term's sketch is that of its dense form, so terms of different kinds go together."""
+    """The sketch of a term equals the sketch of its dense form, so sketches of different terms can be compared."""
     term, expected = factory(3)
     if expected.is_complex():
-        pytest.skip("projections are of real gradients")
+        pytest.skip("only real gradients can be projected")
     sketch = (
         TensorSketch(16, 1, "w", term.shape, torch.device("cpu")) if method == "tensor" else SparseSketch(16, 1, "w")
     )
@@ -282,7 +289,7 @@ def test_project_is_one_linear_map(factory: Factory, method: str) -> None:
 
 
 @every_term
-def test_a_batch_of_one_and_an_empty_one(factory: Factory) -> None:
+def test_a_batch_of_one_and_an_empty_batch(factory: Factory) -> None:
     for batch in (1, 0):
         term, expected = factory(batch)
         torch.testing.assert_close(term.dense(), expected)
@@ -293,73 +300,77 @@ def test_a_batch_of_one_and_an_empty_one(factory: Factory) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.sampled_from(["ghost", "dense"]))
-def test_outer_of_any_shape(batch: int, positions: int, inputs: int, outputs: int, way: Way) -> None:
+def test_outer_of_any_shape(batch: int, positions: int, inputs: int, outputs: int, algorithm: Algorithm) -> None:
     a, g = torch.randn(batch, positions, inputs, dtype=f64), torch.randn(batch, positions, outputs, dtype=f64)
     term, expected = Outer(a, g), torch.einsum("nto,nti->noi", g, a)
-    with forced_way(way):
+    with force_algorithm(algorithm):
         torch.testing.assert_close(term.squared_norms(), expected.square().sum((1, 2)))
     torch.testing.assert_close(term.gram(term), torch.einsum("noi,moi->nm", expected, expected))
     torch.testing.assert_close(term.square_sum(), expected.square().sum(0))
 
 
-def test_kinds_are_kept_where_they_can_be() -> None:
+def test_terms_of_one_class_are_merged() -> None:
     (a, _), (b, _) = outer(2)(3), outer(3)(3)
-    merged = together([a, b])
+    merged = add_terms([a, b])
     assert isinstance(merged, Outer)
     assert merged.positions == 5
-    assert isinstance(together([rows()(3)[0], rows()(3)[0]]), Rows)
-    assert isinstance(together([rows()(3)[0], outer(2)(3)[0]]), Sum)
+    assert isinstance(add_terms([rows()(3)[0], rows()(3)[0]]), Rows)
+    assert isinstance(add_terms([rows()(3)[0], outer(2)(3)[0]]), Sum)
 
 
-def test_the_cheaper_way() -> None:
-    assert cheaper_way(64, 256, 4096) == "ghost"
-    assert cheaper_way(1024, 27, 32) == "dense"
+def test_norm_algorithm_of_outer_products() -> None:
+    assert choose_norm_algorithm(64, 256, 4096) == "ghost"
+    assert choose_norm_algorithm(1024, 27, 32) == "dense"
 
 
-def test_the_cheaper_ways_of_convolutions() -> None:
-    assert norms_of_patches(pixels=1024, positions=1024, channels=3, kernel=9, outputs=32) == "dense"
-    assert norms_of_patches(pixels=64, positions=64, channels=128, kernel=9, outputs=128) == "pixels"
-    assert norms_of_patches(pixels=256, positions=64, channels=64, kernel=9, outputs=128) == "ghost"
+def test_algorithms_of_convolutions() -> None:
+    assert choose_patch_norm_algorithm(pixels=1024, positions=1024, channels=3, kernel=9, outputs=32) == "dense"
+    assert choose_patch_norm_algorithm(pixels=64, positions=64, channels=128, kernel=9, outputs=128) == "pixels"
+    assert choose_patch_norm_algorithm(pixels=256, positions=64, channels=64, kernel=9, outputs=128) == "ghost"
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     early, late, depthwise, mixing = (1024, 32, 9, 32), (16, 256, 9, 256), (256, 1, 25, 1), (1024, 64, 1, 64)
-    assert dense_of_patches(*early, torch.float32, cpu) == "groups"
-    assert dense_of_patches(*late, torch.float32, cpu) == "gemm"
-    assert dense_of_patches(*depthwise, torch.float32, cpu) == "correlation"
-    assert dense_of_patches(*mixing, torch.float32, cpu) == "gemm"
+    assert choose_patch_dense_algorithm(*early, torch.float32, cpu) == "groups"
+    assert choose_patch_dense_algorithm(*late, torch.float32, cpu) == "gemm"
+    assert choose_patch_dense_algorithm(*depthwise, torch.float32, cpu) == "correlation"
+    assert choose_patch_dense_algorithm(*mixing, torch.float32, cpu) == "gemm"
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):
-        assert {dense_of_patches(*sizes, dtype, cpu) for sizes in (early, late, depthwise, mixing)} == {"gemm"}
-    assert [dense_of_patches(*sizes, torch.float32, cuda) for sizes in (early, depthwise)] == ["gemm", "correlation"]
+        for sizes in (early, late, depthwise, mixing):
+            assert choose_patch_dense_algorithm(*sizes, dtype, cpu) == "gemm"
+    assert choose_patch_dense_algorithm(*early, torch.float32, cuda) == "gemm"
+    assert choose_patch_dense_algorithm(*depthwise, torch.float32, cuda) == "correlation"
 
 
 def convolution(
     images: int, size: Sequence[int], kernel: Sequence[int], groups: int, each: tuple[int, int], **options: Any
 ) -> tuple[Patches, Tensor]:
-    """The term of a convolution in float32, and by plain autograd in float64 what it stands for."""
+    """The term of a convolution in float32, and its dense form by plain autograd in float64."""
     op = (F.conv1d, F.conv2d, F.conv3d)[len(size) - 1]
     weight = torch.randn(groups * each[1], each[0], *kernel)
     x = torch.randn(3, images, groups * each[0], *size)
     g = torch.randn(3, *op(x[0], weight, groups=groups, **options).shape)
     term = conv(g, x, weight, groups=groups, **options)["weight"]
     assert isinstance(term, Patches)
-    return term, loop(lambda x, w: op(x, w, groups=groups, **options), weight.double(), x.double(), g.double())
+    return term, loop_over_samples(
+        lambda x, w: op(x, w, groups=groups, **options), weight.double(), x.double(), g.double()
+    )
 
 
-def check_every_way(term: Patches, expected: Tensor) -> None:
-    dense_ways: list[Way] = ["gemm", "groups", "correlation"]
-    norms_ways: list[Way] = ["ghost", "pixels", "dense"]
+def check_every_algorithm(term: Patches, expected: Tensor) -> None:
+    dense_algorithms: list[Algorithm] = ["gemm", "groups", "correlation"]
+    norm_algorithms: list[Algorithm] = ["ghost", "pixels", "dense"]
     close = {"rtol": 1e-4, "atol": 1e-4 * expected.abs().max().item()}
-    for way in dense_ways:
-        with forced_way(way):
+    for algorithm in dense_algorithms:
+        with force_algorithm(algorithm):
             torch.testing.assert_close(term.dense().double(), expected, **close)
             torch.testing.assert_close(term.sum(torch.ones(3)).double(), expected.sum(0), **close)
-    for way in norms_ways:
-        with forced_way(way):
+    for algorithm in norm_algorithms:
+        with force_algorithm(algorithm):
             torch.testing.assert_close(term.squared_norms().double(), expected.square().flatten(1).sum(1), **close)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_convolutions_of_any_shape_in_every_way(data: st.DataObject) -> None:
+def test_convolutions_of_any_shape_by_every_algorithm(data: st.DataObject) -> None:
     numbers = {"kernel": (1, 4), "stride": (1, 3), "padding": (0, 3), "dilation": (1, 2), "more": (0, 4)}
     dims = data.draw(st.integers(1, 3))
     drawn = {name: [data.draw(st.integers(*bounds)) for _ in range(dims)] for name, bounds in numbers.items()}
@@ -367,19 +378,17 @@ def test_convolutions_of_any_shape_in_every_way(data: st.DataObject) -> None:
     sizes = zip(kernel, drawn["padding"], drawn["dilation"], more, strict=True)
     size = [max(1, gap * (width - 1) + 1 - 2 * padding) + rest for width, padding, gap, rest in sizes]
     groups, each = data.draw(st.sampled_from([(1, (8, 16)), (2, (8, 8)), (1, (3, 5)), (6, (1, 1)), (3, (1, 2))]))
-    check_every_way(*convolution(data.draw(st.integers(1, 2)), size, kernel, groups, each, **drawn))
+    check_every_algorithm(*convolution(data.draw(st.integers(1, 2)), size, kernel, groups, each, **drawn))
 
 
 @pytest.mark.parametrize(("groups", "each"), [(1, (8, 8)), (6, (1, 1))])
 @pytest.mark.parametrize("kernel", [(4, 3), (2, 2)])
-def test_more_padding_after_than_before_in_every_way(
-    groups: int, each: tuple[int, int], kernel: tuple[int, int]
-) -> None:
-    check_every_way(*convolution(1, (7, 6), kernel, groups, each, padding="same", dilation=(1, 2)))
+def test_asymmetric_padding_by_every_algorithm(groups: int, each: tuple[int, int], kernel: tuple[int, int]) -> None:
+    check_every_algorithm(*convolution(1, (7, 6), kernel, groups, each, padding="same", dilation=(1, 2)))
 
 
 @pytest.mark.parametrize(("groups", "each"), [(1, (8, 8)), (6, (1, 1))])
-def test_a_transposed_convolution_in_every_way(groups: int, each: tuple[int, int]) -> None:
+def test_a_transposed_convolution_by_every_algorithm(groups: int, each: tuple[int, int]) -> None:
     options: dict[str, Any] = {"stride": 2, "padding": 1, "output_padding": (1, 0), "groups": groups}
     weight = torch.randn(groups * each[0], each[1], 3, 3)
     x = torch.randn(3, 2, groups * each[0], 4, 5)
@@ -387,40 +396,40 @@ def test_a_transposed_convolution_in_every_way(groups: int, each: tuple[int, int
     term = conv_transpose(g, x, weight, **options)["weight"]
     assert isinstance(term, Patches)
     op = lambda x, w: F.conv_transpose2d(x, w, **options)  # noqa: E731
-    check_every_way(term, loop(op, weight.double(), x.double(), g.double()))
+    check_every_algorithm(term, loop_over_samples(op, weight.double(), x.double(), g.double()))
 
 
 @pytest.mark.parametrize(("groups", "each"), [(1, (8, 16)), (1, (3, 5)), (6, (1, 1))])
-def test_convolutions_with_their_channels_last_in_every_way(groups: int, each: tuple[int, int]) -> None:
+def test_channels_last_convolutions_by_every_algorithm(groups: int, each: tuple[int, int]) -> None:
     term, expected = convolution(1, (6, 5), (3, 3), groups, each, padding=1)
     last = [t.movedim(2, -1).contiguous().movedim(-1, 2) for t in (term.input, term.grad)]
-    check_every_way(replace(term, input=last[0], grad=last[1]), expected)
+    check_every_algorithm(replace(term, input=last[0], grad=last[1]), expected)
 
 
-@pytest.mark.parametrize("numbers", [1, 400, 2000])
+@pytest.mark.parametrize("block_size", [1, 400, 2000])
 @pytest.mark.parametrize(("groups", "each"), [(1, (8, 16)), (1, (3, 5)), (2, (4, 8)), (6, (1, 1))])
 def test_convolutions_in_blocks_of_samples(
-    numbers: int, groups: int, each: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    block_size: int, groups: int, each: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persample.terms.patches.BLOCK", numbers)
+    monkeypatch.setattr("persample.terms.patches.BLOCK_SIZE", block_size)
     term, expected = convolution(2, (6, 5), (3, 3), groups, each, padding=1, stride=(1, 2))
-    check_every_way(term, expected)
+    check_every_algorithm(term, expected)
     out = torch.empty(expected.shape)
-    with forced_way("gemm"):
+    with force_algorithm("gemm"):
         term.write(out, 3.0)
     torch.testing.assert_close(out.double(), 3 * expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@every_way
-def test_norms_where_positions_cancel(dtype: torch.dtype, way: Way | None) -> None:
-    """The positions cancel to a hundredth; adding them up in half precision would be off by more than the result."""
+@every_algorithm
+def test_norms_where_positions_cancel(dtype: torch.dtype, algorithm: Algorithm | None) -> None:
+    """The positions cancel to 1 % of their size. The rounding error of a sum in half precision exceeds that."""
     a = torch.randn(4, 64, 32, dtype=f64)
     g = torch.randn(4, 64, 16, dtype=f64)
     a[:, 32:], g[:, 32:] = a[:, :32], -g[:, :32] * 0.99
     a, g = a.to(dtype), g.to(dtype)
     exact = torch.einsum("nto,nti->noi", g.double(), a.double()).square().sum((1, 2))
-    with way_of(way):
+    with choose_algorithm(algorithm):
         norms = Outer(a, g).squared_norms()
     assert norms.dtype == torch.float32
     assert ((norms.double() - exact) / exact).abs().max() < 1e-2
@@ -428,7 +437,7 @@ def test_norms_where_positions_cancel(dtype: torch.dtype, way: Way | None) -> No
 
 @pytest.mark.parametrize("method", ["tensor", "sparse"])
 @pytest.mark.parametrize("positions", [1, 16])
-def test_projected_inner_products_are_unbiased_with_the_spread_of_theory(method: str, positions: int) -> None:
+def test_projected_inner_products_are_unbiased_with_the_predicted_spread(method: str, positions: int) -> None:
     size, draws = 64, 400
     a, g = torch.randn(2, positions, 12, dtype=f64), torch.randn(2, positions, 10, dtype=f64)
     term = Outer(a, g)
@@ -444,13 +453,14 @@ def test_projected_inner_products_are_unbiased_with_the_spread_of_theory(method:
         first, second = term.project(sketch)
         estimates.append(float(first @ second))
     values = torch.tensor(estimates, dtype=f64)
-    unit = float(norms[0] * norms[1]) / size**0.5  # the spread is at most sqrt(2) of it for sparse; more for tensor
+    # The spread of a sparse sketch is at most sqrt(2) times this unit; that of a tensor sketch is larger.
+    unit = float(norms[0] * norms[1]) / size**0.5
     assert abs(float(values.mean()) - exact) < 5 * float(values.std()) / draws**0.5
     assert float(values.std()) < (1.5 if method == "sparse" else 3.5) * unit
     assert float(values.std()) > 0.3 * unit
 
 
-def test_a_projection_depends_on_seed_and_name_alone() -> None:
+def test_a_projection_depends_on_seed_and_name_only() -> None:
     term, _ = outer(3)(3)
     here = [TensorSketch(8, 3, "w", term.shape, torch.device("cpu")), SparseSketch(8, 3, "w")]
     again = [TensorSketch(8, 3, "w", term.shape, torch.device("cpu")), SparseSketch(8, 3, "w")]

@@ -1,4 +1,4 @@
-"""Keeps `torch.compile` away from recordings, which have to see the ops of a model one by one."""
+"""Keep `torch.compile` out of recordings, which must see the ops of a model one by one."""
 
 from __future__ import annotations
 
@@ -14,35 +14,34 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """Inside, whatever was compiled runs as it is written, and nothing is compiled; afterwards all is as it was.
-
-    torch's compiler takes a second to import, and is not here if nobody has compiled anything.
-    """
+def disable_compilation() -> Iterator[None]:
+    """Run compiled functions eagerly and compile nothing inside the block. The previous settings are restored."""
     with ExitStack() as afterwards:
-        # A compiled function may be what is running.
+        # The caller may be a compiled function that is running now.
         afterwards.callback(_torch.set_eval_frame, _torch.set_eval_frame(None))
         before = _torch.set_autograd_compiler(None, False)
         afterwards.callback(_torch.set_autograd_compiler, *before)
+        # Importing the compiler takes a second. If it is not loaded, nothing has been compiled.
         if _torch.is_dynamo_loaded():
             afterwards.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 
-def not_traced(function: Function) -> Function:
-    """A compiled function calls this one, and does not look into it."""
+def exclude_from_graph(function: Function) -> Function:
+    """Decorator: a compiled caller calls this function without tracing into it."""
     _torch.do_not_trace(
         function,
-        "a recording of per-sample gradients is no part of a compiled function; persample.compile compiles whole steps",
+        "a recording of per-sample gradients cannot be part of a compiled function; persample.compile compiles whole "
+        "steps",
     )
     return function
 
 
-def skipped(inside: bool) -> Callable[[Function], Function]:
-    """Calls of the function itself are not compiled, nor, `inside`, whatever it calls."""
+def skip_compilation(with_callees: bool) -> Callable[[Function], Function]:
+    """Decorator: calls of this function are not compiled; `with_callees` includes the functions that it calls."""
 
     def skip(function: Function) -> Function:
-        _torch.do_not_compile(function, with_callees=inside)
+        _torch.do_not_compile(function, with_callees=with_callees)
         return function
 
     return skip

@@ -1,4 +1,4 @@
-"""Facts about torch functions that follow from their names and calls."""
+"""Facts about a call of a torch function that follow from its name and arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.errors import op_name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
@@ -28,17 +28,17 @@ def is_inplace(func: Callable[..., Any]) -> bool:
 
 
 def find_results(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The tensors in the result of a call, or in its first argument if it returns nothing (`x[i] = y`)."""
+    """The tensors in the result of a call, or in its first argument if the call returns None (`x[i] = y`)."""
     if isinstance(result, Tensor):
         return (result,)
-    return tuple(tensors_in(args[0] if result is None and args else result))
+    return tuple(find_tensors(args[0] if result is None and args else result))
 
 
 def find_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, int]:
-    """The bag of each looked-up row, and how many bags there are."""
+    """The bag of each index in `input`, and the number of bags; the arguments are those of `F.embedding_bag`."""
     if input.dim() == 2:
         return torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1]), len(input)
-    assert offsets is not None  # or torch would have refused
+    assert offsets is not None  # torch raises otherwise
     starts = offsets[:-1] if include_last_offset else offsets
-    places = torch.arange(len(input), device=input.device)
-    return torch.searchsorted(starts.contiguous(), places.to(starts.dtype), right=True) - 1, len(starts)
+    positions = torch.arange(len(input), device=input.device)
+    return torch.searchsorted(starts.contiguous(), positions.to(starts.dtype), right=True) - 1, len(starts)

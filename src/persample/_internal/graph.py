@@ -1,4 +1,4 @@
-"""Walking the autograd graph behind a tensor."""
+"""Walk the autograd graph of a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from persample import _torch
 
 
-def nodes_behind(tensor: Tensor) -> Iterator[Any]:
+def find_nodes(tensor: Tensor) -> Iterator[Any]:
     """Every node that a backward pass from `tensor` would reach."""
     if tensor.grad_fn is None:
         return
@@ -24,27 +24,27 @@ def nodes_behind(tensor: Tensor) -> Iterator[Any]:
         todo.extend(fresh)
 
 
-def leaves_behind(tensor: Tensor) -> list[Tensor]:
-    """The leaves that would receive a gradient from `tensor`.
+def find_leaves(tensor: Tensor) -> list[Tensor]:
+    """The leaves that a backward pass from `tensor` would give a gradient to.
 
     >>> import torch
     >>> w = torch.ones(2, requires_grad=True)
-    >>> leaves_behind(w * 2 + 1)[0] is w
+    >>> find_leaves(w * 2 + 1)[0] is w
     True
     """
-    return [node.variable for node in nodes_behind(tensor) if hasattr(node, "variable")]
+    return [node.variable for node in find_nodes(tensor) if hasattr(node, "variable")]
 
 
 @contextmanager
-def grads_kept(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
-    """Has a backward pass leave the `.grad` of all leaves as it is, but of those with these ids."""
+def preserve_grads(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
+    """Restore `.grad` of every leaf of `loss` after the block, except for leaves with an `id()` in `but`."""
     with _torch.DisableTorchFunction():
-        others = [(leaf, leaf.grad) for leaf in leaves_behind(loss) if id(leaf) not in but]
-        for leaf, _ in others:
+        preserved = [(leaf, leaf.grad) for leaf in find_leaves(loss) if id(leaf) not in but]
+        for leaf, _ in preserved:
             leaf.grad = None
     try:
         yield
     finally:
         with _torch.DisableTorchFunction():
-            for leaf, grad in others:
+            for leaf, grad in preserved:
                 leaf.grad = grad

@@ -1,4 +1,4 @@
-"""The recurrent functions of torch: their arguments, and one layer of them as a torch function of its own."""
+"""The arguments of torch's recurrent functions, and one recurrent layer as a torch function."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from torch.overrides import handle_torch_function, has_torch_function
 State = tuple[Tensor, ...]
 
 _COMMON = ("hx", "params", "has_biases", "num_layers", "dropout", "train", "bidirectional")
-_OF_A_TENSOR = ("input", *_COMMON, "batch_first")
-_OF_PACKED_ROWS = ("data", "batch_sizes", *_COMMON)
+_PADDED = ("input", *_COMMON, "batch_first")
+_PACKED = ("data", "batch_sizes", *_COMMON)
 
 
-def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a recurrent function by their names, which differ between its two forms."""
+def name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a recurrent function by name; its forms for padded and for packed sequences differ."""
     second = kwargs.get("batch_sizes", args[1] if len(args) > 1 else None)
     packed = isinstance(second, Tensor) and not second.is_floating_point()
-    return {**dict(zip(_OF_PACKED_ROWS if packed else _OF_A_TENSOR, args, strict=False)), **kwargs}
+    return {**dict(zip(_PACKED if packed else _PADDED, args, strict=False)), **kwargs}
 
 
-def batch_second(state: State) -> State:
-    """The state itself: each a `(layers, B, width)`, also where its shape alone would allow another reading."""
+def declare_batch_second(state: State) -> State:
+    """Return the state unchanged. The call tells a tracker that each part is a `(layers, B, width)`.
+
+    The shape alone is ambiguous if another dimension has the size of the batch.
+    """
     if has_torch_function(state):
-        return handle_torch_function(batch_second, state, state)
+        return handle_torch_function(declare_batch_second, state, state)
     return state
 
 
-def layer(
+def recurrent_layer(
     func: Callable[..., Any],
     input: Tensor,
     state: State,
@@ -40,14 +43,16 @@ def layer(
     has_biases: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """One layer, both its directions: `(T, B, in)` to `(T, B, out)`, or packed rows with `sizes` of them a step.
+    """Run one layer of `func` (`torch.lstm`, `torch.gru`, ...) in one or both directions.
 
-    `valid` is a one for each packed row: told apart by sample, it says how long each sample is.
+    `input` is `(T, B, in)`, or the rows of a packed sequence with `sizes[t]` rows in step t. Returns the output, shaped
+    like the input, and the parts of the last state. `valid` is True for each packed row and does not change the result:
+    grouped by sample, it tells the rule the length of each sequence.
     """
     tensors = (input, *state, *weights)
     if has_torch_function(tensors):
         return handle_torch_function(
-            layer, tensors, func, input, state, weights, sizes, valid, has_biases, bidirectional
+            recurrent_layer, tensors, func, input, state, weights, sizes, valid, has_biases, bidirectional
         )
     state = tuple(s.contiguous() for s in state)
     hx = state if func is torch.lstm else state[0]

@@ -1,4 +1,4 @@
-"""The tensors inside the arguments of a torch function, which nests them in lists, tuples and dicts only."""
+"""Tensors inside nested lists, tuples and dicts, which is how torch functions nest their arguments."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def find_tensors(value: Any) -> Iterator[Tensor]:
     """Every tensor in `value`, in order.
 
     >>> import torch
-    >>> [t.numel() for t in tensors_in((torch.ones(2), [1, torch.ones(3)], {"bias": torch.ones(4)}))]
+    >>> [t.numel() for t in find_tensors((torch.ones(2), [1, torch.ones(3)], {"bias": torch.ones(4)}))]
     [2, 3, 4]
     """
     found: list[Tensor] = []
@@ -34,7 +34,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with each tensor t replaced by `fn(t)`, called in the order of `tensors_in`.
+    """A copy of `value` with `fn(t)` for each tensor t. `fn` is called in the order of `find_tensors`.
 
     >>> import torch
     >>> map_tensors(torch.numel, (torch.ones(2), [1, torch.ones(3)]))
@@ -54,40 +54,40 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a tensor in the arguments of a call."""
+    """Placeholder for the tensor at this position in the order of `find_tensors`."""
 
     position: int
 
 
-def emptied(value: Any) -> Any:
-    """`value` with its tensors taken out, so that keeping it keeps no tensor alive."""
+def take_out_tensors(value: Any) -> Any:
+    """A copy of `value` with a `Slot` for each tensor, so that the copy keeps no tensor alive."""
     positions = count()
     return map_tensors(lambda _: Slot(next(positions)), value)
 
 
-def slots_in(value: Any) -> Iterator[int]:
-    """The positions of the tensors that were taken out of `value`.
+def find_slots(value: Any) -> Iterator[int]:
+    """The positions of the slots in `value`.
 
-    >>> list(slots_in((Slot(0), [1, Slot(1)])))
+    >>> list(find_slots((Slot(0), [1, Slot(1)])))
     [0, 1]
     """
     if isinstance(value, Slot):
         yield value.position
     elif isinstance(value, (tuple, list)):
         for part in value:
-            yield from slots_in(part)
+            yield from find_slots(part)
 
 
-def filled(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
-    """What `emptied` gave, with these in the places of the tensors.
+def put_in_tensors(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> Any:
+    """A copy of `value` with `tensors[slot.position]` for each slot; the inverse of `take_out_tensors`.
 
-    >>> filled(emptied((1, [None])), [])
+    >>> put_in_tensors(take_out_tensors((1, [None])), [])
     (1, [None])
     """
     if isinstance(value, Slot):
         return tensors[value.position]
     if isinstance(value, (tuple, list)):
-        return type(value)([tensors[p.position] if type(p) is Slot else filled(p, tensors) for p in value])
+        return type(value)([tensors[p.position] if type(p) is Slot else put_in_tensors(p, tensors) for p in value])
     if isinstance(value, dict):
-        return {key: filled(part, tensors) for key, part in value.items()}
+        return {key: put_in_tensors(part, tensors) for key, part in value.items()}
     return value

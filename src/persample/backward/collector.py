@@ -66,7 +66,7 @@ class Collector:
         for weight in weights:
             self._use_counts[id(weight)] += 1
             if self.early and id(weight) not in self.parameters:
-                self._entangled |= {id(leaf) for leaf in leaves_behind(weight)}
+                self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
 
     def count_uses(self, weight: Tensor) -> int:
         """The number of uses of a weight so far."""

@@ -43,12 +43,12 @@ def pull_back(
     return [(leaf, Dense(grad)) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
 
 
-def of_a_part(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
+def pull_back_term(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
     """The leaf that `derived` is a part or the transpose of, and its term; None if it was computed in another way.
 
     >>> import torch
     >>> w = torch.zeros(4, 3, requires_grad=True)
-    >>> leaf, term = of_a_part(w[1:3], Outer(torch.ones(2, 5, 3), torch.ones(2, 5, 2)))
+    >>> leaf, term = pull_back_term(w[1:3], Outer(torch.ones(2, 5, 3), torch.ones(2, 5, 2)))
     >>> leaf is w, term.shape, term.starts
     (True, torch.Size([4, 3]), [1])
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.functions import find_results
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.layouts import Op
 from persample.layouts.by_index import Indexing
 from persample.layouts.functions import MOVES, PICKS, WRITES
@@ -38,19 +38,19 @@ class Moved:
         return Dense(dense[:, : weight.numel()].view(batch, *weight.shape).to(weight.dtype))
 
 
-def moves(op: Op) -> bool:
+def is_entry_move(op: Op) -> bool:
     """Whether this is the rule of an op; `reduce=` says that entries are changed on the way."""
     return op.func in MOVES or (op.func in WRITES and "reduce" not in op.kwargs and "reduce" not in op.func.__name__)
 
 
-def moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term] | None:
+def compute_moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term] | None:
     """The terms of the weights in a move; `owner` has the sample of each entry of the result.
 
     None while a step is traced, if it goes by an index: where entries went cannot be looked up then.
     """
     terms: dict[int, Term] = {}
     traced = tracing.get_trace() is not None
-    moved_ones = len(list(tensors_in(op.args[0])))
+    moved_ones = len(list(find_tensors(op.args[0])))
     for position in weights:
         tensor = op.tensors[position]
         with tracing.suspend():

@@ -38,8 +38,8 @@ class Tap(torch.autograd.Function):
         return results
 
     @staticmethod
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         use: RecordedUse = ctx.use
         if _torch.is_compiled_autograd_running():

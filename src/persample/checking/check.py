@@ -16,8 +16,8 @@ from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_pair, described, takes_outputs
 from persample.terms import Outer, Patches, Rows, Sum, Term
-from persample.terms.base import tensors_of
-from persample.terms.cost import cheaper_way
+from persample.terms.base import find_factors
+from persample.terms.cost import choose_norm_algorithm
 
 # What rounding may make of a row, relative to its scale, by the type with the fewest digits that was computed in.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}
@@ -197,7 +197,7 @@ class _Check:
 
     def _kept_bytes(self, term: Term | None, own: Tensor) -> int:
         """What the term takes for the whole batch in the parameter's own type."""
-        kept = tensors_of(term) if term else ()
+        kept = find_factors(term) if term else ()
         sizes = [t.numel() * (own if t.is_floating_point() or t.is_complex() else t).element_size() for t in kept]
         return sum(sizes) * self.subject.batch.size // self.count
 
@@ -309,9 +309,9 @@ def way_of(term: Term) -> str:
     if inner := _inner(term):
         return " + ".join(dict.fromkeys(map(way_of, inner)))
     if isinstance(term, Outer):
-        return "ghost" if term.positions == 1 else cheaper_way(term.positions, *term.shape)
+        return "ghost" if term.positions == 1 else choose_norm_algorithm(term.positions, *term.shape)
     if isinstance(term, Patches):
-        return term.norms_way()
+        return term.choose_norm_algorithm()
     return "rows" if isinstance(term, Rows) else "dense"
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
-from persample._internal.graph import grads_kept
-from persample._internal.tree import tensors_in
+from persample._internal.dtypes import to_double
+from persample._internal.graph import preserve_grads
+from persample._internal.tree import find_tensors
 from persample.backward.collector import asked_sources
 from persample.batches import Batch
 from persample.errors import PerSampleError
@@ -52,7 +53,7 @@ class Subject:
         if double:
             for module in (self.model, self.loss_fn):
                 if isinstance(module, nn.Module):
-                    _torch.apply_to_tensors(module, as_double)
+                    _torch.apply_to_tensors(module, to_double)
         self.reached: set[str] = set()  # the parameters that a loss has depended on
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._places = [(m, name, b) for m in self.model.modules() for name, b in _torch.get_buffers(m).items()]
@@ -117,7 +118,7 @@ class Subject:
     # ---- inside ----
 
     def _part(self, start: int, stop: int) -> Any:
-        return self.batch.part(start, stop, as_double if self.double else lambda tensor: tensor)
+        return self.batch.part(start, stop, to_double if self.double else lambda tensor: tensor)
 
     def _loss(self, part: Any) -> Tensor:
         loss = loss_of(self.model, part, self.loss_fn)
@@ -134,7 +135,7 @@ class Subject:
         """Backward, after which nobody but the copy has another gradient than before."""
         if not loss.requires_grad:
             raise PerSampleError("The loss depends on no parameter that requires grad.")
-        with grads_kept(loss, but={id(p) for p in self.parameters.values()}):
+        with preserve_grads(loss, but={id(p) for p in self.parameters.values()}):
             loss.backward()
 
     @contextmanager
@@ -161,19 +162,12 @@ class Subject:
             p.grad = None
 
 
-def as_double(tensor: Tensor) -> Tensor:
-    """In float64 or complex128, if it is of numbers at all."""
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def copied(model: nn.Module) -> Any:
     """A deep copy, also where a module keeps what it computes from its parameters (an old-style weight norm)."""
     computed = {
         id(value): value.detach().clone()
         for module in model.modules()
-        for value in tensors_in(list(vars(module).values()))
+        for value in find_tensors(list(vars(module).values()))
         if not value.is_leaf
     }
     try:
@@ -237,5 +231,5 @@ class _Types(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.seen |= {t.dtype.to_real() for t in tensors_in(result) if t.is_floating_point() or t.is_complex()}
+        self.seen |= {t.dtype.to_real() for t in find_tensors(result) if t.is_floating_point() or t.is_complex()}
         return result

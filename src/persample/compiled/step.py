@@ -109,7 +109,7 @@ class CompiledStep:
     def __repr__(self) -> str:
         return f"CompiledStep({type(self._model).__name__}, graphs: {len(self._graphs)})"
 
-    @not_traced
+    @exclude_from_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(mode, Tracker) for mode in _torch.get_function_modes()):
             raise PerSampleError("A compiled step records by itself: call it outside of a recording.")
@@ -177,7 +177,7 @@ class CompiledStep:
         fakes = [mode.from_tensor(tensor.detach()) for tensor in (*state.tensors, *arguments.tensors)]
         given = [(fake, fake._version) for fake in fakes[len(state.tensors) :]]
         try:
-            with _one_at_a_time, uncompiled(), _seen_through(), _quietly(), _no_other_random_numbers(), mode:
+            with _one_at_a_time, disable_compilation(), _seen_through(), _quietly(), _no_other_random_numbers(), mode:
                 graph = make_fx(step)(*fakes)
         except PerSampleError:
             raise

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.tree import map_tensors, tensors_in
+from persample._internal.tree import find_tensors, map_tensors
 from persample.errors import PerSampleError, place_in
 from persample.layouts.call import Op
 
@@ -56,7 +56,7 @@ class Trace(_torch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = list(find_tensors((args, kwargs)))
         foreign = [t for t in tensors if not isinstance(t, _torch.FakeTensor)]
         random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         self.drawn += random
@@ -78,9 +78,9 @@ class Trace(_torch.TorchDispatchMode):
             if not known:
                 self._refuse(f"goes by the values of a tensor ({error.func}), which are another's in each run", error)
             return map_tensors(tracing.lift, self._of_values(func, args, kwargs))
-        if known and all(t.numel() <= _LARGEST_CONSTANT for t in tensors_in(result)):
+        if known and all(t.numel() <= _LARGEST_CONSTANT for t in find_tensors(result)):
             values = self._of_values(func, args, kwargs)
-            for made, of_made in zip(tensors_in(result), tensors_in(values), strict=True):
+            for made, of_made in zip(find_tensors(result), find_tensors(values), strict=True):
                 self._values[made] = of_made
         elif _torch.get_schema(func).is_mutable:
             values = [value for t in tensors if (value := self._value(t)) is not None]

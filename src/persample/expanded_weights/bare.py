@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample._internal.recurrent import arguments
-from persample._internal.tree import map_tensors, tensors_in
+from persample._internal.recurrent import name_arguments
+from persample._internal.tree import find_tensors, map_tensors
 from persample.backward.collector import Collector
 from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import (
@@ -35,7 +35,7 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return handler.apply(tuple(kwargs), func, *args, *kwargs.values())  # type: ignore[attr-defined]
     expanded = expanded_weights_in((args, kwargs))
     if isinstance(handler, Rewrite):
-        batch, layouts = _recurrent_layouts(func, arguments(args, kwargs), expanded[0])
+        batch, layouts = _recurrent_layouts(func, name_arguments(args, kwargs), expanded[0])
     else:
         batch, layouts = _input_layout(func, handler, handler.bind(args, kwargs))
     first = expanded[0]
@@ -112,4 +112,4 @@ def _recurrent_layouts(func: Callable[..., Any], call: dict[str, Any], weight: E
         layout = Layout(0 if call["batch_first"] else 1)
         batch = input.shape[layout.dim] if input.dim() > layout.dim else 0
     check_call(func, [input.new_empty(batch, batch) if plain else input], call)
-    return batch, [(input, layout), *((state, Layout(1)) for state in tensors_in(call["hx"]))]
+    return batch, [(input, layout), *((state, Layout(1)) for state in find_tensors(call["hx"]))]

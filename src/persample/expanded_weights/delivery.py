@@ -23,7 +23,7 @@ def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
     """Deliver terms as `parameter.grad_sample`, multiplied by the batch size if the loss was a mean."""
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
-        add_grad_sample(parameter, dense_sum(terms).to(parameter.dtype), batch_size, loss_reduction)
+        add_grad_sample(parameter, sum_dense(terms).to(parameter.dtype), batch_size, loss_reduction)
 
     return deliver
 

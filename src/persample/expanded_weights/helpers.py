@@ -107,7 +107,7 @@ def check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
 
 def expanded_weights_in(value: Any) -> list[ExpandedWeight]:
     """All expanded weights among the arguments of a call."""
-    return [t for t in tensors_in(value) if isinstance(t, ExpandedWeight)]
+    return [t for t in find_tensors(value) if isinstance(t, ExpandedWeight)]
 
 
 def is_batch_first(expanded_args_and_kwargs: Sequence[Any]) -> bool | None:

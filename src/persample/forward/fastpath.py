@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.functions import find_results
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.layouts import Motion, Op
 from persample.layouts.by_trial import by_trial, in_other_orders
 from persample.layouts.find import described
@@ -99,5 +99,5 @@ def _can_take_fast_path(module: nn.Module, args: Any, kwargs: Any) -> bool:
     """Whether torch may take its fast path: no gradients, eval(), and no hooks inside the module."""
     if module.training or any(map(_torch.has_forward_hooks, list(module.modules())[1:])):
         return False
-    given = [*tensors_in((args, kwargs)), *module.parameters()]
+    given = [*find_tensors((args, kwargs)), *module.parameters()]
     return not (torch.is_grad_enabled() and any(t.requires_grad for t in given))

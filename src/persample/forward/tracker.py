@@ -14,10 +14,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from persample._internal import tracing
-from persample._internal.dynamo import not_traced, skipped, uncompiled
+from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
 from persample._internal.functions import find_results
-from persample._internal.graph import leaves_behind, nodes_behind
-from persample._internal.tree import tensors_in
+from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
@@ -114,7 +114,7 @@ class Tracker(TorchFunctionMode):
     def start(self) -> None:
         """Prepare the model and torch for tracking."""
         if self._depth == 0:
-            self._uncompiled = uncompiled()
+            self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
             if self.model is not None:
                 self._whole_modules = WholeModules(self)
@@ -183,8 +183,8 @@ class Tracker(TorchFunctionMode):
 
     # ---- each op ----
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -258,7 +258,7 @@ class Tracker(TorchFunctionMode):
             if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
                 call_simple(op, result)
         elif weights:
-            for made in tensors_in(result):
+            for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
         return result

@@ -11,7 +11,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.functions import find_results
-from persample._internal.tree import emptied, map_tensors, slots_in
+from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import moves
 from persample.backward.recorded_use import Plan, RecordedUse
@@ -21,7 +21,7 @@ from persample.forward.kernels import choose_kernel, run_detached
 from persample.layouts import Motion, Op, motion_of
 from persample.layouts.functions import WRITES
 from persample.layouts.layout import Layout, Reduced
-from persample.rules import Rule, rules_of
+from persample.rules import Rule, get_rules
 
 
 class ForwardPass(Protocol):
@@ -238,7 +238,7 @@ def _is_for(
     if not named.keys() <= rule.known or not rule.when(*op.args, **op.kwargs):
         return False
     for name, value in named.items() if not rule.as_they_lie else ():
-        for slot in slots_in(value):
+        for slot in find_slots(value):
             layout = layouts[slot]
             if (layout is not None) != (name in rule.batched) or (slot in weights and layout and not rule.whole):
                 return False

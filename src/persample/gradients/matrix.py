@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import buffers
@@ -179,7 +180,7 @@ class PerSampleGradients(RecordedGradients):
             total = self._add_over_processes(name, exact.sum(scales), double=True)
             squares = self._add_over_processes(name, exact.square_sum(memory // 8) * self._scale**2, double=True)
             spread = squares - total.abs().square() / max(1, count)
-            found[name] = (spread.clamp(min=0) * factor).to(wide(self._parameters[name]).abs().dtype)
+            found[name] = (spread.clamp(min=0) * factor).to(widen(self._parameters[name]).abs().dtype)
         return found
 
     @torch.no_grad()
@@ -246,7 +247,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _keep(self, name: str, term: Term) -> None:
         self._arrived[name] = term
-        self._versions[name] = [(t, t._version) for t in tensors_of(term)]
+        self._versions[name] = [(t, t._version) for t in find_factors(term)]
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}

@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.base import NotKept, RecordedGradients
 from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.matrix import PerSampleGradients
 from persample.terms import Term
-from persample.terms.base import wide
 
 
 class _Streamed(RecordedGradients):

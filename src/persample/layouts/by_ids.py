@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.functions import find_results
-from persample._internal.tree import tensors_in
+from persample._internal.tree import find_tensors
 from persample.errors import op_name
 from persample.layouts.by_trial import goes_with_rows
 from persample.layouts.call import Op
@@ -20,7 +20,7 @@ from persample.layouts.motion import Motion, everywhere
 
 def by_ids(op: Op, results: Sequence[Tensor]) -> Motion:
     """Exactly where a move put each entry."""
-    carriers = range(len(list(tensors_in(op.args[0] if op.args else next(iter(op.kwargs.values()))))))
+    carriers = range(len(list(find_tensors(op.args[0] if op.args else next(iter(op.kwargs.values()))))))
     if any(op.where[len(carriers) :]):
         return everywhere(Lost(f"{op_name(op.func)} moves entries to where samples say"), results)
     moved = _moved(op, {i: op.where[i] for i in carriers})

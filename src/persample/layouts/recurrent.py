@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.recurrent import batch_second, layer
+from persample._internal.recurrent import declare_batch_second, recurrent_layer
 from persample.errors import op_name
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Op
@@ -23,7 +23,7 @@ def packed_layout(sizes: Tensor, order: Tensor | None, batch: int, loose: bool =
     return regular(0, tuple(n for size in sizes.tolist() for n in samples[:size]), batch, loose)
 
 
-@motion(batch_second)
+@motion(declare_batch_second)
 def _motion_of_state(op: Op) -> Motion:
     return Motion(tuple(map(_second, op.where)))
 
@@ -33,7 +33,7 @@ def _second(where: Where | None) -> Where | None:
     return next((replace(r, others=()) for r in readings if r.dim == 1), where)
 
 
-@motion(layer)
+@motion(recurrent_layer)
 def _motion_of_layer(op: Op) -> Motion:
     """It is remembered, as the plans of the uses are kept with it."""
     return CACHE.get_or_find(described(op), lambda: _found_for_layer(op))

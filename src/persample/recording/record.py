@@ -61,7 +61,7 @@ def record(
 
 @not_traced
 @contextmanager
-@skipped(inside=False)
+@skip_compilation(with_callees=False)
 def record(
     model: nn.Module,
     *,

@@ -95,8 +95,8 @@ class Watch:
 
     # ---- the forward pass ----
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         is_recomputation = _torch.get_backward_pass() >= 0
         if is_recomputation or self._is_inside or not torch.is_grad_enabled():
@@ -133,8 +133,8 @@ class Watch:
         # In an empty batch no term arrives, but the node of the anchor is part of every backward pass.
         tracker.anchor_node.register_prehook(lambda grads: self._note_empty_pass(step))
 
-    @not_traced
-    @skipped(inside=True)
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._is_inside:
             return

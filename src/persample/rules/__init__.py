@@ -21,7 +21,6 @@ __all__ = [
     "embedding",
     "find_adapter",
     "grouped",
-    "handler_of",
     "linear",
     "matmul",
     "norm",

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Patches
 
 
-@rule(torch.conv1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False, further=False)
-@rule(torch.conv2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False, further=False)
-@rule(torch.conv3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False, further=False)
+@register_rule(
+    torch.conv1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False, further=False
+)
+@register_rule(
+    torch.conv2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False, further=False
+)
+@register_rule(
+    torch.conv3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False, further=False
+)
 def conv(
     grad: Tensor,
     input: Tensor,
@@ -30,9 +36,9 @@ def conv(
     return _terms(term, grad, bias)
 
 
-@rule(torch.conv_transpose1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False)
-@rule(torch.conv_transpose2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False)
-@rule(torch.conv_transpose3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False)
+@register_rule(torch.conv_transpose1d, accepts=lambda input, dim: dim == 0 and input.dim() == 3, reads_result=False)
+@register_rule(torch.conv_transpose2d, accepts=lambda input, dim: dim == 0 and input.dim() == 4, reads_result=False)
+@register_rule(torch.conv_transpose3d, accepts=lambda input, dim: dim == 0 and input.dim() == 5, reads_result=False)
 def conv_transpose(
     grad: Tensor,
     input: Tensor,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.rules.shapes import conjugate, summed_to
 from persample.terms import Dense
 
@@ -25,7 +25,7 @@ def _elementwise(name: str, *more: Callable[..., Any], weight_first: bool) -> Ca
         both = len(pair) == 2 and isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor)
         return both and pair[weight].dim() <= pair[samples].dim()
 
-    return rule(
+    return register_rule(
         *functions,
         accepts=lambda input, dim: True,
         batched=("other",) if weight_first else ("input",),
@@ -74,7 +74,7 @@ def divided_by(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"input": Dense(summed_to(grad / other.conj(), input.shape))}
 
 
-@rule(torch.prelu, accepts=lambda input, dim: dim == 0 and input.dim() > 1, reads_result=False)
+@register_rule(torch.prelu, accepts=lambda input, dim: dim == 0 and input.dim() > 1, reads_result=False)
 def prelu(grad: Tensor, input: Tensor, weight: Tensor) -> Terms:
     below = grad * input.clamp(max=0)  # (batch, images, channel, *size)
     channels = below.flatten(3).sum((1, 3)) if below.dim() > 3 else below.sum(1)

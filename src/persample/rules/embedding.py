@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.functions import find_bags
-from persample.rules.registry import Owners, Terms, rule
+from persample.rules.registry import Owners, Terms, register_rule
 from persample.terms import Dense, Rows
 
 
@@ -23,7 +23,7 @@ def _is_not_scaled(*args: Any, **kwargs: Any) -> bool:
     return not _is_scaled(*args, **kwargs)
 
 
-@rule(F.embedding, accepts=lambda input, dim: True, when=_is_not_scaled, reads_result=False, further=False)
+@register_rule(F.embedding, accepts=lambda input, dim: True, when=_is_not_scaled, reads_result=False, further=False)
 def embedding(
     grad: Tensor,
     input: Tensor,
@@ -41,7 +41,7 @@ def embedding(
     return {"weight": Rows(ids, grad, count)}
 
 
-@rule(F.embedding, when=_is_scaled, as_they_lie=True, reads_result=False)
+@register_rule(F.embedding, when=_is_scaled, as_they_lie=True, reads_result=False)
 def scaled_embedding(
     grad: Tensor,
     owners: Owners,
@@ -68,7 +68,7 @@ def _is_scaled_here(
     return scale_grad_by_freq
 
 
-@rule(
+@register_rule(
     torch.embedding,
     accepts=lambda input, dim: True,
     batched=("indices",),
@@ -87,7 +87,7 @@ def embedding_with_the_weight_first(
     return embedding(grad, indices, weight, None if padding_idx < 0 else padding_idx)
 
 
-@rule(torch.embedding, when=_is_scaled_here, as_they_lie=True, reads_result=False)
+@register_rule(torch.embedding, when=_is_scaled_here, as_they_lie=True, reads_result=False)
 def scaled_embedding_with_the_weight_first(
     grad: Tensor,
     owners: Owners,
@@ -104,7 +104,7 @@ def scaled_embedding_with_the_weight_first(
 
 
 # Scaled by frequencies, torch 2.13 divides by wrong ones on a CPU; whatever it does, its own derivative does the same.
-@rule(F.embedding_bag, when=_is_not_scaled, as_they_lie=True, reads_result=False)
+@register_rule(F.embedding_bag, when=_is_not_scaled, as_they_lie=True, reads_result=False)
 def embedding_bag(
     grad: Tensor,
     owners: Owners,

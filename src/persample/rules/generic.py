@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from persample._internal.functions import find_results, is_inplace
-from persample._internal.tree import filled
+from persample._internal.tree import put_in_tensors
 from persample.errors import PerSampleError, op_name
 
 
-def generic(
+def compute_generic_gradients(
     func: Callable[..., Any],
     call: tuple[Any, Any],
     tensors: Sequence[Tensor],
@@ -24,8 +24,8 @@ def generic(
 ) -> list[Tensor]:
     """The per-sample gradients of the tensors at the positions `weights`.
 
-    `call` is the emptied call; `tensors` fill it, with the samples in front where `batched`; `grads` are the
-    gradients of the tensors in the result, samples in front, None where there is none.
+    `call` is the call without its tensors; `tensors` fill it, with the samples in front where `batched`; `grads` are
+    the gradients of the tensors in the result, samples in front, None where there is none.
     """
     inplace = is_inplace(func)
     moving = [i for i, there in enumerate(batched) if there]
@@ -35,7 +35,9 @@ def generic(
     def run(own: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The function of one sample, of which it is given its own tensors, and of the weights."""
         given = dict(enumerate(tensors)) | dict(zip(moving, own, strict=True)) | dict(zip(weights, chosen, strict=True))
-        args, kwargs = filled(call, {i: t.clone() if i == 0 else t for i, t in given.items()} if inplace else given)
+        args, kwargs = put_in_tensors(
+            call, {i: t.clone() if i == 0 else t for i, t in given.items()} if inplace else given
+        )
         results = find_results(func(*args, **kwargs), args)
         return tuple(results[i] for i in wanted)
 

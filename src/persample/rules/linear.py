@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Outer, Term
 
 
-@rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
+@register_rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
 def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
     terms: dict[str, Term] = {"weight": Outer(input, grad)}

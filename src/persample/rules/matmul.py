@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.rules.shapes import conjugate, summed_to
 from persample.terms import Blocks, Dense, Folded, Outer
 
@@ -20,7 +20,7 @@ def _product(input: Tensor, grad: Tensor) -> Outer:
     return Outer(grad.conj(), input.conj())
 
 
-@rule(
+@register_rule(
     torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
     accepts=lambda input, dim: dim < input.dim() - 1,
     when=lambda input, other: other.dim() == 2 and input.dim() >= 2,
@@ -30,7 +30,7 @@ def samples_times_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"other": _product(input.flatten(1, -2), grad.flatten(1, -2))}
 
 
-@rule(
+@register_rule(
     torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
     accepts=lambda other, dim: dim != other.dim() - 2,
     batched=("other",),
@@ -41,19 +41,21 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"input": Outer(other.mT.flatten(1, -2), grad.mT.flatten(1, -2))}
 
 
-@rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
+@register_rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
 def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: complex = 1, alpha: complex = 1) -> Terms:
     by_input = summed_to(grad, input.shape) * conjugate(beta)
     return {"input": Dense(by_input), "mat2": _product(mat1, grad * conjugate(alpha))}
 
 
-@rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
+@register_rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
 def bmm(grad: Tensor, input: Tensor, mat2: Tensor) -> Terms:
     each = [_product(x, g) for x, g in zip(input.unbind(1), grad.unbind(1), strict=True)]
     return {"mat2": Blocks(each, range(len(mat2)), len(mat2), single=True)}
 
 
-@rule(F.bilinear, batched=("input1", "input2"), accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False)
+@register_rule(
+    F.bilinear, batched=("input1", "input2"), accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False
+)
 def bilinear(grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     pairs = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2).flatten(1, -2)
     grad = grad.flatten(1, -2)
@@ -106,7 +108,7 @@ def einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, wei
 def _register_einsum(weight: int) -> None:
     names = ("first", "second")
 
-    @rule(
+    @register_rule(
         torch.einsum,
         accepts=lambda input, dim: True,
         batched=(names[1 - weight],),

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.errors import SamplesMixed
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense
 
 
@@ -24,7 +24,7 @@ def _affine(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
     return {"weight": Dense(over_rest(product)), "bias": Dense(over_rest(grad))}
 
 
-@rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
+@register_rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
 def layer_norm(
     grad: Tensor,
     input: Tensor,
@@ -38,7 +38,7 @@ def layer_norm(
     return _affine(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
 
 
-@rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False)
+@register_rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False)
 def rms_norm(
     grad: Tensor,
     input: Tensor,
@@ -50,7 +50,7 @@ def rms_norm(
     return {"weight": _affine(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
 
 
-@rule(F.group_norm, torch.group_norm, reads_result=False, further=False)
+@register_rule(F.group_norm, torch.group_norm, reads_result=False, further=False)
 def group_norm(
     grad: Tensor,
     input: Tensor,
@@ -69,7 +69,7 @@ def _channels(statistic: Tensor, like: Tensor) -> Tensor:
     return statistic.view(-1, *[1] * (like.dim() - 3))
 
 
-@rule(F.instance_norm, reads_result=False, further=False)
+@register_rule(F.instance_norm, reads_result=False, further=False)
 def instance_norm(
     grad: Tensor,
     input: Tensor,
@@ -89,7 +89,7 @@ def instance_norm(
     return _affine(grad, normalised, keep=[2])
 
 
-@rule(torch.instance_norm, reads_result=False, further=False)
+@register_rule(torch.instance_norm, reads_result=False, further=False)
 def instance_norm_with_the_weight_first(
     grad: Tensor,
     input: Tensor,
@@ -105,7 +105,7 @@ def instance_norm_with_the_weight_first(
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-@rule(F.batch_norm, reads_result=False, further=False)
+@register_rule(F.batch_norm, reads_result=False, further=False)
 def batch_norm(
     grad: Tensor,
     input: Tensor,

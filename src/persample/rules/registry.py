@@ -37,21 +37,21 @@ HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
 
 # Further rules of torch functions, of which the first that holds for a call is taken; a bare ExpandedWeight has none of
 # these, as torch's has none.
-FURTHER: dict[Callable[..., Any] | str, list[Rule]] = {}
+FURTHER_RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
 
 _RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
 _NONE: list[Rule] = []
 
 
-def handler_of(func: Callable[..., Any]) -> Any:
+def get_handler(func: Callable[..., Any]) -> Any:
     """What HANDLED_FUNCTIONS knows of a torch function, None if nothing."""
     return HANDLED_FUNCTIONS.get(_key(func))
 
 
-def rules_of(func: Callable[..., Any]) -> list[Rule]:
+def get_rules(func: Callable[..., Any]) -> list[Rule]:
     """The rules that a torch function has: the same list as long as none is added or replaced."""
     key = _key(func)
-    first, rules = HANDLED_FUNCTIONS.get(key), FURTHER.get(key, _NONE)
+    first, rules = HANDLED_FUNCTIONS.get(key), FURTHER_RULES.get(key, _NONE)
     if isinstance(first, Rule):
         rules = [first, *rules]
     kept = _RULES.setdefault(key, rules)
@@ -129,7 +129,7 @@ class Rule:
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
-def rule(
+def register_rule(
     *functions: Callable[..., Any] | str,
     accepts: Accepts = lambda input, dim: dim == 0,
     batched: Sequence[str] = ("input",),
@@ -154,10 +154,10 @@ def rule(
 
     >>> import torch
     >>> from persample.terms import Dense
-    >>> @rule(torch.nn.functional.hardtanh, when=lambda *args, **kwargs: False)  # of which nothing is a weight
+    >>> @register_rule(torch.nn.functional.hardtanh, when=lambda *args, **kwargs: False)  # of which nothing is a weight
     ... def hardtanh(grad, input, min_val=-1.0, max_val=1.0, inplace=False):
     ...     return {}
-    >>> FURTHER.pop(torch.nn.functional.hardtanh)[0].names
+    >>> FURTHER_RULES.pop(torch.nn.functional.hardtanh)[0].names
     ['input', 'min_val', 'max_val', 'inplace']
 
     Used inside of this library: `whole`, for a rule that is the function's whole backward: it gets the function's
@@ -170,7 +170,7 @@ def rule(
         made = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
         for function in functions:
             if further:
-                FURTHER.setdefault(function, []).insert(0, made)
+                FURTHER_RULES.setdefault(function, []).insert(0, made)
             else:
                 HANDLED_FUNCTIONS[function] = made
         return terms

@@ -21,7 +21,6 @@ from persample.recording.options import Options, Selection
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import label_of, moved
-from persample.terms.base import wide
 
 QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
@@ -167,7 +166,7 @@ class Measurement:
         ) as grads:
             loss = self._loss(ids, batch)
             if loss.requires_grad:
-                with grads_kept(loss):  # of a loss that has parameters too
+                with preserve_grads(loss):  # of a loss that has parameters too
                     (loss.sum() * self._scale(loss, len(ids))).backward()
         return self._each(loss.detach(), ids, batch), grads if loss.requires_grad else None
 

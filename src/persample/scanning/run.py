@@ -38,7 +38,6 @@ from persample.scanning.source import Collate, Piece, Source
 from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarised
 from persample.scanning.table import TableKind, write_table
-from persample.terms.base import wide
 
 # How often the sum of the gradients is saved, which is as large as the model in float64.
 SECONDS_BETWEEN_SAVES = 60.0
@@ -220,7 +219,7 @@ class _Run:
         given = self._measurement.parameters
         length = max(math.sqrt(sum(float(np.square(part).sum()) for part in found.values())), sys.float_info.min)
         direction = {key: torch.from_numpy(part / length) for key, part in found.items()}
-        return {key: part.to(given[key].device, wide(given[key]).dtype) for key, part in direction.items()}
+        return {key: part.to(given[key].device, widen(given[key]).dtype) for key, part in direction.items()}
 
     def _summed(self, checkpoint: int, title: str) -> dict[str, Array]:
         """The sum of this process's gradients and their count; saved from time to time, to go on from."""

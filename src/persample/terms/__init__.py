@@ -1,13 +1,17 @@
-"""The structures in which per-sample gradients come, a class each; see `base.Term` for what they answer."""
+"""Terms: structured per-sample gradients of one weight, with one class for each structure.
 
-from persample.terms.base import Term, dense_sum, is_complex
+Other packages use the classes below and `add_terms`, which adds the terms of several uses; `base.Term` lists the
+answers that every term gives.
+"""
+
+from persample.terms.base import Term, is_complex, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.folded import Folded
 from persample.terms.outer import Outer
 from persample.terms.patches import Patches
 from persample.terms.rows import Rows
-from persample.terms.sum import Sum, together
+from persample.terms.sum import Sum, add_terms
 
 __all__ = [
     "Blocks",
@@ -18,7 +22,7 @@ __all__ = [
     "Rows",
     "Sum",
     "Term",
-    "dense_sum",
+    "add_terms",
     "is_complex",
-    "together",
+    "sum_dense",
 ]

@@ -1,27 +1,30 @@
-"""What every term is, and what it can answer."""
+"""The base class of all terms: the methods that a structure must define, and the answers that follow from them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.sketch import Sketch
 
-# How many numbers a block of a dense form may have where nobody says otherwise: 4 MB in float32, which stay in cache.
-BLOCK = 2**20
+# Default number of entries in a block of a dense form: 4 MB in float32, which fits into the cache.
+BLOCK_SIZE = 2**20
 
 
 class Term(ABC):
-    """What one use of a weight contributes to its per-sample gradients: a `(batch, *weight.shape)`, kept in factors.
+    """The contribution of one use to the per-sample gradients of its weight: `(batch, *weight.shape)`, kept in factors.
 
-    A term must be able to give its dense form, and the term of some of the samples or of some rows of the weight. Every
-    answer has a default that goes through dense blocks; a term overrides it where its structure gives the answer for
-    less. Answers are in float32 at least. `<g, h>` is the real part of the inner product.
+    A subclass must define the dense form, and how to restrict the term to some samples or to some rows of the weight.
+    Every answer has a default that works on blocks of the dense form. A subclass overrides an answer that its
+    structure gives at less cost. Answers are computed in float32 or wider.
+
+    In the docstrings, g_n is the gradient of sample n, and `<g, h>` the real part of the inner product.
     """
 
     @property
@@ -36,90 +39,97 @@ class Term(ABC):
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """The contribution itself, `(batch, *weight.shape)`."""
+        """The per-sample gradients, `(batch, *weight.shape)`."""
 
     @abstractmethod
     def some(self, start: int, stop: int) -> Term:
-        """The same for the samples from `start` to `stop`."""
+        """The term of the samples `start` to `stop`."""
 
     @abstractmethod
     def part(self, start: int, stop: int) -> Term:
-        """The same for the rows `weight[start:stop]`."""
+        """The term of the rows `weight[start:stop]`."""
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
-        """Writes the dense form, times `scale`, into `out`, which may be of another type."""
+        """Write `scale` times the dense form into `out`, which may have another dtype."""
         out.copy_(self.dense())
         if scale != 1:
             out.mul_(scale)
 
-    def measured(self) -> tuple[Tensor, Term]:
-        """`squared_norms()`, and a term of the same gradients: the dense form, if it was made and is smaller."""
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        """`squared_norms()`, and an equal term: the dense form if the norms needed it and it is smaller, else self."""
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
         """`(batch,)`: |g_n|²."""
-        return torch.cat([squares(block) for _, (block,) in self.by_samples()])
+        return torch.cat([sum_squares(block) for _, (block,) in self.iterate_samples()])
 
     def sum(self, weights: Tensor) -> Tensor:
-        """`weight.shape`: the sum of weights[n] g_n."""
-        return sum_of(torch.tensordot(weights[at].to(block), block, 1) for at, (block,) in self.by_samples())
+        """`weight.shape`: the sum over n of weights[n] g_n."""
+        return add_tensors(
+            torch.tensordot(weights[samples].to(block), block, 1) for samples, (block,) in self.iterate_samples()
+        )
 
     def dot(self, direction: Tensor) -> Tensor:
-        """`(batch,)`: <g_n, direction>."""
-        return self.inner(Same(direction, self.batch))
+        """`(batch,)`: <g_n, direction>, for a direction with the shape of the weight."""
+        return self.inner(SharedDirection(direction, self.batch))
 
     def inner(self, other: Term) -> Tensor:
-        """`(batch,)`: <g_n, h_n>, h being another contribution to the same weight."""
-        return torch.cat([_matrix((a.conj() * b).real).sum(1) for _, (a, b) in self.by_samples(other)])
+        """`(batch,)`: <g_n, h_n>, where h is another term of the same weight and batch."""
+        return torch.cat([_flatten_samples((a.conj() * b).real).sum(1) for _, (a, b) in self.iterate_samples(other)])
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
-        """`(batch, batch of other)`: <g_n, h_m>, in blocks of so many numbers."""
-        pairs = (promoted(a, b) for a, b in self.by_rows(other, numbers=numbers))
-        return sum_of((_matrix(a).conj() @ _matrix(b).mT).real for a, b in pairs)
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
+        """`(batch, other.batch)`: <g_n, h_m>, where h is another term of the same weight."""
+        pairs = (promote(a, b) for a, b in self.iterate_rows(other, block_size=block_size))
+        return add_tensors((_flatten_samples(a).conj() @ _flatten_samples(b).mT).real for a, b in pairs)
 
-    def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        """`weight.shape`: the sum of g_n², entry by entry."""
-        parts = [block.abs().square().sum(0) for (block,) in self.by_rows(numbers=numbers)]
+    def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
+        """`weight.shape`: the sum over n of |g_n|², entry by entry."""
+        parts = [block.abs().square().sum(0) for (block,) in self.iterate_rows(block_size=block_size)]
         return torch.cat(parts) if self.shape else parts[0]
 
     def project(self, sketch: Sketch) -> Tensor:
         """`(batch, sketch.size)`: the sketch of each g_n."""
-        starts = range(0, max(1, self.rows), self._rows_a_block(BLOCK))
-        return sum_of(sketch.of_dense(block, start) for start, (block,) in zip(starts, self.by_rows(), strict=True))
+        starts = range(0, max(1, self.row_count), self._count_rows_per_block(BLOCK_SIZE))
+        blocks = zip(starts, self.iterate_rows(), strict=True)
+        return add_tensors(sketch.project_dense(block, start) for start, (block,) in blocks)
 
     @property
-    def rows(self) -> int:
-        """The rows of the weight."""
+    def row_count(self) -> int:
+        """The number of rows of the weight."""
         return self.shape[0] if self.shape else 1
 
-    def _rows_a_block(self, numbers: int) -> int:
-        row = max(1, self.batch * self.shape[1:].numel())
-        return max(1, numbers // row)
+    def _count_rows_per_block(self, block_size: int) -> int:
+        row_size = max(1, self.batch * self.shape[1:].numel())
+        return max(1, block_size // row_size)
 
-    def by_rows(self, *others: Term, numbers: int = BLOCK) -> Iterator[tuple[Tensor, ...]]:
-        """The dense forms, in the accumulation type, of as many rows of the weight at a time as the bound allows."""
-        terms = (self, *others)
-        step = min(term._rows_a_block(numbers) for term in terms)
-        if step >= self.rows:
-            yield tuple(wide(term.dense()) for term in terms)
-            return
-        for start in range(0, self.rows, step):
-            yield tuple(wide(term.part(start, min(start + step, self.rows)).dense()) for term in terms)
+    def iterate_rows(self, *others: Term, block_size: int = BLOCK_SIZE) -> Iterator[tuple[Tensor, ...]]:
+        """Dense forms of this term and the others, widened, for consecutive blocks of rows of the weight.
 
-    def by_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """The dense forms, in the accumulation type, of a few samples at a time; and which.
-
-        So few that neither these nor their factors, which may be copied on the way, are more than a block.
+        A block has at most `block_size` entries, but at least one row.
         """
-        factors = sum(t.numel() for t in tensors_of(self)) // max(1, self.batch)
-        step = max(1, BLOCK // max(1, self.shape.numel(), factors))
+        terms = (self, *others)
+        step = min(term._count_rows_per_block(block_size) for term in terms)
+        if step >= self.row_count:
+            yield tuple(widen(term.dense()) for term in terms)
+            return
+        for start in range(0, self.row_count, step):
+            yield tuple(widen(term.part(start, min(start + step, self.row_count)).dense()) for term in terms)
+
+    def iterate_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+        """Dense forms of this term and the others, widened, for consecutive ranges of samples; with the range.
+
+        Neither a dense form nor the factors of its samples, which may have to be copied, exceed `BLOCK_SIZE` entries,
+        unless one sample does.
+        """
+        factor_size = sum(t.numel() for t in find_factors(self)) // max(1, self.batch)
+        step = max(1, BLOCK_SIZE // max(1, self.shape.numel(), factor_size))
         for start in range(0, max(1, self.batch), step):
             stop = min(start + step, self.batch)
-            yield slice(start, stop), tuple(wide(term.some(start, stop).dense()) for term in (self, *others))
+            yield slice(start, stop), tuple(widen(term.some(start, stop).dense()) for term in (self, *others))
 
 
-class Same(Term):
-    """A direction, the same for all samples."""
+class SharedDirection(Term):
+    """`g_n = direction` for every sample n."""
 
     def __init__(self, direction: Tensor, batch: int) -> None:
         self.direction = direction
@@ -136,87 +146,73 @@ class Same(Term):
     def dense(self) -> Tensor:
         return self.direction.expand(self.batch, *self.shape)
 
-    def some(self, start: int, stop: int) -> Same:
-        return Same(self.direction, stop - start)
+    def some(self, start: int, stop: int) -> SharedDirection:
+        return SharedDirection(self.direction, stop - start)
 
-    def part(self, start: int, stop: int) -> Same:
-        return Same(self.direction[start:stop], self.batch)
-
-
-def is_smaller_dense(term: Term, times: int = 1) -> bool:
-    """Whether the dense form, exact, takes less memory than so many times the factors."""
-    factors = list(tensors_of(term))
-    numbers = times * sum(t.numel() for t in factors)
-    return term.batch * term.shape.numel() <= numbers and all(wide(t) is t for t in factors)
+    def part(self, start: int, stop: int) -> SharedDirection:
+        return SharedDirection(self.direction[start:stop], self.batch)
 
 
-def _matrix(block: Tensor) -> Tensor:
+def is_dense_smaller(term: Term, times: int = 1) -> bool:
+    """Whether the dense form is exact and has no more entries than `times` the factors."""
+    factors = list(find_factors(term))
+    limit = times * sum(t.numel() for t in factors)
+    return term.batch * term.shape.numel() <= limit and all(widen(t) is t for t in factors)
+
+
+def _flatten_samples(block: Tensor) -> Tensor:
+    """`(batch, ...)` to `(batch, entries)`, also if the batch is empty."""
     return block.reshape(len(block), block.shape[1:].numel())
 
 
-def squares(block: Tensor) -> Tensor:
-    """`(batch,)`: the sum of |entry|² of each sample.
+def sum_squares(block: Tensor) -> Tensor:
+    """`(batch,)`: the sum of |entry|² over each sample.
 
-    One pass over the block: three times as fast as squares that are written down and then added up. It adds up one
-    after the other, so that long rows are taken in parts.
+    `vector_norm` takes one pass over the block and is three times as fast as `square().sum()`. It accumulates
+    sequentially, so a long row is summed in parts to keep the rounding error small.
     """
-    rows = _matrix(block)
+    rows = _flatten_samples(block)
     if rows.shape[1] > 2**16:
         rows = torch.linalg.vector_norm(block.reshape(*block.shape[:2], -1), dim=2)
     return torch.linalg.vector_norm(rows, dim=1).square()
 
 
-def sum_of(parts: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+def add_tensors(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of at least one tensor."""
-    first, *rest = iter(parts)
-    for part in rest:
-        first = first + part
-    return first
+    total, *rest = tensors
+    for tensor in rest:
+        total = total + tensor
+    return total
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """The tensor in a type that can be added up: float32 instead of half or bfloat16."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def tensors_of(term: Term) -> Iterator[Tensor]:
+def find_factors(term: Term) -> Iterator[Tensor]:
     """The tensors that a term keeps."""
     for value in vars(term).values():
         for part in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(part, Tensor):
                 yield part
             elif isinstance(part, Term):
-                yield from tensors_of(part)
+                yield from find_factors(part)
 
 
 def is_complex(term: Term) -> bool:
-    """Whether a term's contribution is made of complex numbers."""
-    return any(tensor.is_complex() for tensor in tensors_of(term))
+    """Whether a factor of the term is complex, and so its gradients are."""
+    return any(tensor.is_complex() for tensor in find_factors(term))
 
 
-def as_double(term: Any) -> Any:
-    """The term with its factors in float64 (or complex128)."""
+def convert_to_double(term: Any) -> Any:
+    """The term with its factors in float64 or complex128."""
     changed: dict[str, Any] = {}
     for name, value in vars(term).items():
-        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()):
-            changed[name] = value.to(torch.complex128 if value.is_complex() else torch.float64)
+        if isinstance(value, Tensor):
+            changed[name] = to_double(value)
         elif isinstance(value, Term):
-            changed[name] = as_double(value)
+            changed[name] = convert_to_double(value)
         elif name == "terms":
-            changed[name] = [as_double(part) for part in value]
+            changed[name] = [convert_to_double(part) for part in value]
     return replace(term, **changed)
 
 
-def dense_sum(terms: Sequence[Term]) -> Tensor:
-    """What several uses of one weight contribute together."""
-    return sum_of([term.dense() for term in terms])
-
-
-def promoted(*tensors: Tensor) -> tuple[Any, ...]:
-    """All in the widest of their types: under autocast, activations and gradients differ."""
-    dtype = tensors[0].dtype
-    if all([tensor.dtype == dtype for tensor in tensors]):
-        return tensors
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+def sum_dense(terms: Sequence[Term]) -> Tensor:
+    """The sum of the dense forms of several terms of one weight."""
+    return add_tensors([term.dense() for term in terms])

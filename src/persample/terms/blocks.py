@@ -1,4 +1,4 @@
-"""Blocks of rows: what uses of parts of a weight contribute."""
+"""The term of uses of parts of a weight: blocks of its rows."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, sum_of
+from persample.terms.base import BLOCK_SIZE, Term, add_tensors
 from persample.terms.dense import Dense
 
 
 @dataclass(frozen=True)
 class Blocks(Term):
-    """`terms[i]` contributes to the rows from `starts[i]` on of a weight of `count` rows; no two to the same.
+    """`terms[i]` is the gradient of the rows from `starts[i]` on, in a weight of `count` rows. No two blocks overlap.
 
-    `single`: each contributes to one row, and has no dim for it (`weight[e]`, a matrix of its own).
+    With `single`, each term is the gradient of one row, without a dimension for it: `weight[e]`, the matrix of an
+    expert, for example.
     """
 
     terms: Sequence[Term]
@@ -30,21 +31,22 @@ class Blocks(Term):
 
     @property
     def shape(self) -> torch.Size:
-        own = self.terms[0].shape
-        return torch.Size([self.count, *(own if self.single else own[1:])])
+        first = self.terms[0].shape
+        return torch.Size([self.count, *(first if self.single else first[1:])])
 
-    def _size(self, term: Term) -> int:
+    def _count_rows(self, term: Term) -> int:
         return 1 if self.single else term.shape[0]
 
-    def _parts(self) -> Iterator[tuple[Term, int | slice]]:
+    def _iterate_blocks(self) -> Iterator[tuple[Term, int | slice]]:
+        """Each term with the index of its rows in the weight."""
         for term, start in zip(self.terms, self.starts, strict=True):
-            yield term, start if self.single else slice(start, start + self._size(term))
+            yield term, start if self.single else slice(start, start + self._count_rows(term))
 
     def dense(self) -> Tensor:
-        made = [(term.dense(), at) for term, at in self._parts()]
-        result = made[0][0].new_zeros(self.batch, *self.shape)
-        for values, at in made:
-            result[:, at] = values
+        blocks = [(term.dense(), index) for term, index in self._iterate_blocks()]
+        result = blocks[0][0].new_zeros(self.batch, *self.shape)
+        for values, index in blocks:
+            result[:, index] = values
         return result
 
     def some(self, start: int, stop: int) -> Blocks:
@@ -53,57 +55,58 @@ class Blocks(Term):
     def part(self, start: int, stop: int) -> Term:
         terms, starts = [], []
         for term, first in zip(self.terms, self.starts, strict=True):
-            low, high = max(start, first), min(stop, first + self._size(term))
+            low, high = max(start, first), min(stop, first + self._count_rows(term))
             if low < high:
                 terms.append(term if self.single else term.part(low - first, high - first))
                 starts.append(low - start)
         if not terms:
-            like = self.terms[0].some(0, 0).dense()
-            return Dense(like.new_zeros(self.batch, stop - start, *self.shape[1:]))
+            empty = self.terms[0].some(0, 0).dense()  # for its dtype and device
+            return Dense(empty.new_zeros(self.batch, stop - start, *self.shape[1:]))
         return Blocks(terms, starts, stop - start, self.single)
 
-    def measured(self) -> tuple[Tensor, Term]:
-        squared, terms = zip(*(term.measured() for term in self.terms), strict=True)
-        return sum_of(squared), Blocks(terms, self.starts, self.count, self.single)
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        squared, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)
+        return add_tensors(squared), Blocks(terms, self.starts, self.count, self.single)
 
     def squared_norms(self) -> Tensor:
-        return sum_of([term.squared_norms() for term in self.terms])
+        return add_tensors([term.squared_norms() for term in self.terms])
 
     def sum(self, weights: Tensor) -> Tensor:
-        return self._placed([term.sum(weights) for term in self.terms])
+        return self._assemble([term.sum(weights) for term in self.terms])
 
-    def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        return self._placed([term.square_sum(numbers) for term in self.terms])
+    def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
+        return self._assemble([term.square_sum(block_size) for term in self.terms])
 
-    def _placed(self, values: Sequence[Tensor]) -> Tensor:
+    def _assemble(self, values: Sequence[Tensor]) -> Tensor:
+        """A tensor of the weight's shape from the values of each block; zero elsewhere."""
         result = values[0].new_zeros(self.shape)
-        for value, (_, at) in zip(values, self._parts(), strict=True):
-            result[at] = value
+        for value, (_, index) in zip(values, self._iterate_blocks(), strict=True):
+            result[index] = value
         return result
 
     def dot(self, direction: Tensor) -> Tensor:
-        return sum_of([term.dot(direction[at]) for term, at in self._parts()])
+        return add_tensors([term.dot(direction[index]) for term, index in self._iterate_blocks()])
 
     def inner(self, other: Term) -> Tensor:
-        pairs = self._pairs(other)
+        pairs = self._pair_blocks(other)
         if pairs is None:
             return super().inner(other)
-        return sum_of([a.inner(b) for a, b in pairs] or [self.squared_norms() * 0])
+        return add_tensors([a.inner(b) for a, b in pairs] or [self.squared_norms() * 0])
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
-        pairs = self._pairs(other)
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
+        pairs = self._pair_blocks(other)
         if not pairs:
-            return super().gram(other, numbers)
-        return sum_of([a.gram(b, numbers) for a, b in pairs])
+            return super().gram(other, block_size)
+        return add_tensors([a.gram(b, block_size) for a, b in pairs])
 
-    def _pairs(self, other: Term) -> list[tuple[Term, Term]] | None:
-        """Where both contribute; None if their blocks are not the same."""
+    def _pair_blocks(self, other: Term) -> list[tuple[Term, Term]] | None:
+        """The pairs of terms with the same rows; None if some blocks overlap only in part."""
         if not isinstance(other, Blocks) or other.single != self.single:
             return None
         pairs = []
         for term, first in zip(self.terms, self.starts, strict=True):
             for another, second in zip(other.terms, other.starts, strict=True):
-                low, high = max(first, second), min(first + self._size(term), second + self._size(another))
+                low, high = max(first, second), min(first + self._count_rows(term), second + self._count_rows(another))
                 if low < high and (first, term.shape) != (second, another.shape):
                     return None
                 if low < high:

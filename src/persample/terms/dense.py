@@ -1,4 +1,4 @@
-"""A contribution that is small, or has no structure to keep."""
+"""The term without structure: the per-sample gradients themselves."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import Term, is_smaller_dense, promoted, squares, wide
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import Term, is_dense_smaller, sum_squares
 
 
 @dataclass(frozen=True)
 class Dense(Term):
-    """The per-sample gradients as they are: `values` is `(batch, *weight.shape)`."""
+    """`g_n = values[n]`, where `values` is `(batch, *weight.shape)`."""
 
     values: Tensor
 
@@ -34,19 +35,22 @@ class Dense(Term):
         return Dense(self.values[:, start:stop])
 
     def squared_norms(self) -> Tensor:
-        return squares(wide(self.values))
+        return sum_squares(widen(self.values))
 
     def sum(self, weights: Tensor) -> Tensor:
-        values, weights = promoted(wide(self.values), weights)
+        values, weights = promote(widen(self.values), weights)
         return (weights @ values.reshape(self.batch, self.shape.numel())).view(self.shape)
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         torch.mul(self.values, scale, out=out)
 
 
-def measured_densely(term: Term, times: int = 1) -> tuple[Tensor, Term]:
-    """`measured()` of a term whose norms take its dense form: kept if it is smaller than so many times the factors."""
-    if not is_smaller_dense(term, times):
+def compute_norms_from_dense(term: Term, times: int = 1) -> tuple[Tensor, Term]:
+    """`compute_norms_and_compact()` of a term with norms that need its dense form.
+
+    The dense form replaces the term if it has no more entries than `times` the factors.
+    """
+    if not is_dense_smaller(term, times):
         return term.squared_norms(), term
     dense = Dense(term.dense())
     return dense.squared_norms(), dense

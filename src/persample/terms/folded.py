@@ -1,20 +1,24 @@
-"""A matrix that is a weight of more dims, or of its dims in another order."""
+"""The term of a weight that a product reads as a matrix, with several dimensions as rows or as columns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term
+from persample.terms.base import BLOCK_SIZE, Term
 from persample.terms.outer import Outer
 
 
 @dataclass(frozen=True)
 class Folded(Term):
-    """The dims `out_dims` of the weight are the rows of the matrix of `term`, the others are its columns."""
+    """The matrix gradients of `term`, reshaped and permuted to `weight_shape`.
+
+    The dimensions `out_dims` of the weight are the rows of the matrix, its other dimensions are the columns.
+    """
 
     term: Outer
     weight_shape: Sequence[int]
@@ -30,17 +34,18 @@ class Folded(Term):
 
     @property
     def _order(self) -> list[int]:
-        """The dims of the weight as the matrix has them: first those of its rows."""
+        """The dimensions of the weight in the order of the matrix: rows first, then columns."""
         return [*self.out_dims, *(d for d in range(len(self.weight_shape)) if d not in self.out_dims)]
 
     def _fold(self, matrix: Tensor) -> Tensor:
-        """`(..., rows, columns)` as `(..., *weight.shape)`."""
+        """`(..., rows, columns)` to `(..., *weight.shape)`."""
         lead = matrix.dim() - 2
         order = self._order
         unfolded = matrix.reshape(*matrix.shape[:lead], *(self.weight_shape[d] for d in order))
         return unfolded.permute(*range(lead), *(lead + order.index(d) for d in range(len(order))))
 
     def _unfold(self, weight: Tensor) -> Tensor:
+        """`weight.shape` to `(rows, columns)`."""
         return weight.permute(self._order).reshape(self.term.shape)
 
     def dense(self) -> Tensor:
@@ -50,12 +55,12 @@ class Folded(Term):
         return Folded(self.term.some(start, stop), self.weight_shape, self.out_dims)
 
     def part(self, start: int, stop: int) -> Folded:
-        of_rows = 0 in self.out_dims
-        dims = [d for d in self._order if (d in self.out_dims) == of_rows]
+        in_rows = 0 in self.out_dims
+        dims = [d for d in self._order if (d in self.out_dims) == in_rows]
         sizes = [self.weight_shape[d] for d in dims]
-        factor = (self.term.grad if of_rows else self.term.input).unflatten(-1, sizes)
+        factor = (self.term.grad if in_rows else self.term.input).unflatten(-1, sizes)
         factor = factor.narrow(2 + dims.index(0), start, stop - start).flatten(2)
-        term = Outer(self.term.input, factor) if of_rows else Outer(factor, self.term.grad)
+        term = Outer(self.term.input, factor) if in_rows else Outer(factor, self.term.grad)
         return Folded(term, [stop - start, *self.weight_shape[1:]], self.out_dims)
 
     def squared_norms(self) -> Tensor:
@@ -68,15 +73,15 @@ class Folded(Term):
         return self.term.dot(self._unfold(direction))
 
     def inner(self, other: Term) -> Tensor:
-        return self.term.inner(other.term) if self._folds_like(other) else super().inner(other)  # type: ignore[attr-defined]
+        return self.term.inner(other.term) if self._is_folded_like(other) else super().inner(other)
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
-        if self._folds_like(other):
-            return self.term.gram(other.term, numbers)  # type: ignore[attr-defined]
-        return super().gram(other, numbers)
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
+        return (
+            self.term.gram(other.term, block_size) if self._is_folded_like(other) else super().gram(other, block_size)
+        )
 
-    def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        return self._fold(self.term.square_sum(numbers))
+    def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
+        return self._fold(self.term.square_sum(block_size))
 
-    def _folds_like(self, other: Term) -> bool:
+    def _is_folded_like(self, other: Term) -> TypeGuard[Folded]:
         return isinstance(other, Folded) and list(other.out_dims) == list(self.out_dims)

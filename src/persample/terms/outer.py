@@ -1,4 +1,4 @@
-"""Sums of outer products: what every matrix product contributes."""
+"""The term of matrix products: sums of outer products."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, squares, wide
-from persample.terms.cost import cheaper_way, way_of_sketch
-from persample.terms.dense import measured_densely
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import BLOCK_SIZE, Term, sum_squares
+from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
+from persample.terms.dense import compute_norms_from_dense
 from persample.terms.sketch import Sketch, TensorSketch
 
 
@@ -17,7 +18,8 @@ from persample.terms.sketch import Sketch, TensorSketch
 class Outer(Term):
     """`g_n = sum_t grad[n, t] ⊗ conj(input[n, t])`, a matrix `(out, in)` for each sample.
 
-    `input` is `(batch, t, in)`, what came in; `grad` is `(batch, t, out)`, the gradient of what went out.
+    `input` is `(batch, t, in)`, the input of the product at each position t. `grad` is `(batch, t, out)`, the gradient
+    of its output there.
     """
 
     input: Tensor
@@ -35,18 +37,19 @@ class Outer(Term):
     def positions(self) -> int:
         return self.grad.shape[1]
 
-    def _factors(self, *others: Tensor) -> tuple[Tensor, ...]:
-        return promoted(*map(wide, (self.input, self.grad, *others)))
+    def _widen_factors(self, *others: Tensor) -> tuple[Tensor, ...]:
+        """`input`, `grad` and the others in one dtype that sums can be accumulated in."""
+        return promote(*map(widen, (self.input, self.grad, *others)))
 
     def dense(self) -> Tensor:
-        input, grad = promoted(self.input, self.grad)
+        input, grad = promote(self.input, self.grad)
         return grad.mT @ input.conj()
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         if not self.input.dtype == self.grad.dtype == out.dtype or out.is_complex():
             return super().write(out, scale)
         grad = self.grad if scale == 1 else self.grad * scale
-        if self.positions == 1:  # a product by which nothing is summed: all of the time goes into writing it
+        if self.positions == 1:  # nothing to sum: the time goes into writing the result
             torch.mul(grad.mT, self.input, out=out)
         else:
             torch.bmm(grad.mT, self.input, out=out)
@@ -57,51 +60,54 @@ class Outer(Term):
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
 
-    def measured(self) -> tuple[Tensor, Term]:
-        if self.positions > 1 and cheaper_way(self.positions, *self.shape) == "dense":
-            return measured_densely(self)
+    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
+        if self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense":
+            return compute_norms_from_dense(self)
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
-            return squares(wide(self.input)) * squares(wide(self.grad))
-        if cheaper_way(self.positions, *self.shape) == "dense":
+            return sum_squares(widen(self.input)) * sum_squares(widen(self.grad))
+        if choose_norm_algorithm(self.positions, *self.shape) == "dense":
             return super().squared_norms()
         return self.inner(self)
 
     def inner(self, other: Term) -> Tensor:
-        if not isinstance(other, Outer) or cheaper_way(max(self.positions, other.positions), *self.shape) == "dense":
+        if not isinstance(other, Outer):
             return super().inner(other)
-        a, g, b, h = self._factors(other.input, other.grad)
+        if choose_norm_algorithm(max(self.positions, other.positions), *self.shape) == "dense":
+            return super().inner(other)
+        a, g, b, h = self._widen_factors(other.input, other.grad)
         return ((a @ b.mH) * (g.conj() @ h.mT)).real.sum((1, 2))
 
     def sum(self, weights: Tensor) -> Tensor:
-        input, grad, weights = self._factors(weights)
-        if grad.shape[2] <= input.shape[2]:  # the smaller one is scaled
+        input, grad, weights = self._widen_factors(weights)
+        if grad.shape[2] <= input.shape[2]:  # scale the smaller factor
             grad = grad * weights[:, None, None]
         else:
             input = input * weights[:, None, None]
         return grad.flatten(0, 1).mT @ input.flatten(0, 1).conj()
 
     def dot(self, direction: Tensor) -> Tensor:
-        input, grad, direction = self._factors(direction)
+        input, grad, direction = self._widen_factors(direction)
         return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         if not isinstance(other, Outer) or self.positions != 1 or other.positions != 1:
-            return super().gram(other, numbers)
-        a, g, b, h = (t.squeeze(1) for t in self._factors(other.input, other.grad))
+            return super().gram(other, block_size)
+        a, g, b, h = (t.squeeze(1) for t in self._widen_factors(other.input, other.grad))
         return ((a @ b.mH) * (g.conj() @ h.mT)).real
 
-    def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        if self.positions != 1:  # the square of a sum is no sum of squares
-            return super().square_sum(numbers)
-        input, grad = self._factors()
+    def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
+        if self.positions != 1:  # the square of a sum over positions is not the sum of the squares
+            return super().square_sum(block_size)
+        input, grad = self._widen_factors()
         return grad.squeeze(1).abs().square().mT @ input.squeeze(1).abs().square()
 
     def project(self, sketch: Sketch) -> Tensor:
-        densely = not self.positions or way_of_sketch(self.positions, sketch.size, *self.shape) == "dense"
-        if densely or not isinstance(sketch, TensorSketch):
+        if not isinstance(sketch, TensorSketch) or not self.positions:
             return super().project(sketch)
-        input, grad = self._factors()
-        return torch.fft.irfft((sketch.columns(input) * sketch.rows(grad)).sum(1), sketch.size)
+        if choose_sketch_algorithm(self.positions, sketch.size, *self.shape) == "dense":
+            return super().project(sketch)
+        input, grad = self._widen_factors()
+        return torch.fft.irfft((sketch.transform_columns(input) * sketch.transform_rows(grad)).sum(1), sketch.size)

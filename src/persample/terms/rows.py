@@ -1,4 +1,4 @@
-"""Rows of a table: what an embedding contributes."""
+"""The term of an embedding: rows of a table."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, promoted, squares, wide
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.outer import Outer
 from persample.terms.sketch import Sketch, TensorSketch
 
 
 @dataclass(frozen=True)
 class Rows(Term):
-    """`g_n[ids[n, t]] += grad[n, t]`: each looked-up row of a table of `count` rows gets its gradient.
+    """`g_n[ids[n, t]] += grad[n, t]`: the gradient of each row that was looked up in a table of `count` rows.
 
-    `ids` is `(batch, t)`, `grad` is `(batch, t, width)`. Its answers need no more memory than the rows that were looked
-    up, or the table itself.
+    `ids` is `(batch, t)`, `grad` is `(batch, t, width)`. No answer needs more memory than the rows that were looked up
+    or one copy of the table.
     """
 
     ids: Tensor
@@ -50,8 +51,8 @@ class Rows(Term):
         ids = torch.where(inside, self.ids - start, 0)
         return Rows(ids, self.grad.masked_fill(~inside.unsqueeze(-1), 0), stop - start)
 
-    def _places(self) -> Tensor:
-        """For each position a number below batch * t, the same for equal rows of a sample and for none else."""
+    def _number_lookups(self) -> Tensor:
+        """`(batch, t)`: numbers below batch * t, equal only for lookups of the same row by the same sample."""
         batch, positions = self.ids.shape
         ordered, order = self.ids.sort(1)
         first = torch.arange(0, batch * positions, max(1, positions), device=self.ids.device).view(batch, 1)
@@ -59,59 +60,59 @@ class Rows(Term):
         numbers = torch.cat([first, first + is_new.cumsum(1)], 1)[:, :positions]
         return torch.empty_like(order).scatter_(1, order, numbers)
 
-    def _added_up(self, places: Tensor) -> Tensor:
-        """`(batch * t, width)`: the gradients of equal rows of a sample added up, at their places."""
-        grad = wide(self.grad)
-        return grad.new_zeros(places.numel(), grad.shape[2]).index_add_(0, places.flatten(), grad.flatten(0, 1))
+    def _sum_equal_lookups(self, numbers: Tensor) -> Tensor:
+        """`(batch * t, width)`: for each number, the sum of the gradients of the lookups with that number."""
+        grad = widen(self.grad)
+        return grad.new_zeros(numbers.numel(), grad.shape[2]).index_add_(0, numbers.flatten(), grad.flatten(0, 1))
 
     @property
-    def _is_spread(self) -> bool:
-        """Whether all positions of a sample have the same gradient, as a mean over them gives."""
+    def _is_constant(self) -> bool:
+        """Whether all positions of a sample share one gradient, as after a mean over the positions."""
         return self.batch > 0 and self.grad.shape[1] > 1 and self.grad.stride(1) == 0
 
-    def _times(self, weights: Tensor) -> Tensor:
-        """The gradients, those of each sample times its weight."""
-        grad, weights = promoted(wide(self.grad), weights)
-        if self._is_spread:
+    def _scale_samples(self, weights: Tensor) -> Tensor:
+        """`weights[n] grad[n]`."""
+        grad, weights = promote(widen(self.grad), weights)
+        if self._is_constant:
             return (grad[:, :1] * weights[:, None, None]).expand_as(grad)
         return grad * weights[:, None, None]
 
     def squared_norms(self) -> Tensor:
-        if self._is_spread:  # then how often each row was looked up is all there is to add up
-            ones = Rows(self.ids, torch.ones_like(wide(self.grad).real[..., :1].contiguous()), self.count)
-            return ones.squared_norms() * squares(wide(self.grad)[:, :1])
-        return squares(self._added_up(self._places()).view(self.batch, *self.grad.shape[1:]))
+        if self._is_constant:  # |g_n|² is |grad|² times the sum of the squared lookup counts
+            ones = Rows(self.ids, torch.ones_like(widen(self.grad).real[..., :1].contiguous()), self.count)
+            return ones.squared_norms() * sum_squares(widen(self.grad)[:, :1])
+        return sum_squares(self._sum_equal_lookups(self._number_lookups()).view(self.batch, *self.grad.shape[1:]))
 
     def sum(self, weights: Tensor) -> Tensor:
-        rows = self._times(weights)
+        rows = self._scale_samples(weights)
         return rows.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
 
     def dot(self, direction: Tensor) -> Tensor:
-        grad, direction = promoted(wide(self.grad), wide(direction))
+        grad, direction = promote(widen(self.grad), widen(direction))
         return (grad.conj() * direction[self.ids]).real.sum((1, 2))
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, Outer):  # an embedding tied to a head
-            a, h, g = promoted(*map(wide, (other.input, other.grad, self.grad)))
-            of_the_rows = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # (batch, s, t)
-            return ((a @ g.mT) * of_the_rows.conj()).real.sum((1, 2))
+            a, h, g = promote(*map(widen, (other.input, other.grad, self.grad)))
+            looked_up = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # (batch, s, t)
+            return ((a @ g.mT) * looked_up.conj()).real.sum((1, 2))
         return super().inner(other)
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
-        if isinstance(other, Rows):  # rows that nobody looked up make no difference
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
+        if isinstance(other, Rows):  # restrict both to the rows that were looked up: all other rows are zero
             used, ids = torch.cat([self.ids.flatten(), other.ids.flatten()]).unique(return_inverse=True)
-            own, others = ids.split([self.ids.numel(), other.ids.numel()])
-            mine = Rows(own.view_as(self.ids), self.grad, len(used))
-            return super(Rows, mine).gram(Rows(others.view_as(other.ids), other.grad, len(used)), numbers)
-        return super().gram(other, numbers)
+            own_ids, other_ids = ids.split([self.ids.numel(), other.ids.numel()])
+            own = Rows(own_ids.view_as(self.ids), self.grad, len(used))
+            return super(Rows, own).gram(Rows(other_ids.view_as(other.ids), other.grad, len(used)), block_size)
+        return super().gram(other, block_size)
 
-    def square_sum(self, numbers: int = BLOCK) -> Tensor:
-        places = self._places()
-        added_up = self._added_up(places).abs().square()
-        ids = places.new_zeros(places.numel()).scatter_(0, places.flatten(), self.ids.flatten())
-        return added_up.new_zeros(self.shape).index_add_(0, ids, added_up)
+    def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
+        numbers = self._number_lookups()
+        squares = self._sum_equal_lookups(numbers).abs().square()
+        ids = numbers.new_zeros(numbers.numel()).scatter_(0, numbers.flatten(), self.ids.flatten())
+        return squares.new_zeros(self.shape).index_add_(0, ids, squares)
 
     def project(self, sketch: Sketch) -> Tensor:
         if not isinstance(sketch, TensorSketch):
             return super().project(sketch)
-        return sketch.of_rows(self.ids, wide(self.grad))
+        return sketch.project_rows(self.ids, widen(self.grad))

@@ -1,4 +1,4 @@
-"""Several uses of one weight."""
+"""The term of several uses of one weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.terms.base import BLOCK, Term, dense_sum, promoted, sum_of
+from persample._internal.dtypes import promote
+from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.outer import Outer
@@ -20,7 +21,7 @@ from persample.terms.sketch import Sketch
 
 @dataclass(frozen=True)
 class Sum(Term):
-    """`g_n` is the sum of what several terms, of different kinds, contribute. Norms and grams have cross terms."""
+    """`g_n` is the sum of the gradients of several terms. Norms and grams have cross terms."""
 
     terms: Sequence[Term]
 
@@ -33,7 +34,7 @@ class Sum(Term):
         return self.terms[0].shape
 
     def dense(self) -> Tensor:
-        return dense_sum(self.terms)
+        return sum_dense(self.terms)
 
     def some(self, start: int, stop: int) -> Sum:
         return Sum([term.some(start, stop) for term in self.terms])
@@ -42,73 +43,69 @@ class Sum(Term):
         return Sum([term.part(start, stop) for term in self.terms])
 
     def squared_norms(self) -> Tensor:
-        own = [term.squared_norms() for term in self.terms]
-        crossed = [2 * a.inner(b) for i, a in enumerate(self.terms) for b in self.terms[i + 1 :]]
-        return sum_of(own + crossed)
+        squares = [term.squared_norms() for term in self.terms]
+        cross_terms = [2 * a.inner(b) for i, a in enumerate(self.terms) for b in self.terms[i + 1 :]]
+        return add_tensors(squares + cross_terms)
 
     def sum(self, weights: Tensor) -> Tensor:
-        return sum_of([term.sum(weights) for term in self.terms])
+        return add_tensors([term.sum(weights) for term in self.terms])
 
     def dot(self, direction: Tensor) -> Tensor:
-        return sum_of([term.dot(direction) for term in self.terms])
+        return add_tensors([term.dot(direction) for term in self.terms])
 
     def inner(self, other: Term) -> Tensor:
-        return sum_of([term.inner(other) for term in self.terms])
+        return add_tensors([term.inner(other) for term in self.terms])
 
-    def gram(self, other: Term, numbers: int = BLOCK) -> Tensor:
+    def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         others = other.terms if isinstance(other, Sum) else [other]
-        return sum_of([a.gram(b, numbers) for a in self.terms for b in others])
+        return add_tensors([a.gram(b, block_size) for a in self.terms for b in others])
 
     def project(self, sketch: Sketch) -> Tensor:
-        return sum_of([term.project(sketch) for term in self.terms])
+        return add_tensors([term.project(sketch) for term in self.terms])
 
 
-def together(terms: Sequence[Term]) -> Term:
-    """One term for several: those of a kind as one of that kind, the rest as a sum.
+def add_terms(terms: Sequence[Term]) -> Term:
+    """The sum of several terms of one weight: terms of the same class are merged, the rest becomes a `Sum`.
 
     >>> outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
-    >>> together([outer, outer]).positions
+    >>> add_terms([outer, outer]).positions
     6
     """
     if len(terms) == 1:
         return terms[0]
-    kinds: dict[type, list[Term]] = {}
+    by_class: dict[type, list[Term]] = {}
     for term in terms:
-        kinds.setdefault(type(term), []).append(term)
-    merged = sorted((part for kind in kinds.values() for part in _merged(kind)), key=_rank)
+        by_class.setdefault(type(term), []).append(term)
+    merged = [part for same_class in by_class.values() for part in _merge(same_class)]
+    merged.sort(key=lambda term: not isinstance(term, Rows))  # `Rows.inner` knows outer products
     return merged[0] if len(merged) == 1 else Sum(merged)
 
 
-def _rank(term: Term) -> int:
-    """Rows before outer products, of which they know the inner product."""
-    return 0 if isinstance(term, Rows) else 1
-
-
-def _merged(terms: list[Any]) -> list[Term]:
+def _merge(terms: list[Any]) -> list[Term]:
+    """Terms of one class as one term, or as they are if they cannot be merged."""
     first = terms[0]
     if isinstance(first, Outer):
         return [
-            Outer(torch.cat(promoted(*(t.input for t in terms)), 1), torch.cat(promoted(*(t.grad for t in terms)), 1))
+            Outer(torch.cat(promote(*(t.input for t in terms)), 1), torch.cat(promote(*(t.grad for t in terms)), 1))
         ]
     if isinstance(first, Rows):
         ids = torch.cat([t.ids for t in terms], 1)
-        return [Rows(ids, torch.cat(promoted(*(t.grad for t in terms)), 1), first.count)]
+        return [Rows(ids, torch.cat(promote(*(t.grad for t in terms)), 1), first.count)]
     if isinstance(first, Dense):
-        return [Dense(dense_sum(terms))]
+        return [Dense(sum_dense(terms))]
     if isinstance(first, Blocks):
-        return _merged_blocks(terms)
+        return _merge_blocks(terms)
     return terms
 
 
-def _merged_blocks(several: Sequence[Blocks]) -> list[Term]:
-    """Those of the same rows together; what overlaps in part stays apart."""
+def _merge_blocks(several: Sequence[Blocks]) -> list[Term]:
+    """Add the blocks with the same rows; if blocks overlap only in part, the terms stay as they are."""
     found: dict[tuple[int, torch.Size], list[Term]] = {}
     for blocks in several:
         for term, start in zip(blocks.terms, blocks.starts, strict=True):
             found.setdefault((start, term.shape), []).append(term)
-    first = several[0]
-    ends = [(start, start + (1 if first.single else shape[0])) for start, shape in sorted(found)]
-    if any(b.single != first.single for b in several) or any(a[1] > b[0] for a, b in itertools.pairwise(ends)):
+    first, keys = several[0], sorted(found)
+    ranges = [(start, start + (1 if first.single else shape[0])) for start, shape in keys]
+    if any(b.single != first.single for b in several) or any(a[1] > b[0] for a, b in itertools.pairwise(ranges)):
         return list(several)
-    keys = sorted(found)
-    return [Blocks([together(found[key]) for key in keys], [key[0] for key in keys], first.count, first.single)]
+    return [Blocks([add_terms(found[key]) for key in keys], [key[0] for key in keys], first.count, first.single)]

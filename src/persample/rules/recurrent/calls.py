@@ -1,4 +1,4 @@
-"""A call of `torch.lstm` and its like, rewritten as one call of `layer` for each of its layers."""
+"""A call of `torch.lstm` and its like, rewritten as one call of `recurrent_layer` for each of its layers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample._internal.recurrent import State, arguments, batch_second, layer
+from persample._internal.recurrent import State, declare_batch_second, name_arguments, recurrent_layer
 from persample.rules.recurrent.cells import CELLS
 from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite
 
 
 def _rewritten(func: Callable[..., Any]) -> Callable[..., Any]:
     def layers(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        call = arguments(args, kwargs)
+        call = name_arguments(args, kwargs)
         packed = "data" in call
         x, sizes = (call["data"], call["batch_sizes"]) if packed else (call["input"], None)
-        state = batch_second(tuple(call["hx"]) if isinstance(call["hx"], (tuple, list)) else (call["hx"],))
+        state = declare_batch_second(tuple(call["hx"]) if isinstance(call["hx"], (tuple, list)) else (call["hx"],))
         swapped = bool(call.get("batch_first"))
         if swapped:
             x = x.transpose(0, 1)
@@ -32,7 +32,7 @@ def _rewritten(func: Callable[..., Any]) -> Callable[..., Any]:
                 x = F.dropout(x, call["dropout"])
             own = state if count == 1 else tuple(s[k * directions : (k + 1) * directions] for s in state)
             weights = list(call["params"][k * per_layer : (k + 1) * per_layer])
-            x, *after = layer(func, x, own, weights, sizes, valid, call["has_biases"], directions == 2)
+            x, *after = recurrent_layer(func, x, own, weights, sizes, valid, call["has_biases"], directions == 2)
             last.append(tuple(after))
         states = last[0] if count == 1 else tuple(torch.cat(parts) for parts in zip(*last, strict=True))
         return (x.transpose(0, 1) if swapped else x), *states

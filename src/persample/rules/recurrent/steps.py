@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample.rules.recurrent.cells import Cell, Gru, Lstm, Relu, Run, Tanh
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Outer
 
 
@@ -52,4 +52,6 @@ def _step(kind: type[Cell]) -> Callable[..., Terms]:
 for _function, _kind in (
     (torch.lstm_cell, Lstm), (torch.gru_cell, Gru), (torch.rnn_tanh_cell, Tanh), (torch.rnn_relu_cell, Relu),
 ):  # fmt: skip
-    rule(_function, batched=("input", "hx"), accepts=lambda input, dim: dim == 0 and input.dim() == 2)(_step(_kind))
+    register_rule(_function, batched=("input", "hx"), accepts=lambda input, dim: dim == 0 and input.dim() == 2)(
+        _step(_kind)
+    )

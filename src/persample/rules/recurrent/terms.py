@@ -1,4 +1,4 @@
-"""The rule of `layer`: from the gradients of its gates, the terms of its weights are those of linear maps."""
+"""The rule of `recurrent_layer`: from the gradients of its gates, the terms of its weights are those of linear maps."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.recurrent import State, layer
+from persample._internal.recurrent import State, recurrent_layer
 from persample.rules.recurrent.bptt import Found, scanned
 from persample.rules.recurrent.cells import CELLS, Run
 from persample.rules.recurrent.sequences import Sequences
-from persample.rules.registry import Terms, rule
+from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Folded, Outer, Sum, Term
 
 
-@rule(layer, accepts=lambda input, dim: True, batched=("input", "state", "valid"), whole=True, further=False)
+@register_rule(
+    recurrent_layer, accepts=lambda input, dim: True, batched=("input", "state", "valid"), whole=True, further=False
+)
 def layer_terms(
     grads: Sequence[Tensor | None],
     results: Sequence[Tensor],
