@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.graph import leaves_behind
+from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
 from persample.terms import Term
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.graph import leaves_behind
+from persample._internal.graph import find_leaves
 from persample.errors import PerSampleError
-from persample.terms import Blocks, Dense, Outer, Term, dense_sum, is_complex, together
+from persample.terms import Blocks, Dense, Outer, Term, add_terms, is_complex, sum_dense
 
 
 def pull_back(
@@ -22,10 +22,10 @@ def pull_back(
     If `derived` is a part or the transpose of a parameter, the term keeps its structure. Otherwise it is made dense and
     pulled back by autograd.
     """
-    found = of_a_part(derived, together(terms))
+    found = pull_back_term(derived, add_terms(terms))
     if found is not None and id(found[0]) in parameters:
         return [found]
-    leaves = leaves_behind(derived)
+    leaves = find_leaves(derived)
     foreign = [leaf for leaf in leaves if id(leaf) not in parameters]
     if foreign:
         raise PerSampleError(
@@ -33,7 +33,7 @@ def pull_back(
             f"shape {tuple(foreign[0].shape)} that requires grad but is not a parameter of the model. Register that "
             "tensor as a parameter, or detach it."
         )
-    rows = dense_sum(terms).to(derived.dtype)
+    rows = sum_dense(terms).to(derived.dtype)
     grads: tuple[Tensor | None, ...]
     try:
         grads = torch.autograd.grad(derived, leaves, rows, retain_graph=True, is_grads_batched=True, allow_unused=True)

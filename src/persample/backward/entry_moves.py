@@ -66,7 +66,7 @@ def compute_moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, own
             with tracing.suspend():
                 nobody = [torch.full(t.shape, -1, device=t.device) for t in op.tensors[:moved_ones]]
                 nobody[position] = numbers
-                args, kwargs = op.filled([*nobody, *op.tensors[moved_ones:]])
+                args, kwargs = op.fill([*nobody, *op.tensors[moved_ones:]])
                 (origin,) = find_results(op.func(*args, **kwargs), args)
             terms[position] = Moved(origin, owner, grad).term(tensor, op.batch)
     return terms

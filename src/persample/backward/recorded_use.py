@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample._internal.tree import filled, slots_in
+from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.collector import Collector
-from persample.backward.entry_moves import moved_terms
+from persample.backward.entry_moves import compute_moved_terms
 from persample.errors import PerSampleError, op_name
 from persample.layouts import Op
 from persample.layouts.layout import Layout, Owners, joined, place, sample_ids, samples
-from persample.rules.generic import generic
+from persample.rules.generic import compute_generic_gradients
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term, is_complex
 
@@ -48,7 +48,7 @@ class Plan:
     def positions(self) -> dict[str, tuple[int, ...]]:
         """The positions of the tensors in each argument, by the argument's name."""
         assert self.rule is not None
-        return {name: tuple(slots_in(value)) for name, value in self.rule.bind(*self.call).items()}
+        return {name: tuple(find_slots(value)) for name, value in self.rule.bind(*self.call).items()}
 
     @property
     def source(self) -> str:
@@ -123,14 +123,14 @@ class RecordedUse:
         return joined(term.dense(), layout, shape, self.batch)
 
     def _compute_moved_terms(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
-        args, kwargs = filled(self.plan.call, tensors)
+        args, kwargs = put_in_tensors(self.plan.call, tensors)
         op = Op(self.plan.func, args, kwargs, tuple(tensors), self.plan.layouts, self.batch)
         (grad,) = grads
         if grad is None:
             return {}
         with tracing.suspend():
             owner = sample_ids(grad, self.plan.results[0], self.batch)
-        terms = moved_terms(op, self.weights, grad, owner)
+        terms = compute_moved_terms(op, self.weights, grad, owner)
         return self._compute_terms(tensors, grads) if terms is None else terms
 
     def _compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
@@ -160,12 +160,12 @@ class RecordedUse:
         batched = [layout is not None for layout in plan.layouts]
         device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
         with torch.autocast(device, dtype, enabled=self.autocast is not None):
-            found = generic(plan.func, plan.call, rows, batched, positions, grads)
+            found = compute_generic_gradients(plan.func, plan.call, rows, batched, positions, grads)
         return dict(zip(positions, map(Dense, found), strict=True))
 
     def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""
-        args, kwargs = filled(self.plan.call, tensors)
+        args, kwargs = put_in_tensors(self.plan.call, tensors)
         found: dict[int, Term] = {}
         for name, term in rule.terms(*given, *args, **kwargs).items():
             positions = self.plan.positions.get(name, ())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.dynamo import not_traced, skipped
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.backward.recorded_use import RecordedUse
 from persample.errors import PerSampleError, op_name
 

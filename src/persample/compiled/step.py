@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from persample import _torch
-from persample._internal.dynamo import not_traced, uncompiled
+from persample._internal.dynamo import disable_compilation, exclude_from_graph
 from persample.batches import BatchDim
 from persample.compiled.cache_key import NUMBERS, State, described_tensor
 from persample.compiled.trace import Trace
@@ -155,7 +155,7 @@ class CompiledStep:
         def step(*tensors: Tensor) -> list[Tensor]:
             pairs = zip(tensors, state.tensors, strict=False)
             held = [given.detach().requires_grad_(own.requires_grad) for given, own in pairs]
-            args, kwargs = arguments.filled(tensors[len(held) :])
+            args, kwargs = arguments.fill(tensors[len(held) :])
             with trace.active(), torch.enable_grad(), state.replaced_by(held):
                 result = self._run(args, kwargs, state.tensors)
                 after = self._state({id(tensor): number for number, tensor in enumerate(held)})
@@ -214,7 +214,7 @@ class Arguments:
         self.tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.key = (self._spec, tuple([_described(leaf) for leaf in self._leaves]))
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The same arguments with other tensors."""
         supply = iter(tensors)
         leaves = [next(supply) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
@@ -255,7 +255,7 @@ class Form:
             raise PerSampleError(f"A compiled step gives tensors and numbers; this one gives {_kind(strange[0])} too.")
         return Form(spec, rest, places), [leaves[i] for i in places]
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
+    def fill(self, tensors: Sequence[Tensor]) -> Any:
         """A result of this form."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.places, tensors, strict=True):
@@ -278,7 +278,7 @@ class Graph:
             holds = outputs.pop().tolist()
             if not all(holds):
                 raise PerSampleError(self.requirements[holds.index(False)])
-        return self.form.filled(outputs)
+        return self.form.fill(outputs)
 
 
 def _simplified(graph: GraphModule) -> GraphModule:

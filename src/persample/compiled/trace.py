@@ -106,7 +106,7 @@ class Trace(_torch.TorchDispatchMode):
         """The same call with tensors that have values: their own if these are known, else made-up ones."""
         self._made_up = set()
         tensors = [self._stand_in(t) for t in op.tensors]
-        args, kwargs = op.filled(tensors)
+        args, kwargs = op.fill(tensors)
         return replace(op, args=args, kwargs=kwargs, tensors=tuple(tensors))
 
     def _stand_in(self, tensor: Tensor) -> Tensor:

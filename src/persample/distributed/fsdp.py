@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from persample import _torch
-from persample._internal.graph import nodes_behind
+from persample._internal.graph import find_nodes
 from persample.distributed.base import Follower, Processes, Several, take_pending
 from persample.errors import PerSampleError
 
@@ -135,7 +135,7 @@ class Sharded(Several):
         return saved_tensors_hooks(lambda t: t.clone() if self._is_freed_after_use(t) else t, lambda t: t)
 
     def check_saved(self, derived: Tensor) -> None:
-        for node in nodes_behind(derived):
+        for node in find_nodes(derived):
             if any(t is not None and self._is_freed_after_use(t) for t in getattr(node, "saved_tensors", ())):
                 raise PerSampleError(
                     f"{type(node).__name__}, an autograd.Function of weights alone, saves a parameter that fully_shard "

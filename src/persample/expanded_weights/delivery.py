@@ -16,7 +16,7 @@ from persample.forward.tracker import Tracker
 from persample.layouts import Op
 from persample.layouts.layout import Layout
 from persample.rules import register_adapter
-from persample.terms import Dense, Term, dense_sum
+from persample.terms import Dense, Term, sum_dense
 
 
 def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
@@ -47,7 +47,7 @@ def run_registered_function(tracker: Tracker, function: Any, op: Op, weights: Ma
         return result
 
     given: list[Tensor] = [expand(t) if i in weights else t for i, t in enumerate(op.tensors)]
-    args, kwargs = op.filled(given)
+    args, kwargs = op.fill(given)
     return function.apply(tuple(kwargs), op.func, *args, *kwargs.values())
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from persample._internal.tree import map_tensors, tensors_in
+from persample._internal.tree import find_tensors, map_tensors
 from persample.errors import op_name
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.rules import HANDLED_FUNCTIONS

@@ -53,7 +53,7 @@ class WholeModules:
         return forward
 
     def _set_layouts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        tensors = tuple(tensors_in((args, kwargs)))
+        tensors = tuple(find_tensors((args, kwargs)))
         where = tuple(map(self.tracker.find_layout, tensors))
         if any(where):
             op = Op(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)

@@ -22,7 +22,7 @@ def run_detached(op: Op, weights: Container[int], without_graph: bool) -> Any:
     has_graph = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
     if op.inplace or (has_graph and not without_graph):
         changed = 0 if op.inplace else None
-        args, kwargs = op.filled([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
+        args, kwargs = op.fill([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
         return choose_kernel(op.func, weights)(*args, **kwargs)
     return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
 

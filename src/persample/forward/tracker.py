@@ -30,7 +30,7 @@ from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_u
 from persample.layouts import CACHE, CountedSizes, Motion, Op, call_simple, motion_of, op_of
 from persample.layouts.functions import MOVES
 from persample.layouts.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
-from persample.rules import Rewrite, find_adapter, handler_of, rules_of
+from persample.rules import Rewrite, find_adapter, get_handler, get_rules
 
 # Functions that return their argument itself, unchanged.
 _UNCHANGING = {
@@ -229,7 +229,7 @@ class Tracker(TorchFunctionMode):
     def _run(self, op: Op) -> Any:
         """Run an op: a rewrite, a use, an op of weights alone, or an op without weights."""
         has_samples = any(op.where)
-        handler = handler_of(op.func)
+        handler = get_handler(op.func)
         if has_samples and isinstance(handler, Rewrite):
             with self:
                 result = handler.function(*op.args, **op.kwargs)
@@ -249,7 +249,7 @@ class Tracker(TorchFunctionMode):
         else:
             result = func(*args, **kwargs)
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in op.tensors)):
-            for made in tensors_in(result):
+            for made in find_tensors(result):
                 self._of_hidden_weights[made] = True
         if has_samples and func in _LEAVING:
             self._counted.add(result)
@@ -264,7 +264,7 @@ class Tracker(TorchFunctionMode):
         return result
 
     def _run_use(self, op: Op, weights: dict[int, Tensor]) -> Any:
-        handler, rules = handler_of(op.func), rules_of(op.func)
+        handler, rules = get_handler(op.func), get_rules(op.func)
         adapter = find_adapter(handler)
         if not rules and adapter is None and isinstance(op.func, FunctionType):
             with self:
@@ -294,7 +294,7 @@ class Tracker(TorchFunctionMode):
 
     def _refuse_parameter_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
-        if any(id(t) in self.collector.parameters for t in tensors_in(inputs)):
+        if any(id(t) in self.collector.parameters for t in find_tensors(inputs)):
             raise PerSampleError(
                 "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
                 "backward() and read the recorded gradients."
@@ -365,7 +365,7 @@ class Tracker(TorchFunctionMode):
 
     def _find_unseen_layout(self, tensor: Tensor) -> Where | None:
         """The layout of a tensor with a `grad_fn` that the tracker did not see being made."""
-        if any(map(is_tap, nodes_behind(tensor))):
+        if any(map(is_tap, find_nodes(tensor))):
             self._refuse_hidden_weight(tensor)
             name = type(tensor.grad_fn).__name__
             lost = Lost(f"{name} made a tensor of shape {tuple(tensor.shape)} without a torch function")
@@ -377,7 +377,7 @@ class Tracker(TorchFunctionMode):
         return None
 
     def _find_parameters_behind(self, tensor: Tensor) -> list[Tensor]:
-        return [leaf for leaf in leaves_behind(tensor) if id(leaf) in self.collector.parameters]
+        return [leaf for leaf in find_leaves(tensor) if id(leaf) in self.collector.parameters]
 
     def _refuse_hidden_weight(self, tensor: Tensor) -> None:
         hidden = self._find_parameters_behind(tensor)

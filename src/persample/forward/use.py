@@ -13,7 +13,7 @@ from persample._internal import tracing
 from persample._internal.functions import find_results
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample.backward.collector import Collector
-from persample.backward.entry_moves import moves
+from persample.backward.entry_moves import is_entry_move
 from persample.backward.recorded_use import Plan, RecordedUse
 from persample.backward.tap import Tap
 from persample.errors import PerSampleError, SamplesMixed, op_name
@@ -45,7 +45,7 @@ def run_use(
     `motion` is given if it is known already.
     """
     check_not_mixed(op, forward)
-    if op.func in WRITES and not moves(op):
+    if op.func in WRITES and not is_entry_move(op):
         raise PerSampleError(
             f"{op_name(op.func)}, in {forward.place()}, combines weights with samples while it writes them into a "
             "tensor (reduce=...). Combine them first, then write the result."
@@ -100,7 +100,7 @@ def run_use(
 def can_repeat(op: Op, plan: Plan, forward: ForwardPass) -> bool:
     """Whether `plan`, made for an earlier call with the same key, holds for this call."""
     parameters = forward.collector.parameters
-    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is rules_of(op.func)
+    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(op.func)
 
 
 def repeat_use(op: Op, plan: Plan, forward: ForwardPass) -> Tensor:
@@ -152,7 +152,7 @@ def _make_plan(
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
     _check_results(op, [motion.results[i] for i in tapped], forward)
     layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
-    call = emptied((op.args, op.kwargs))
+    call = take_out_tensors((op.args, op.kwargs))
     # In an empty batch, layouts are not known and make no difference.
     rule = next((r for r in rules if not forward.batch or _is_for(r, op, call, layouts, weights)), None)
     whole = any(r.whole for r in rules)
@@ -163,7 +163,7 @@ def _make_plan(
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     with_graph = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
     return Plan(
-        op.func, call, layouts, where, tapped, with_graph if whole else [], rule, rules, rule is None and moves(op),
+        op.func, call, layouts, where, tapped, with_graph if whole else [], rule, rules, rule is None and is_entry_move(op),
         choose_kernel(op.func, weights) if with_graph else op.func, bool(with_graph), _find_arguments(op, weights),
     )  # fmt: skip
 

@@ -9,11 +9,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.clipping import compute_clip_factors
 from persample.terms import Term
-from persample.terms.base import wide
 
 
 class NotKept(PerSampleError, AttributeError):
@@ -122,7 +122,7 @@ class RecordedGradients(ABC):
         """
         if own:
             return part
-        dtype = wide(self._parameters[name].new_empty(0)).dtype
+        dtype = widen(self._parameters[name].new_empty(0)).dtype
         if double:
             dtype = torch.promote_types(dtype, torch.float64)
         return self._processes.add_up(name, part, dtype if part.is_complex() else dtype.to_real())

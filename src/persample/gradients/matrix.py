@@ -14,8 +14,8 @@ from persample.errors import PerSampleError
 from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
-from persample.terms import Dense, Term, together
-from persample.terms.base import as_double, tensors_of, wide
+from persample.terms import Dense, Term, add_terms
+from persample.terms.base import convert_to_double, find_factors
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
@@ -39,7 +39,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _receive(self, name: str, term: Term) -> None:
         self._check_unchanged(name)
-        self._keep(name, together([self._arrived[name], term]) if name in self._arrived else term)
+        self._keep(name, add_terms([self._arrived[name], term]) if name in self._arrived else term)
 
     def __repr__(self) -> str:
         if self._is_empty:
@@ -176,7 +176,7 @@ class PerSampleGradients(RecordedGradients):
         scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
         for name, term in self._terms().items():
-            exact = as_double(term)  # the difference of squares below cancels in float32
+            exact = convert_to_double(term)  # the difference of squares below cancels in float32
             total = self._add_over_processes(name, exact.sum(scales), double=True)
             squares = self._add_over_processes(name, exact.square_sum(memory // 8) * self._scale**2, double=True)
             spread = squares - total.abs().square() / max(1, count)
@@ -240,7 +240,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _square_and_compact(self, name: str, term: Term) -> Tensor:
         """The squared norms; keeps the dense form from now on if the norms needed it and it is smaller."""
-        squared, compact = term.measured()
+        squared, compact = term.compute_norms_and_compact()
         if compact is not term:
             self._keep(name, compact)
         return squared

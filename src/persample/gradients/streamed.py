@@ -45,7 +45,7 @@ class _Streamed(RecordedGradients):
     def _compute_squared_norms(self) -> dict[str, Tensor]:
         self._check_done()
         unused = {name: p for name, p in self._parameters.items() if name not in self._squares}
-        zeros = {name: wide(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
+        zeros = {name: widen(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
         return {name: zeros[name] if name in zeros else self._squares[name] for name in self._parameters}
 
     def _refuse_second_pass(self, name: str) -> NoReturn:
@@ -133,7 +133,7 @@ class StreamedClip(_Streamed):
         if self.passes == 2:
             self._squares[name] = term.squared_norms()
             return
-        self._squares[name], term = term.measured()
+        self._squares[name], term = term.compute_norms_and_compact()
         if isinstance(self.max_norm, Mapping):
             norms = self._squares[name].clamp(min=0).sqrt() * self._scale
             factors = compute_clip_factors(norms, self.max_norm[name], self._bound.stabiliser)

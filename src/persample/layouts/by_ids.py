@@ -80,6 +80,6 @@ def _moved(op: Op, carriers: Mapping[int, Where | None]) -> tuple[Tensor, ...]:
     ids = {i: numbers(op.tensors[i], where, op.batch) for i, where in carriers.items()}
     if op.func not in _BY_STRIDE:
         ids = {i: n.clone() for i, n in ids.items()}
-    args, kwargs = op.filled([ids.get(i, t) for i, t in enumerate(op.tensors)])
+    args, kwargs = op.fill([ids.get(i, t) for i, t in enumerate(op.tensors)])
     kwargs.pop("out", None)
     return find_results(op.func(*args, **kwargs), args)

@@ -53,10 +53,10 @@ class Op:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors of the result, computed with other tensors in the place of the op's own."""
-        args, kwargs = self.filled(tensors)
+        args, kwargs = self.fill(tensors)
         return find_results(self.func(*args, **kwargs), args)
 
-    def filled(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
+    def fill(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
         """The arguments with other values in the place of the tensors."""
         supply = iter(tensors)
         return map_tensors(lambda _: next(supply), (self.args, self.kwargs))

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 from torch import nn
 
-from persample._internal.dynamo import not_traced, skipped
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
@@ -59,7 +59,7 @@ def record(
 ) -> AbstractContextManager[StreamedClip]: ...
 
 
-@not_traced
+@exclude_from_graph
 @contextmanager
 @skip_compilation(with_callees=False)
 def record(

@@ -19,7 +19,7 @@ from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.recording.options import Options, get_trainable
-from persample.terms import Term, together
+from persample.terms import Term, add_terms
 
 Gradients = PerSampleGradients | StreamedNorms | StreamedClip
 
@@ -134,7 +134,7 @@ def _deliver(
     grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]
 ) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
-    term = together(terms)
+    term = add_terms(terms)
     grads.receive(parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
         total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
-from persample._internal.dynamo import not_traced, skipped
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import iterate_tensors
 from persample.distributed import find_processes
 from persample.errors import PerSampleError

@@ -6,10 +6,10 @@ from persample.rules.registry import (
     Rewrite,
     Rule,
     find_adapter,
-    handler_of,
+    get_handler,
+    get_rules,
     register_adapter,
-    rule,
-    rules_of,
+    register_rule,
 )
 
 __all__ = [
@@ -20,12 +20,13 @@ __all__ = [
     "elementwise",
     "embedding",
     "find_adapter",
+    "get_handler",
+    "get_rules",
     "grouped",
     "linear",
     "matmul",
     "norm",
     "recurrent",
     "register_adapter",
-    "rule",
-    "rules_of",
+    "register_rule",
 ]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.graph import grads_kept
+from persample._internal.dtypes import widen
+from persample._internal.graph import preserve_grads
 from persample.batches import Batch, BatchDim
 from persample.checking.subject import seed_all, untouched
 from persample.gradients import PerSampleGradients, StreamedNorms
@@ -96,7 +97,7 @@ class Measurement:
             labels = label_of(batch, count)
             found["label"] = torch.full((count,), -1) if labels is None else labels.long()
         losses, grads = self._recorded(ids, batch)
-        found["loss"] = wide(losses)
+        found["loss"] = widen(losses)
         norms = grads.norms(per_parameter=True) if grads else {name: torch.zeros(count) for name in self.parameters}
         found["norm"] = _together(norms, norms)
         found |= {f"norm/{group}": _together(norms, names) for group, names in self.groups.items()}

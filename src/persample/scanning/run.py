@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import persample
+from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.losses import LossFunction, name_of
 from persample.recording.options import Selection
