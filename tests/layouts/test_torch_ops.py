@@ -90,9 +90,9 @@ class Call:
 
     def told(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Where | None]]:
         """What the function gives, and where the engine says the samples are in it."""
-        tracker = Tracker(self.batch, Collector([], lambda *_: None), None, lambda *_: None)
+        tracker = Tracker(Collector([], lambda *_: None), batch=self.batch)
         results = self.run(tensors, tracker)
-        return results, [tracker.where(r) for r in results]
+        return results, [tracker.find_layout(r) for r in results]
 
     def alone(self, n: int) -> tuple[Tensor, ...]:
         """What the function gives for one sample, a batch of one."""

@@ -138,7 +138,7 @@ def test_one_loss_of_two_batches_is_refused() -> None:
         loss.backward()
     late = model(x).sum()
     watched.rest()
-    with pytest.raises(PerSampleError, match="One loss can be of one batch only"):
+    with pytest.raises(PerSampleError, match="Compute a loss from one batch only"):
         late.backward()
     watched.stop()
 

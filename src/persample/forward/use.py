@@ -163,9 +163,19 @@ def _make_plan(
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     with_graph = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
     return Plan(
-        op.func, call, layouts, where, tapped, with_graph if whole else [], rule, rules, rule is None and is_entry_move(op),
-        choose_kernel(op.func, weights) if with_graph else op.func, bool(with_graph), _find_arguments(op, weights),
-    )  # fmt: skip
+        func=op.func,
+        call=call,
+        layouts=layouts,
+        results=where,
+        tapped=tapped,
+        inputs=with_graph if whole else [],
+        rule=rule,
+        rules=rules,
+        moves=rule is None and is_entry_move(op),
+        kernel=choose_kernel(op.func, weights) if with_graph else op.func,
+        has_graph=bool(with_graph),
+        weights_at=_find_arguments(op, weights),
+    )
 
 
 def _get_autocast(device: str) -> tuple[str, torch.dtype] | None:
