@@ -1,4 +1,4 @@
-"""A language model to check: python -m persample check examples/check_model.py:language_model"""
+"""Models for `persample check`, for example: python -m persample check examples/check_model.py:language_model"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ VOCABULARY, WIDTH, LENGTH = 100, 32, 12
 
 
 class LanguageModel(nn.Module):
-    """An embedding that is tied to the head, positions, one block of attention, and dropout."""
+    """Embedding tied to the head, positions, one transformer block with dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,25 +24,25 @@ class LanguageModel(nn.Module):
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """How badly each token is predicted from those before it."""
+    """Mean cross entropy of each token given the tokens before it."""
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def language_model() -> tuple:
-    """What `check` asks for: a model, a batch, and a loss of the two."""
+    """Return what `check` expects: a model, a batch and a loss function of both."""
     torch.manual_seed(0)
     return LanguageModel(), torch.randint(VOCABULARY, (64, LENGTH)), next_token_loss
 
 
 def classifier() -> tuple:
-    """The usual pair of inputs and targets, with a loss of torch."""
+    """A pair of inputs and targets, with a loss module of torch."""
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
     images, labels = torch.randn(32, 1, 8, 8), torch.randint(10, (32,))
-    model(images)  # a lazy layer finds its shape
+    model(images)  # initialises the lazy layer
     return model, (images, labels), nn.CrossEntropyLoss()
 
 
 def classifier_that_is_refused() -> tuple:
-    """With a BatchNorm, which mixes the samples of a batch while it is trained."""
+    """A model with BatchNorm, which mixes the samples of a batch in training."""
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
     return model, (torch.randn(32, 1, 8, 8), torch.randint(10, (32,))), nn.CrossEntropyLoss()

@@ -1,8 +1,8 @@
-"""Trains a small CNN on scikit-learn's handwritten digits twice, as usual and with differential privacy.
+"""Train a small CNN on the handwritten digits of scikit-learn, without and with differential privacy.
 
     python examples/private_digits.py
 
-Each line tells the accuracy on digits that were not trained on, what was spent of the privacy budget, and the time.
+Each line shows the accuracy on test digits, the privacy budget spent, and the time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from persample.private import PrivacyEngine
 EPSILON, DELTA, EPOCHS, BATCH = 4.0, 1e-4, 30, 128
 
 
-def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    found = load_digits()
-    images = torch.tensor(found.images, dtype=torch.float32)[:, None] / 16
-    labels = torch.tensor(found.target)
+def load_data() -> tuple[TensorDataset, Tensor, Tensor]:
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16
+    labels = torch.tensor(digits.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     train, test = order[360:], order[:360]
     return TensorDataset(images[train], labels[train]), images[test], labels[test]
 
 
-def cnn() -> nn.Module:
+def make_cnn() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.AvgPool2d(2),
@@ -41,9 +41,9 @@ def cnn() -> nn.Module:
 
 
 def train(name: str, private: bool) -> float:
-    """The accuracy of a model that is trained from scratch."""
-    data, images, labels = digits()
-    model = cnn()
+    """Train a model from scratch; return its test accuracy."""
+    data, images, labels = load_data()
+    model = make_cnn()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(1))
     engine = PrivacyEngine(accountant="rdp")

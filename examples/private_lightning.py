@@ -1,6 +1,6 @@
-"""Trains a small net on scikit-learn's digits with Lightning, privately.
+"""Train a small net on the digits of scikit-learn privately with Lightning.
 
-    python examples/private_lightning.py
+Run it with: python examples/private_lightning.py
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.manual_seed(0)
-    found = load_digits()
-    x, y = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
     order = torch.randperm(len(x))
     train, test = order[360:], order[:360]
     module, privacy = Digits(), PrivateTraining(target_epsilon=4.0, target_delta=1e-4, max_grad_norm=1.0)

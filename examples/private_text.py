@@ -1,9 +1,9 @@
-"""Trains a small transformer to write the next letter, twice: as usual and with differential privacy.
+"""Train a small transformer to predict the next letter, without and with differential privacy.
 
     python examples/private_text.py
 
-The text is made of sentences like "the old cat sees a red house .", one of which is a sample: the bound is on what a
-whole sentence does to the model. Each line tells how many of the letters of other sentences are guessed.
+A sample is a sentence like "the old cat sees a red house .", so privacy protects whole sentences. Each line shows how
+many letters of test sentences are predicted correctly.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ LENGTH = 40
 LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 
-def sentences(count: int, seed: int) -> Tensor:
-    """`(count, LENGTH)`: sentences as numbers of letters, filled up with spaces."""
-    chosen = random.Random(seed)
+def make_sentences(count: int, seed: int) -> Tensor:
+    """Random sentences as letter indices, padded with spaces: shape `(count, LENGTH)`."""
+    rng = random.Random(seed)
     things = ["cat", "dog", "house", "tree", "bird", "river", "child"]
     kinds = ["old", "red", "small", "happy", "quiet", ""]
     verbs = ["sees", "likes", "finds", "leaves"]
 
-    def thing() -> str:
-        return " ".join(w for w in (chosen.choice(["the", "a"]), chosen.choice(kinds), chosen.choice(things)) if w)
+    def make_phrase() -> str:
+        return " ".join(w for w in (rng.choice(["the", "a"]), rng.choice(kinds), rng.choice(things)) if w)
 
-    written = [f"{thing()} {chosen.choice(verbs)} {thing()} ." for _ in range(count)]
-    return torch.tensor([[LETTERS.index(letter) for letter in text.ljust(LENGTH)[:LENGTH]] for text in written])
+    texts = [f"{make_phrase()} {rng.choice(verbs)} {make_phrase()} ." for _ in range(count)]
+    return torch.tensor([[LETTERS.index(letter) for letter in text.ljust(LENGTH)[:LENGTH]] for text in texts])
 
 
 class Writer(nn.Module):
-    """A decoder with its embedding tied to its head: what per-sample hooks of layers get wrong, or refuse."""
+    """Decoder whose embedding is also the weight of the head, which per-layer hooks compute wrongly or refuse."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.letters = nn.Embedding(len(LETTERS), width)
-        self.places = nn.Parameter(torch.zeros(LENGTH - 1, width))
+        self.positions = nn.Parameter(torch.zeros(LENGTH - 1, width))
         layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, ids: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
-        hidden = self.layers(self.letters(ids) + self.places, mask=mask, is_causal=True)
+        hidden = self.layers(self.letters(ids) + self.positions, mask=mask, is_causal=True)
         return self.norm(hidden) @ self.letters.weight.T
 
 
 def train(name: str, private: bool) -> float:
-    """How many letters of new sentences the trained model guesses."""
+    """Train a model from scratch; return the fraction of letters of test sentences that it predicts correctly."""
     torch.manual_seed(0)
     model = Writer()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    loader = DataLoader(TensorDataset(sentences(4000, seed=1)), batch_size=BATCH, shuffle=True)
+    loader = DataLoader(TensorDataset(make_sentences(4000, seed=1)), batch_size=BATCH, shuffle=True)
     engine = PrivacyEngine(accountant="rdp")
     if private:
         model, optimizer, loader = engine.make_private_with_epsilon(
@@ -75,12 +75,12 @@ def train(name: str, private: bool) -> float:
             F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).backward()
             optimizer.step()
     seconds = time.perf_counter() - start
-    new = sentences(500, seed=2)
+    test = make_sentences(500, seed=2)
     with torch.no_grad():
-        guessed = float((model(new[:, :-1]).argmax(-1) == new[:, 1:]).float().mean())
+        accuracy = float((model(test[:, :-1]).argmax(-1) == test[:, 1:]).float().mean())
     spent = f"epsilon {engine.get_epsilon(DELTA):.2f} at delta {DELTA:g}" if private else "no privacy"
-    print(f"{name:12} letters guessed {guessed:6.1%}   {spent:30} {seconds:5.1f} s")
-    return guessed
+    print(f"{name:12} letters predicted {accuracy:6.1%}   {spent:30} {seconds:5.1f} s")
+    return accuracy
 
 
 if __name__ == "__main__":

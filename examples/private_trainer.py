@@ -1,6 +1,6 @@
-"""Trains a tiny classifier with Hugging Face's Trainer, privately, on made-up text: nothing is downloaded.
+"""Train a tiny classifier privately with the Trainer of Hugging Face, on random text without a download.
 
-    python examples/private_trainer.py
+Run it with: python examples/private_trainer.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from persample.private.huggingface import PrivateTrainer
 
 
 class Reviews(Dataset[dict[str, Tensor]]):
-    """Sequences of words; whether there are more good ones (1 to 9) than bad ones (10 to 19) is the label."""
+    """Random word ids. The label is 1 if most words are positive (ids 1 to 9) and not negative (ids 10 to 19)."""
 
     def __init__(self, count: int, seed: int) -> None:
         self.ids = torch.randint(1, 20, (count, 12), generator=torch.Generator().manual_seed(seed))
@@ -45,9 +45,9 @@ def main() -> None:
             target_epsilon=4.0, target_delta=1e-5, max_grad_norm=0.5,
         )  # fmt: skip
         trainer.train()
-    new = Reviews(1000, seed=2)
+    test = Reviews(1000, seed=2)
     with torch.no_grad():
-        accuracy = (model.eval()(input_ids=new.ids).logits.argmax(1) == new.labels).float().mean()
+        accuracy = (model.eval()(input_ids=test.ids).logits.argmax(1) == test.labels).float().mean()
     print(f"accuracy {accuracy:.1%} at epsilon {trainer.budget.spent(trainer.engine):.2f}, delta 1e-05")
 
 

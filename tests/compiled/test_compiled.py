@@ -662,9 +662,9 @@ def test_bad_calls_are_named() -> None:
     model, (x, y), loss_fn = built("MLP")
     with pytest.raises(PerSampleError, match=r"takes an nn\.Module"):
         persample.compile(cross_entropy, loss_fn, lambda grads: 0)  # type: ignore[arg-type]
-    with pytest.raises(PerSampleError, match="got a object"):
+    with pytest.raises(PerSampleError, match="got an object"):
         persample.compile(model, cross_entropy, lambda g: g.norms(), backend="eager")(x, object())
-    with pytest.raises(PerSampleError, match="gives one number"):
+    with pytest.raises(PerSampleError, match="must return a tensor with one element, or a tuple"):
         persample.compile(model, lambda m, x: m(x), lambda g: g.norms(), backend="eager")(x)
     with pytest.raises(PerSampleError, match="gives a PerSampleGradients too"):
         persample.compile(model, cross_entropy, lambda grads: grads, backend="eager")(x, y)

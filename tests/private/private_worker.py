@@ -1,7 +1,7 @@
-"""What each of two processes checks of private training under DDP and FSDP2; started by test_private.py, by torchrun.
+"""Checks of private training under DDP and FSDP2 that each of two processes runs; test_private.py starts them.
 
-Steps of wrapped models, with the samples of this process, are compared to those of a plain one that has the samples of
-all processes, with the same noise.
+Steps of a wrapped model, with the samples of this process, are compared with steps of a plain model that has the
+samples of all processes and the same noise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from persample.private import PrivacyEngine, PrivateOptimizer
 from tests.distributed.distributed_worker import Batch, Net, batch_of, plain_net, run, same
 
 
-def private(model: nn.Module, distributed: bool, **options: Any) -> PrivateOptimizer:
+def make_optimizer(model: nn.Module, distributed: bool, **options: Any) -> PrivateOptimizer:
     each = 3 if distributed else 3 * dist.get_world_size()
     settings: dict[str, Any] = {"noise_multiplier": 0.7, "max_grad_norm": 0.5, **options}
     return PrivateOptimizer(
@@ -33,25 +33,25 @@ def private(model: nn.Module, distributed: bool, **options: Any) -> PrivateOptim
     )
 
 
-def step(model: nn.Module, optimizer: PrivateOptimizer, batch: Batch, own: slice | None) -> None:
+def make_step(model: nn.Module, optimizer: PrivateOptimizer, batch: Batch, own: slice | None) -> None:
     optimizer.zero_grad()
     batch.loss(model, own).backward()
     optimizer.step()
 
 
 def compare(wrapped: nn.Module, **options: Any) -> None:
-    """Some steps, in one of which a process has no samples, and in one of which it uses a layer that others do not."""
+    """Compare steps. In one a process has no samples; in another a process uses a layer that the other does not use."""
     alone = plain_net()
-    shared, single = private(wrapped, True, **options), private(alone, False, **options)
+    shared, single = make_optimizer(wrapped, True, **options), make_optimizer(alone, False, **options)
     for batch in (batch_of(4, 2), batch_of(0, 4), batch_of(4, 2, routed=1)):
-        step(wrapped, shared, batch, None)
-        step(alone, single, batch, slice(None))
+        make_step(wrapped, shared, batch, None)
+        make_step(alone, single, batch, slice(None))
         for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
             same(p.detach(), want.detach(), f"{name} after {batch.sizes}, {options}")
     shared.release()
 
 
-def sharded() -> Net:
+def make_sharded() -> Net:
     from torch.distributed.fsdp import fully_shard
 
     net = plain_net()
@@ -60,19 +60,19 @@ def sharded() -> Net:
     return fully_shard(net)
 
 
-def sharded_in_part() -> Net:
-    """Some parameters are whole on each process."""
+def make_partly_sharded() -> Net:
+    """Net with some parameters that are not sharded."""
     from torch.distributed.fsdp import fully_shard
 
     net = plain_net()
     return fully_shard(net, ignored_params={net.head.bias, net.places, net.unused.weight})
 
 
-def replicated() -> nn.Module:
+def make_replicated() -> nn.Module:
     return DistributedDataParallel(plain_net())
 
 
-def every_way(make: Callable[[], nn.Module]) -> None:
+def compare_all_options(make: Callable[[], nn.Module]) -> None:
     bounds = [0.05 * (1 + i % 3) for i, _ in enumerate(plain_net().parameters())]
     compare(make())
     compare(make(), recording={"passes": 2})
@@ -81,32 +81,32 @@ def every_way(make: Callable[[], nn.Module]) -> None:
 
 
 def ddp_steps() -> None:
-    every_way(replicated)
+    compare_all_options(make_replicated)
 
 
 def fsdp_steps() -> None:
-    every_way(sharded)
+    compare_all_options(make_sharded)
 
 
 def fsdp_with_whole_parameters() -> None:
-    every_way(sharded_in_part)
+    compare_all_options(make_partly_sharded)
 
 
 def ddp_parts_of_batches() -> None:
-    """One process has its samples in two parts, the other in one: nobody waits."""
-    wrapped, alone, batch = replicated(), plain_net(), batch_of(4, 2)
-    shared, single = private(wrapped, True), private(alone, False)
+    """One process splits its samples into two parts, the other does not: no process waits."""
+    wrapped, alone, batch = make_replicated(), plain_net(), batch_of(4, 2)
+    shared, single = make_optimizer(wrapped, True), make_optimizer(alone, False)
     parts = [slice(0, 1), slice(1, 4)] if dist.get_rank() == 0 else [slice(4, 6)]
     for i, part in enumerate(parts):
         shared.signal_skip_step(i < len(parts) - 1)
-        step(wrapped, shared, batch, part)
-    step(alone, single, batch, slice(None))
+        make_step(wrapped, shared, batch, part)
+    make_step(alone, single, batch, slice(None))
     for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
         same(p.detach(), want.detach(), name)
 
 
 def ddp_engine() -> None:
-    """From the data to the budget; with so few samples, some batches of some processes are empty."""
+    """From the data loader to the accountant, with so few samples that some batches are empty."""
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(4, 2))
     data = TensorDataset(torch.randn(12, 4), torch.randint(2, (12,)))

@@ -1,4 +1,4 @@
-"""Private training: the bound, Opacus' own figures, and what it promises around them."""
+"""Private training: the bound of a sample, equality with Opacus, and the documented behaviour around them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ STARTED: list[PrivateOptimizer] = []
 
 
 @pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    """A test that fails leaves no watched model behind."""
+def release_optimizers() -> Iterator[None]:
+    """Stop watching models at the end of each test, also after a failure."""
     yield
     while STARTED:
         STARTED.pop().release()
 
 
-def private(module: nn.Module, lr: float = 0.0, **options: Any) -> PrivateOptimizer:
-    """An optimizer without noise that leaves its sum in `grad`."""
+def make_optimizer(module: nn.Module, lr: float = 0.0, **options: Any) -> PrivateOptimizer:
+    """Private optimizer without noise, which leaves the clipped sum in `grad`."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     settings: dict[str, Any] = {
         "noise_multiplier": 0.0, "max_grad_norm": 1.0, "loss_reduction": "sum", "poisson_sampling": False,
@@ -52,10 +52,10 @@ def private(module: nn.Module, lr: float = 0.0, **options: Any) -> PrivateOptimi
     return STARTED[-1]
 
 
-def private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, **options: Any) -> Tensor:
+def compute_private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, **options: Any) -> Tensor:
     recording = options_of(case)
     recording.pop("loss_reduction")
-    optimizer = private(module, recording={**recording, **options.pop("recording", {})}, **options)
+    optimizer = make_optimizer(module, recording={**recording, **options.pop("recording", {})}, **options)
     optimizer.zero_grad()
     loss_of(module(*args, **kwargs), case.out_dim).backward()
     optimizer.step()
@@ -67,7 +67,7 @@ def private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, **options
 
 
 @pytest.mark.parametrize("case", STREAMED, ids=str)
-def test_clipped_sums_against_the_loop(case: Case) -> None:
+def test_clipped_sums_equal_the_loop(case: Case) -> None:
     module, args, kwargs = case.build()
     batch = batch_size_of(case, args)
     rows = oracle(case, copy.deepcopy(module), args, kwargs, batch)
@@ -79,13 +79,13 @@ def test_clipped_sums_against_the_loop(case: Case) -> None:
     bound = float(norms.median()) / 2
     expected = (bound / norms.clamp(min=1e-300)).clamp(max=1) @ flat(rows)
     torch.testing.assert_close(
-        private_sum(case, module, args, kwargs, max_grad_norm=bound), expected, rtol=1e-6, atol=1e-7
+        compute_private_sum(case, module, args, kwargs, max_grad_norm=bound), expected, rtol=1e-6, atol=1e-7
     )
 
 
 @pytest.mark.parametrize("case", STREAMED, ids=str)
-def test_no_sample_contributes_more(case: Case) -> None:
-    """Each sample alone, in float32, with a bound far below its gradient and one near it."""
+def test_no_sample_contributes_more_than_the_bound(case: Case) -> None:
+    """Single samples in float32, with a bound far below the norm of the gradient and one near it."""
     module, args, kwargs = case.build()
     if not is_dataclass(args[0]):
         module, (args, kwargs) = module.float(), pytree.tree_map(_to_float, (args, kwargs))
@@ -93,7 +93,7 @@ def test_no_sample_contributes_more(case: Case) -> None:
     for n in range(batch_size_of(case, args)):
         own_args, own_kwargs = case.sample(n, args, kwargs)
         for bound in (1e-4, 1.0):
-            total = private_sum(case, module, own_args, own_kwargs, max_grad_norm=bound, recording=own_batch)
+            total = compute_private_sum(case, module, own_args, own_kwargs, max_grad_norm=bound, recording=own_batch)
             assert total.double().norm() <= bound * (1 + 1e-5)
 
 
@@ -105,18 +105,18 @@ def _to_float(value: Any) -> Any:
 # ---- against Opacus ----
 
 
-def mlp() -> nn.Module:
+def make_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def cnn() -> nn.Module:
+def make_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
         nn.Linear(48, 3),
     )  # fmt: skip
 
 
-def words() -> nn.Module:
+def make_words() -> nn.Module:
     class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -128,18 +128,18 @@ def words() -> nn.Module:
     return Words()
 
 
-def data(samples: int = 48) -> TensorDataset:
+def make_data(samples: int = 48) -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
     x = 3 * torch.randn(samples, 6, generator=generator)
     return TensorDataset(x, torch.randint(3, (samples,), generator=generator))
 
 
-def made_private(engine: Any, module: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
+def make_private(engine: Any, module: nn.Module, **options: Any) -> tuple[Any, Any, Any]:
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 0.1, "poisson_sampling": False, **options}
     found = engine.make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
-        data_loader=DataLoader(data(), batch_size=8),
+        data_loader=DataLoader(make_data(), batch_size=8),
         **settings,
     )
     if isinstance(found[1], PrivateOptimizer):
@@ -147,13 +147,13 @@ def made_private(engine: Any, module: nn.Module, **options: Any) -> tuple[Any, A
     return found
 
 
-def steps_of(engine: Any) -> int:
-    """How many steps the accountant knows of."""
+def count_steps(engine: Any) -> int:
+    """Number of steps that the accountant has counted."""
     return sum(steps for _, _, steps in engine.accountant.history)
 
 
-def trained(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> nn.Module:
-    model, optimizer, loader = made_private(engine, module, **options)
+def train(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> nn.Module:
+    model, optimizer, loader = make_private(engine, module, **options)
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad()
@@ -162,18 +162,18 @@ def trained(engine: Any, module: nn.Module, epochs: int = 1, **options: Any) -> 
     return module
 
 
-@pytest.mark.parametrize("make", [mlp, cnn, words])
+@pytest.mark.parametrize("make", [make_mlp, make_cnn, make_words])
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
+def test_gradients_equal_those_of_opacus(make: Any, clipping: str) -> None:
     torch.manual_seed(0)
     ours = make()
     theirs = copy.deepcopy(ours)
     bound: Any = 0.1 if clipping == "flat" else [0.1 / (1 + i) for i, _ in enumerate(ours.parameters())]
     options = {"noise_multiplier": 0.0, "max_grad_norm": bound, "clipping": clipping}
-    trained(PrivacyEngine(), ours, **options)
-    # Opacus sets flags of cudnn, which torch's own test utilities, if another test has imported them, do not allow.
+    train(PrivacyEngine(), ours, **options)
+    # Opacus sets flags of cudnn. torch's test utilities forbid that if another test has imported them.
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():
-        trained(opacus.PrivacyEngine(), theirs, **options)
+        train(opacus.PrivacyEngine(), theirs, **options)
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
         assert a.grad is not None
@@ -181,44 +181,44 @@ def test_the_gradients_of_opacus(make: Any, clipping: str) -> None:
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
-def test_the_epsilon_of_opacus(accountant: str) -> None:
+def test_epsilon_equals_that_of_opacus(accountant: str) -> None:
     epsilons = []
     for engine in (PrivacyEngine(accountant=accountant), opacus.PrivacyEngine(accountant=accountant)):
         torch.manual_seed(0)
-        trained(engine, mlp(), epochs=2, poisson_sampling=True)
+        train(engine, make_mlp(), epochs=2, poisson_sampling=True)
         epsilons.append(engine.get_epsilon(1e-3))
-        assert steps_of(engine) == 12
+        assert count_steps(engine) == 12
     assert epsilons[0] == epsilons[1] > 0
 
 
-def test_the_noise_of_opacus() -> None:
-    """With the same generator, the same noise: one run is the other, bit by bit but for the sums' rounding."""
+def test_noise_equals_that_of_opacus() -> None:
+    """With the same generator, both engines draw the same noise: runs agree up to the rounding of the sums."""
     results = []
     for engine in (PrivacyEngine(), opacus.PrivacyEngine()):
         torch.manual_seed(0)
-        results.append(trained(engine, mlp(), noise_generator=torch.Generator().manual_seed(7)))
+        results.append(train(engine, make_mlp(), noise_generator=torch.Generator().manual_seed(7)))
     for a, b in zip(*(result.parameters() for result in results), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_noise_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is what one call draws."""
+def test_noise_in_blocks_equals_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that is drawn in blocks equals the noise of one call."""
     monkeypatch.setattr("persample.private.optimizer._BLOCK", 64)
     module = nn.Linear(37, 5)
-    optimizer = private(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
+    optimizer = make_optimizer(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
     optimizer.step()
     generator = torch.Generator().manual_seed(7)
     for p in module.parameters():
         assert torch.equal(p.grad, torch.normal(0, 1.5, p.shape, generator=generator))  # type: ignore[arg-type]
 
 
-def test_noise_for_a_target() -> None:
+def test_noise_for_a_target_epsilon() -> None:
     multipliers = []
     for engine in (PrivacyEngine(), opacus.PrivacyEngine()):
-        module = mlp()
+        module = make_mlp()
         _, optimizer, _ = engine.make_private_with_epsilon(
             module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-            data_loader=DataLoader(data(), batch_size=8), target_epsilon=3.0, target_delta=1e-3, epochs=4,
+            data_loader=DataLoader(make_data(), batch_size=8), target_epsilon=3.0, target_delta=1e-3, epochs=4,
             max_grad_norm=1.0,
         )  # fmt: skip
         multipliers.append(optimizer.noise_multiplier)
@@ -227,18 +227,18 @@ def test_noise_for_a_target() -> None:
     assert multipliers[0] == multipliers[1] > 0
 
 
-def test_the_variance_of_the_privatised_gradient() -> None:
-    """(noise_multiplier * max_grad_norm)² in each coordinate, around the clipped sum, independent of each other."""
+def test_variance_of_the_private_gradient() -> None:
+    """Around the clipped sum, coordinates are independent with variance (noise_multiplier * max_grad_norm)²."""
     torch.manual_seed(0)
     module = nn.Linear(40, 25)
     x = torch.randn(4, 40)
     sigma, bound, draws = 1.3, 0.7, []
-    clipped = private(module, max_grad_norm=bound)
+    clipped = make_optimizer(module, max_grad_norm=bound)
     module(x).square().sum().backward()
     clipped.step()
     mean = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
     clipped.release()
-    optimizer = private(module, max_grad_norm=bound, noise_multiplier=sigma)
+    optimizer = make_optimizer(module, max_grad_norm=bound, noise_multiplier=sigma)
     for _ in range(400):
         optimizer.zero_grad()
         module(x).square().sum().backward()
@@ -253,10 +253,10 @@ def test_the_variance_of_the_privatised_gradient() -> None:
     assert correlation.abs().max() < 6 / math.sqrt(len(noise))
 
 
-# ---- ways of clipping ----
+# ---- clipping ----
 
 
-def rows_of(module: nn.Module, x: Tensor) -> Tensor:
+def compute_rows(module: nn.Module, x: Tensor) -> Tensor:
     with record(module, loss_reduction="sum") as grads:
         module(x).square().sum().backward()
     return flat(grads.dense())
@@ -264,9 +264,9 @@ def rows_of(module: nn.Module, x: Tensor) -> Tensor:
 
 def test_automatic_clipping() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
-    rows = rows_of(module, x)
-    optimizer = private(module, clipping="automatic", max_grad_norm=0.3)
+    module, x = make_mlp(), torch.randn(B, 6)
+    rows = compute_rows(module, x)
+    optimizer = make_optimizer(module, clipping="automatic", max_grad_norm=0.3)
     module(x).square().sum().backward()
     optimizer.step()
     expected = (0.3 / (rows.norm(dim=1) + 0.01)) @ rows
@@ -277,9 +277,9 @@ def test_automatic_clipping() -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 def test_two_passes(passes: int) -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
-    rows = rows_of(module, x)
-    optimizer = private(module, max_grad_norm=0.3, recording={"passes": passes})
+    module, x = make_mlp(), torch.randn(B, 6)
+    rows = compute_rows(module, x)
+    optimizer = make_optimizer(module, max_grad_norm=0.3, recording={"passes": passes})
     module(x).square().sum().backward()
     optimizer.step()
     found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
@@ -287,23 +287,23 @@ def test_two_passes(passes: int) -> None:
 
 
 @pytest.mark.parametrize("clipping, bound, message", [
-    ("per_layer", 0.1, "one for each of the 4"),
-    ("per_layer", [0.1, 0.2], "one for each of the 4"),
-    ("flat", [0.1] * 4, "flat clipping takes one max_grad_norm"),
+    ("per_layer", 0.1, "one bound for each of the 4"),
+    ("per_layer", [0.1, 0.2], "one bound for each of the 4"),
+    ("flat", [0.1] * 4, "clipping='flat' requires one number as max_grad_norm"),
     ("flat", -1.0, "must be positive"),
 ])  # fmt: skip
 def test_wrong_bounds(clipping: str, bound: Any, message: str) -> None:
     with pytest.raises(PerSampleError, match=message):
-        private(mlp(), clipping=clipping, max_grad_norm=bound)
+        make_optimizer(make_mlp(), clipping=clipping, max_grad_norm=bound)
 
 
-# ---- the model stays the user's ----
+# ---- the model is not changed ----
 
 
-def test_no_wrapper() -> None:
-    module = mlp()
+def test_model_is_not_wrapped() -> None:
+    module = make_mlp()
     keys, hooks = list(module.state_dict()), len(module._forward_hooks)
-    model, optimizer, loader = made_private(PrivacyEngine(), module)
+    model, optimizer, loader = make_private(PrivacyEngine(), module)
     assert model is module and type(model) is nn.Sequential
     trained_on = 0
     for x, y in loader:
@@ -319,12 +319,12 @@ def test_no_wrapper() -> None:
     model(torch.randn(2, 6)).sum().backward()
 
 
-def test_ghost_gives_a_criterion() -> None:
-    module = words()
-    model, optimizer, criterion, _ = made_private(
+def test_ghost_mode_returns_a_criterion() -> None:
+    module = make_words()
+    model, optimizer, criterion, _ = make_private(
         PrivacyEngine(), module, grad_sample_mode="ghost", noise_multiplier=0.0, criterion=nn.CrossEntropyLoss()
     )
-    x, y = data()[:5]
+    x, y = make_data()[:5]
     criterion(model(x), y).backward()
     optimizer.step()
     logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, -100, -100])
@@ -337,13 +337,13 @@ def test_ghost_gives_a_criterion() -> None:
 
 
 @pytest.mark.parametrize("poisson", [False, True])
-def test_parts_of_batches(poisson: bool) -> None:
-    """Virtual batches: the steps are those of the whole ones."""
+def test_split_batches_make_the_same_steps(poisson: bool) -> None:
+    """BatchMemoryManager: steps of split batches equal steps of whole batches."""
     results = []
     for most in (100, 3):
         torch.manual_seed(0)
-        module = mlp()
-        model, optimizer, loader = made_private(
+        module = make_mlp()
+        model, optimizer, loader = make_private(
             PrivacyEngine(), module, poisson_sampling=poisson, noise_generator=torch.Generator().manual_seed(7)
         )
         torch.manual_seed(1)
@@ -361,12 +361,12 @@ def test_parts_of_batches(poisson: bool) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_empty_batches() -> None:
+def test_empty_batches_add_noise() -> None:
     torch.manual_seed(0)
-    module, engine = mlp(), PrivacyEngine(accountant="rdp")
+    module, engine = make_mlp(), PrivacyEngine(accountant="rdp")
     found = engine.make_private(
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
-        data_loader=DataLoader(data(12), batch_size=1),
+        data_loader=DataLoader(make_data(12), batch_size=1),
     )  # fmt: skip
     model, optimizer, loader = found
     STARTED.append(optimizer)
@@ -377,15 +377,15 @@ def test_empty_batches() -> None:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         sizes.append(len(x))
-        assert bool((module[0].weight != before).all())  # noise, if nothing else
-    assert 0 in sizes and steps_of(engine) == len(sizes) == 12
+        assert bool((module[0].weight != before).all())  # an empty batch adds noise as well
+    assert 0 in sizes and count_steps(engine) == len(sizes) == 12
 
 
-def test_batches_are_added_up_where_they_may() -> None:
+def test_batches_are_added_up_without_poisson_sampling() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(4, 6)
-    rows = rows_of(module, x)
-    optimizer = private(module, max_grad_norm=0.3, loss_reduction="mean", expected_batch_size=2)
+    module, x = make_mlp(), torch.randn(4, 6)
+    rows = compute_rows(module, x)
+    optimizer = make_optimizer(module, max_grad_norm=0.3, loss_reduction="mean", expected_batch_size=2)
     for part in x.split(2):
         (module(part).square().sum() / 2).backward()
     assert optimizer.accumulated_iterations == 2
@@ -393,7 +393,7 @@ def test_batches_are_added_up_where_they_may() -> None:
     found = torch.cat([p.grad.flatten() for p in module.parameters()])  # type: ignore[union-attr]
     torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows / 4)
     optimizer.release()
-    optimizer = private(module, poisson_sampling=True)
+    optimizer = make_optimizer(module, poisson_sampling=True)
     module(x).sum().backward()
     with pytest.raises(PerSampleError, match="A second backward pass before step"):
         module(x).sum().backward()
@@ -402,10 +402,10 @@ def test_batches_are_added_up_where_they_may() -> None:
 # ---- refusals ----
 
 
-def test_batch_norm_is_refused_by_name_and_can_be_swapped() -> None:
+def test_batch_norm_is_refused_by_name_and_can_be_replaced() -> None:
     module = nn.Sequential(nn.Linear(6, 8), nn.Sequential(nn.BatchNorm1d(8), nn.LSTM(8, 3)))
-    with pytest.raises(SamplesMixed, match=re.escape("'1.0', a BatchNorm1d")):
-        made_private(PrivacyEngine(), module)
+    with pytest.raises(SamplesMixed, match=re.escape("'1.0' (BatchNorm1d)")):
+        make_private(PrivacyEngine(), module)
     assert not PrivacyEngine().is_compatible(module=module)
     fixed = PrivacyEngine.get_compatible_module(module)
     assert isinstance(fixed[1][0], nn.GroupNorm) and type(fixed[1][1]) is nn.LSTM
@@ -417,11 +417,11 @@ def test_batch_norm_is_refused_by_name_and_can_be_swapped() -> None:
         PrivacyEngine().validate(module=nn.InstanceNorm1d(3, track_running_stats=True))
 
 
-def test_what_mixes_samples_is_refused_at_the_first_step() -> None:
+def test_mixed_samples_are_refused_at_the_first_step() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
+    module, x = make_mlp(), torch.randn(B, 6)
     before = copy.deepcopy(module.state_dict())
-    optimizer = private(module, lr=0.1, noise_multiplier=1.0)
+    optimizer = make_optimizer(module, lr=0.1, noise_multiplier=1.0)
     out = module(x)
     with pytest.raises(SamplesMixed, match="not apart"):
         F.cross_entropy(out @ out.T, torch.arange(B)).backward()
@@ -440,30 +440,30 @@ def test_what_mixes_samples_is_refused_at_the_first_step() -> None:
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="different than optimizer Parameters"):
         PrivacyEngine().make_private(
-            module=mlp(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1), noise_multiplier=1.0,
-            max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=8),
+            module=make_mlp(), optimizer=torch.optim.SGD(make_mlp().parameters(), lr=0.1), noise_multiplier=1.0,
+            max_grad_norm=1.0, data_loader=DataLoader(make_data(), batch_size=8),
         )  # fmt: skip
     with pytest.raises(PerSampleError, match="grad_sample_mode"):
-        made_private(PrivacyEngine(), mlp(), grad_sample_mode="no_op")
-    with pytest.raises(PerSampleError, match="clipping is"):
-        made_private(PrivacyEngine(), mlp(), clipping="adaptive")
-    with pytest.raises(PerSampleError, match="none of the module's"):
+        make_private(PrivacyEngine(), make_mlp(), grad_sample_mode="no_op")
+    with pytest.raises(PerSampleError, match="clipping must be"):
+        make_private(PrivacyEngine(), make_mlp(), clipping="adaptive")
+    with pytest.raises(PerSampleError, match="do not belong to the module"):
         PrivateOptimizer(
-            torch.optim.SGD(mlp().parameters(), lr=0.1), module=mlp(), noise_multiplier=1.0, max_grad_norm=1.0,
-            expected_batch_size=8,
+            torch.optim.SGD(make_mlp().parameters(), lr=0.1), module=make_mlp(), noise_multiplier=1.0,
+            max_grad_norm=1.0, expected_batch_size=8,
         )  # fmt: skip
 
 
-# ---- what else trains ----
+# ---- further ways of training ----
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop])
-def test_any_optimizer_with_schedulers(make: Any) -> None:
+def test_optimizers_with_schedulers(make: Any) -> None:
     torch.manual_seed(0)
-    module = mlp()
+    module = make_mlp()
     engine = PrivacyEngine()
     model, optimizer, loader = engine.make_private(
-        module=module, optimizer=make(module.parameters(), lr=0.01), data_loader=DataLoader(data(), batch_size=8),
+        module=module, optimizer=make(module.parameters(), lr=0.01), data_loader=DataLoader(make_data(), batch_size=8),
         noise_multiplier=1.0, max_grad_norm=1.0,
     )  # fmt: skip
     STARTED.append(optimizer)
@@ -479,19 +479,19 @@ def test_any_optimizer_with_schedulers(make: Any) -> None:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.0025
     assert optimizer.noise_multiplier == 0.25 and optimizer.max_grad_norm == 0.25
-    assert optimizer._options()["max_norm"] == 0.25
-    assert len(engine.accountant.history) > 1  # it knows that the noise has changed
+    assert optimizer._make_options()["max_norm"] == 0.25
+    assert len(engine.accountant.history) > 1  # the accountant has noticed that the noise changed
 
 
-def test_a_bound_for_each_parameter_that_is_scheduled() -> None:
-    optimizer = private(mlp(), clipping="per_layer", max_grad_norm=[3.0, 4.0, 12.0, 84.0])
+def test_scheduled_bounds_per_layer() -> None:
+    optimizer = make_optimizer(make_mlp(), clipping="per_layer", max_grad_norm=[3.0, 4.0, 12.0, 84.0])
     assert optimizer.max_grad_norm == 85
     optimizer.max_grad_norm = 42.5
-    assert list(optimizer._options()["max_norm"].values()) == [1.5, 2, 6, 42]
+    assert list(optimizer._make_options()["max_norm"].values()) == [1.5, 2, 6, 42]
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a low-rank update, as in LoRA."""
+    """Frozen layer with a low-rank update, as in LoRA."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -508,8 +508,8 @@ def test_frozen_layers_and_adapters() -> None:
     module = nn.Sequential(Adapted(nn.Linear(6, 8)), nn.Tanh(), Adapted(nn.Linear(8, 3)))
     frozen = module[0].layer.weight.clone()
     x = torch.randn(B, 6)
-    rows = rows_of(module, x)
-    optimizer = private(module, lr=0.1, max_grad_norm=0.2)
+    rows = compute_rows(module, x)
+    optimizer = make_optimizer(module, lr=0.1, max_grad_norm=0.2)
     module(x).square().sum().backward()
     optimizer.step()
     found = torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad])  # type: ignore[union-attr]
@@ -519,10 +519,10 @@ def test_frozen_layers_and_adapters() -> None:
 
 def test_autocast() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
+    module, x = make_mlp(), torch.randn(B, 6)
     sums = []
     for enabled in (False, True):
-        optimizer = private(module, max_grad_norm=0.2)
+        optimizer = make_optimizer(module, max_grad_norm=0.2)
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = module(x).float().square().sum()
@@ -534,11 +534,11 @@ def test_autocast() -> None:
     assert float((sums[0] - sums[1]).norm() / sums[0].norm()) < 0.05
 
 
-def test_grads_may_be_cleared_before_the_backward_pass() -> None:
+def test_zero_grad_between_forward_and_backward() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
-    rows = rows_of(module, x)
-    optimizer = private(module, max_grad_norm=0.3)
+    module, x = make_mlp(), torch.randn(B, 6)
+    rows = compute_rows(module, x)
+    optimizer = make_optimizer(module, max_grad_norm=0.3)
     for _ in range(2):
         loss = module(x).square().sum()
         optimizer.zero_grad()
@@ -548,9 +548,9 @@ def test_grads_may_be_cleared_before_the_backward_pass() -> None:
     torch.testing.assert_close(found, (0.3 / rows.norm(dim=1)).clamp(max=1) @ rows)
 
 
-def test_grads_have_to_be_cleared() -> None:
-    module, x = mlp(), torch.randn(B, 6)
-    optimizer = private(module)
+def test_backward_without_zero_grad_is_refused() -> None:
+    module, x = make_mlp(), torch.randn(B, 6)
+    optimizer = make_optimizer(module)
     module(x).square().sum().backward()
     optimizer.step()
     with pytest.raises(PerSampleError, match="zero_grad"):
@@ -560,10 +560,10 @@ def test_grads_have_to_be_cleared() -> None:
     optimizer.step()
 
 
-def test_a_closure() -> None:
+def test_closure() -> None:
     torch.manual_seed(0)
-    module, x = mlp(), torch.randn(B, 6)
-    optimizer = private(module, lr=0.1)
+    module, x = make_mlp(), torch.randn(B, 6)
+    optimizer = make_optimizer(module, lr=0.1)
     before = module[0].weight.clone()
 
     def closure() -> Tensor:
@@ -576,14 +576,14 @@ def test_a_closure() -> None:
     assert not torch.equal(before, module[0].weight)
 
 
-def test_opacus_with_our_rows() -> None:
-    """Opacus' own engine, with persample filling grad_sample, as docs/private.md says."""
+def test_engine_of_opacus_with_recorded_rows() -> None:
+    """Engine of Opacus with grad_sample from persample, as in docs/private.md."""
     torch.manual_seed(0)
-    ours, theirs = mlp(), mlp()
+    ours, theirs = make_mlp(), make_mlp()
     theirs.load_state_dict(ours.state_dict())
     settings = {"noise_multiplier": 0.0, "max_grad_norm": 0.1}
-    trained(PrivacyEngine(), ours, **settings)
-    model, optimizer, loader = made_private(opacus.PrivacyEngine(), theirs, grad_sample_mode="no_op", **settings)
+    train(PrivacyEngine(), ours, **settings)
+    model, optimizer, loader = make_private(opacus.PrivacyEngine(), theirs, grad_sample_mode="no_op", **settings)
     for x, y in loader:
         optimizer.zero_grad()
         with record(model) as grads:
@@ -600,18 +600,18 @@ def test_opacus_with_our_rows() -> None:
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_a_crash_and_a_resumption(own_generator: bool, tmp_path: Path) -> None:
-    """The run that crashed and went on is the one that did not crash: weights, noise, optimizer and budget."""
+def test_resumed_run_equals_an_uninterrupted_run(own_generator: bool, tmp_path: Path) -> None:
+    """A resumed run has the weights, noise, optimizer state and budget of an uninterrupted run."""
     path = tmp_path / "checkpoint.pt"
-    x, y = data()[:8]
+    x, y = make_data()[:8]
 
     def begin() -> tuple[Any, ...]:
         torch.manual_seed(0)
-        module, engine = mlp(), PrivacyEngine(accountant="rdp")
+        module, engine = make_mlp(), PrivacyEngine(accountant="rdp")
         generator = torch.Generator().manual_seed(5) if own_generator else None
         found = engine.make_private(
             module=module, optimizer=torch.optim.Adam(module.parameters(), lr=0.01), noise_multiplier=1.0,
-            max_grad_norm=1.0, data_loader=DataLoader(data(), batch_size=8), noise_generator=generator,
+            max_grad_norm=1.0, data_loader=DataLoader(make_data(), batch_size=8), noise_generator=generator,
         )  # fmt: skip
         STARTED.append(found[1])
         return module, engine, found[1]
@@ -630,18 +630,18 @@ def test_a_crash_and_a_resumption(own_generator: bool, tmp_path: Path) -> None:
 
     again, new_engine, new_optimizer = begin()
     new_engine.load_checkpoint(path=path, module=again, optimizer=new_optimizer)
-    assert steps_of(new_engine) == 3
+    assert count_steps(new_engine) == 3
     steps(again, new_optimizer, 4)
-    assert steps_of(new_engine) == 7
+    assert count_steps(new_engine) == 7
     assert new_engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
-    assert list(torch.load(path, weights_only=False)["module_state_dict"]) == list(mlp().state_dict())
+    assert list(torch.load(path, weights_only=False)["module_state_dict"]) == list(make_mlp().state_dict())
 
 
-def test_a_checkpoint_that_fails_leaves_the_last_one(tmp_path: Path) -> None:
+def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    module = mlp()
-    _, optimizer, _ = made_private(engine := PrivacyEngine(), module)
+    module = make_mlp()
+    _, optimizer, _ = make_private(engine := PrivacyEngine(), module)
     engine.save_checkpoint(path=path, module=module, optimizer=optimizer)
     whole = path.read_bytes()
     with pytest.raises(Exception, match="pickle"):
@@ -662,15 +662,15 @@ def test_two_processes() -> None:
 
 @pytest.mark.parametrize("name", ["private_digits", "private_text"])
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A short run; what they say of a long one is in docs/private.md."""
+    """Short runs of the examples."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     monkeypatch.setattr(example, "EPOCHS", 1)
     if name == "private_text":
-        sentences = example.sentences
-        monkeypatch.setattr(example, "sentences", lambda count, seed: sentences(count // 10, seed))
+        sentences = example.make_sentences
+        monkeypatch.setattr(example, "make_sentences", lambda count, seed: sentences(count // 10, seed))
     for private in (False, True):
         assert 0 < example.train("name", private) < 1
     printed = capsys.readouterr().out

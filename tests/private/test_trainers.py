@@ -1,4 +1,4 @@
-"""Private training by those who train for you: Hugging Face's Trainer and Lightning, the real ones."""
+"""Private training with the Trainer of Hugging Face and with Lightning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Made-up ids; the samples of `lengths` are filled up behind."""
+    """Random token ids. Sequences have the given lengths in turn and are padded at the end."""
 
     def __init__(self, causal: bool, lengths: tuple[int, ...] = (6,)) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -43,18 +43,18 @@ class Texts(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.ids[i] * there, "attention_mask": there.long(), "labels": labels}
 
 
-def classifier() -> nn.Module:
+def make_classifier() -> nn.Module:
     torch.manual_seed(0)
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     return BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
 
 
-def writer() -> nn.Module:
+def make_writer() -> nn.Module:
     torch.manual_seed(0)
     return GPT2LMHeadModel(GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2))
 
 
-def trainer_of(path: Path, model: nn.Module, data: Any, args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def make_trainer(path: Path, model: nn.Module, data: Any, args: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     settings = {
         "per_device_train_batch_size": 4, "num_train_epochs": 2, "report_to": [], "use_cpu": True, "logging_steps": 1,
         "save_strategy": "no", "disable_tqdm": True, **(args or {}),
@@ -65,15 +65,15 @@ def trainer_of(path: Path, model: nn.Module, data: Any, args: dict[str, Any] | N
 
 
 @pytest.mark.parametrize("make, data, options", [
-    (classifier, Texts(causal=False), {}),
-    (classifier, Texts(causal=False, lengths=(6, 3)), {"private": {"passes": 2}}),
-    (writer, Texts(causal=True), {}),
-    (writer, Texts(causal=True, lengths=(6, 3)), {"compute_loss_func": mean_of_sequences}),
+    (make_classifier, Texts(causal=False), {}),
+    (make_classifier, Texts(causal=False, lengths=(6, 3)), {"private": {"passes": 2}}),
+    (make_writer, Texts(causal=True), {}),
+    (make_writer, Texts(causal=True, lengths=(6, 3)), {"compute_loss_func": mean_of_sequences}),
 ])  # fmt: skip
 def test_trainer(make: Callable[[], nn.Module], data: Texts, options: dict[str, Any], tmp_path: Path) -> None:
     model = make()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    trainer = trainer_of(tmp_path, model, data, **options)
+    trainer = make_trainer(tmp_path, model, data, **options)
     trainer.train()
     history = trainer.engine.accountant.history
     assert sum(steps for _, _, steps in history) == 12 and history[0][1] == pytest.approx(1 / 6)
@@ -85,16 +85,16 @@ def test_trainer(make: Callable[[], nn.Module], data: Texts, options: dict[str, 
     assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
 
 
-def test_a_step_of_the_trainer(tmp_path: Path) -> None:
-    """Without noise, the sum of clipped rows over the expected size; the Trainer's own clipping does not take part."""
-    model, data = classifier().eval(), Texts(causal=False)
+def test_step_of_the_trainer(tmp_path: Path) -> None:
+    """Without noise, a step is the sum of clipped rows over the expected batch size. The Trainer does not clip."""
+    model, data = make_classifier().eval(), Texts(causal=False)
     inputs = torch.utils.data.default_collate([data[i] for i in range(3)])
     rows = []
     for i in range(3):
         loss = model(**{name: value[i : i + 1] for name, value in inputs.items()}).loss
         rows.append(torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(model.parameters()))]))
     norms = torch.stack([row.norm() for row in rows])
-    trainer = trainer_of(tmp_path, model, data, max_grad_norm=0.05, args={"max_grad_norm": 1e-6})
+    trainer = make_trainer(tmp_path, model, data, max_grad_norm=0.05, args={"max_grad_norm": 1e-6})
     assert trainer.args.max_grad_norm == 0
     optimizer = trainer.create_optimizer()
     optimizer.noise_multiplier = 0.0
@@ -106,43 +106,45 @@ def test_a_step_of_the_trainer(tmp_path: Path) -> None:
 
 
 def test_empty_batches_of_the_trainer(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, writer(), Texts(causal=True), args={"per_device_train_batch_size": 1})
+    trainer = make_trainer(tmp_path, make_writer(), Texts(causal=True), args={"per_device_train_batch_size": 1})
     trainer.train()
     assert sum(steps for _, _, steps in trainer.engine.accountant.history) == 48
 
 
-def test_a_target_for_the_trainer(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, classifier(), Texts(causal=False), target_epsilon=5.0)
+def test_target_epsilon_of_the_trainer(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, make_classifier(), Texts(causal=False), target_epsilon=5.0)
     trainer.train()
     assert trainer.engine.get_epsilon(1e-3) == pytest.approx(5.0, rel=0.1)
 
 
 @pytest.mark.parametrize("args, kwargs, message", [
-    ({"gradient_accumulation_steps": 2}, {}, "sampled by themselves"),
+    ({"gradient_accumulation_steps": 2}, {}, "adds up independent Poisson samples"),
     ({}, {"target_epsilon": 1.0, "noise_multiplier": 1.0}, "either noise_multiplier or target_epsilon"),
 ])  # fmt: skip
-def test_the_trainer_refuses(args: Any, kwargs: Any, message: str, tmp_path: Path) -> None:
+def test_trainer_refuses(args: Any, kwargs: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(PerSampleError, match=message):
-        trainer_of(tmp_path, classifier(), Texts(causal=False), args=args, **kwargs)
+        make_trainer(tmp_path, make_classifier(), Texts(causal=False), args=args, **kwargs)
 
 
-def test_a_loss_over_all_tokens_is_refused(tmp_path: Path) -> None:
-    """Where the sequences differ in length, how much a token counts would depend on the other samples."""
-    trainer = trainer_of(tmp_path, writer(), Texts(causal=True, lengths=(6, 3)))
+def test_loss_over_all_tokens_is_refused(tmp_path: Path) -> None:
+    """If sequences differ in length, the weight of a token would depend on the other samples."""
+    trainer = make_trainer(tmp_path, make_writer(), Texts(causal=True, lengths=(6, 3)))
     with pytest.raises(SamplesMixed, match="is a mean over"):
         trainer.train()
-    trainer.model(**torch.utils.data.default_collate([trainer.train_dataset[0]])).loss.backward()  # ordinary again
+    trainer.model(
+        **torch.utils.data.default_collate([trainer.train_dataset[0]])
+    ).loss.backward()  # the model trains without privacy again
 
 
-def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
+def test_resumed_trainer_continues_the_accounting(tmp_path: Path) -> None:
     data, args = Texts(causal=False), {"save_strategy": "epoch"}
-    trainer_of(tmp_path, classifier(), data, args={**args, "num_train_epochs": 1}).train()
-    again = trainer_of(tmp_path, classifier(), data, args=args)
+    make_trainer(tmp_path, make_classifier(), data, args={**args, "num_train_epochs": 1}).train()
+    again = make_trainer(tmp_path, make_classifier(), data, args=args)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == sum(steps for _, _, steps in again.engine.accountant.history) == 12
     (tmp_path / "checkpoint-6" / "privacy_accountant.pt").unlink()
-    with pytest.raises(PerSampleError, match="which steps were made"):
-        trainer_of(tmp_path, classifier(), data).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    with pytest.raises(PerSampleError, match="the privacy budget spent so far is unknown"):
+        make_trainer(tmp_path, make_classifier(), data).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
 
 
 # ---- Lightning ----
@@ -166,13 +168,13 @@ class Digits(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
-def loader() -> DataLoader[Any]:
+def make_loader() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(24, 6, generator=generator), torch.randint(3, (24,), generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
-def fit(path: Path, module: pl.LightningModule, callback: PrivateTraining, data: Any, **options: Any) -> pl.Trainer:
+def run_fit(path: Path, module: pl.LightningModule, callback: PrivateTraining, data: Any, **options: Any) -> pl.Trainer:
     trainer = pl.Trainer(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=path, callbacks=[callback], **{"max_epochs": 2, **options},
@@ -187,60 +189,60 @@ def test_lightning(own_call: bool, tmp_path: Path) -> None:
     module = Digits(own_call)
     before = module.net[0].weight.detach().clone()
     callback = PrivateTraining(noise_multiplier=1.0, target_delta=1e-3, module=None if own_call else "net")
-    trainer = fit(tmp_path, module, callback, poisson(loader()))
+    trainer = run_fit(tmp_path, module, callback, poisson(make_loader()))
     assert sum(steps for _, _, steps in callback.engine.accountant.history) == 12
     assert not torch.equal(before, module.net[0].weight)
     assert trainer.callback_metrics["epsilon"] > 0
     assert not isinstance(trainer.optimizers[0], PrivateOptimizer)
     assert trainer.optimizers[0].param_groups[0]["lr"] == 0.025
-    module(torch.randn(2, 6)).sum().backward()  # an ordinary model again
+    module(torch.randn(2, 6)).sum().backward()  # the model trains without privacy again
 
 
-def test_a_target_for_lightning(tmp_path: Path) -> None:
+def test_target_epsilon_of_lightning(tmp_path: Path) -> None:
     callback = PrivateTraining(target_epsilon=5.0, target_delta=1e-3, engine=PrivacyEngine(accountant="rdp"))
-    fit(tmp_path, Digits(), callback, poisson(loader()))
+    run_fit(tmp_path, Digits(), callback, poisson(make_loader()))
     assert callback.engine.get_epsilon(1e-3) == pytest.approx(5.0, rel=0.1)
 
 
 @pytest.mark.parametrize("data, options, message", [
-    (loader(), {}, "poisson\\(loader\\)"),
-    (poisson(loader()), {"accumulate_grad_batches": 2}, "sampled by themselves"),
-    (poisson(loader()), {"gradient_clip_val": 1.0}, "would clip the sum"),
+    (make_loader(), {}, "poisson\\(loader\\)"),
+    (poisson(make_loader()), {"accumulate_grad_batches": 2}, "adds up independent Poisson samples"),
+    (poisson(make_loader()), {"gradient_clip_val": 1.0}, "clips the sum of the gradients"),
 ])  # fmt: skip
 def test_lightning_refuses(data: Any, options: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(PerSampleError, match=message):
-        fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), data, **options)
+        run_fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), data, **options)
     with pytest.raises(PerSampleError, match="either noise_multiplier or target_epsilon"):
         PrivateTraining()
 
 
-def test_a_part_that_is_called_by_itself_is_refused(tmp_path: Path) -> None:
+def test_submodule_called_directly_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PerSampleError, match="a submodule or forward\\(\\) called directly"):
-        fit(tmp_path, Digits(own_call=False), PrivateTraining(noise_multiplier=1.0), poisson(loader()))
+        run_fit(tmp_path, Digits(own_call=False), PrivateTraining(noise_multiplier=1.0), poisson(make_loader()))
 
 
-def test_lightning_counts_on(tmp_path: Path) -> None:
-    first = fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), poisson(loader()))
+def test_resumed_lightning_continues_the_accounting(tmp_path: Path) -> None:
+    first = run_fit(tmp_path, Digits(), PrivateTraining(noise_multiplier=1.0), poisson(make_loader()))
     first.save_checkpoint(tmp_path / "last.ckpt")
     callback = PrivateTraining(noise_multiplier=1.0)
     numbers = torch.get_rng_state()
-    torch.manual_seed(0)  # as a script does at its start
+    torch.manual_seed(0)  # as scripts do at their start
     seen: list[Tensor] = []
 
-    class Noted(pl.Callback):
+    class StateRecorder(pl.Callback):
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             seen.append(torch.get_rng_state())
 
     trainer = pl.Trainer(
         max_epochs=3, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[callback, Noted()],
+        enable_model_summary=False, callbacks=[callback, StateRecorder()],
     )  # fmt: skip
-    trainer.fit(Digits(), poisson(loader()), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
+    trainer.fit(Digits(), poisson(make_loader()), ckpt_path=tmp_path / "last.ckpt", weights_only=False)
     assert trainer.global_step == sum(steps for _, _, steps in callback.engine.accountant.history) == 18
     assert torch.equal(seen[0], numbers)
 
 
-def test_a_target_needs_an_end(tmp_path: Path) -> None:
-    """Without one, as good as no noise would do."""
-    with pytest.raises(PerSampleError, match="how long training goes"):
-        fit(tmp_path, Digits(), PrivateTraining(target_epsilon=5.0), poisson(loader()), max_epochs=-1)
+def test_target_epsilon_requires_a_number_of_epochs(tmp_path: Path) -> None:
+    """Without it, almost no noise would reach the target."""
+    with pytest.raises(PerSampleError, match="epochs must be positive"):
+        run_fit(tmp_path, Digits(), PrivateTraining(target_epsilon=5.0), poisson(make_loader()), max_epochs=-1)

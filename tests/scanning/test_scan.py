@@ -253,7 +253,7 @@ def test_whatever_the_data_come_as(source: str, tmp_path: Path) -> None:
         (lambda d: Stream((d[0][:0], d[1][:0])), "have no examples"),
         (lambda d: DataLoader(Pairs(d), batch_size=None), "does not batch"),
         (lambda d: (d[0], d[1][:-1]), "different numbers of examples"),
-        (lambda d: 3, "got a int"),
+        (lambda d: 3, "got an int"),
         (lambda d: (d[0][:0], d[1][:0]), "no examples"),
         (lambda d: (d[0],), "CrossEntropyLoss is a loss of outputs and targets"),
     ],

@@ -1,6 +1,9 @@
-"""Comparing a recording with a loop over the samples, and telling what was found."""
+"""Comparison of a recording with a loop over the samples: `check()` and its report.
 
-from persample.checking.check import check
+Other packages use `check` and `Report`.
+"""
+
+from persample.checking.compare import check
 from persample.checking.report import ParameterReport, Report
 
 __all__ = ["ParameterReport", "Report", "check"]

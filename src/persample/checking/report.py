@@ -1,4 +1,4 @@
-"""What a check found, as data and as a table to read."""
+"""Report of a check, as data and as a table."""
 
 from __future__ import annotations
 
@@ -13,27 +13,32 @@ from persample.gradients.matrix import _bytes
 
 WIDTH = 120
 
-# adds up: the rows could not be compared one by one, but their sum is the plain gradient. not finite: also in the loop.
+# "adds up": the rows could not be compared one by one, but their sum equals the plain gradient.
+# "not finite": the gradient contains NaN or infinity, in the loop as well.
 Verdict = Literal["right", "WRONG", "unused", "refused", "adds up", "not finite"]
 Outcome = Literal["right", "wrong", "refused", "not compared"]
 
 _HEADLINES: dict[Outcome, str] = {
-    "right": "RIGHT: the gradients of {samples} are those of a loop with plain autograd.",
-    "wrong": "WRONG: the gradients of {samples} are not those of a loop with plain autograd.",
-    "refused": "REFUSED: this model, loss and batch have no per-sample gradients that could be recorded.",
-    "not compared": "NOT COMPARED: for the gradients of {samples} there are no numbers to compare each row with.",
+    "right": "RIGHT: the gradients of {samples} equal the gradients of a loop with plain autograd.",
+    "wrong": "WRONG: the gradients of {samples} differ from the gradients of a loop with plain autograd.",
+    "refused": "REFUSED: the per-sample gradients of this model, loss and batch cannot be recorded.",
+    "not compared": "NOT COMPARED: there are no finite gradients of a loop to compare {samples} with.",
 }
 
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter: by which rules its gradients came, in which structure, what they cost, whether they are right.
+    """Result for one parameter.
 
-    `rules` are the torch functions that used it, "generic (...)" where they have no rule of their own; "linear (through
-    mul)" used what a mul had made of it. `error` is the largest difference from the loop, relative to the scale of its
-    row. `norms` is how its norms are computed: "ghost" from inner products of positions, "dense" by making the
-    gradient in blocks, "rows" from the rows of a table that were looked up. The bytes are estimates for the whole
-    batch: what its term keeps, which may share tensors with others, and what `dense()` would take.
+    Attributes:
+        rules: torch functions that used the parameter. "generic (f)" means that f has no rule and the generic rule was
+            used. "linear (through mul)" means that linear used a weight that mul computed from the parameter.
+        term: structure of the per-sample gradient.
+        norms: how the norms are computed: "ghost" from inner products of positions, "dense" from blocks of the dense
+            gradient, "rows" from the rows of an embedding table that were looked up.
+        kept_bytes: estimated memory of the term for the whole batch. Terms may share tensors.
+        dense_bytes: estimated memory of the result of `dense()` for the whole batch.
+        error: largest difference from the loop, relative to the scale of the row.
     """
 
     name: str
@@ -49,20 +54,20 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `persample.check` found; `print` shows it as a table."""
+    """Result of `persample.check`; `print` shows it as a table."""
 
     parameters: list[ParameterReport]
-    samples: int  # of the batch, which were compared
+    samples: int  # how many samples were compared
     batch_size: int
     dtype: str
     tolerance: float
     refusal: PerSampleError | None = None
-    coupled: bool | None = None  # whether samples influence each other in the plain model; None where it is not known
+    coupled: bool | None = None  # whether samples influence each other in the plain model; None if unknown
     notes: list[str] = field(default_factory=list)
 
     @property
     def outcome(self) -> Outcome:
-        """In a word."""
+        """Summary of all verdicts in one word."""
         verdicts = {p.verdict for p in self.parameters}
         if self.refusal is not None:
             return "refused"
@@ -72,47 +77,47 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether the gradients of every parameter that was used were compared, and are right."""
+        """Whether the gradients of all used parameters were compared and are right."""
         return self.outcome == "right"
 
     def raise_if_wrong(self) -> None:
-        """Raises what the recording was refused with, or an error with the table where not all is right."""
+        """Raise the error of a refused recording, or an error with the table unless `ok`."""
         if self.refusal is not None:
             raise self.refusal
         if not self.ok:
             raise PerSampleError(f"persample.check:\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data that `json.dumps` takes; an error that is no number is None."""
+        """Report as plain data for `json.dumps`; an `error` that is not finite becomes None."""
         parameters = [asdict(p) for p in self.parameters]
         for row in parameters:
             row["shape"] = list(row["shape"])
             row["error"] = row["error"] if row["error"] is not None and math.isfinite(row["error"]) else None
         refusal = self.refusal and {"type": type(self.refusal).__name__, "message": str(self.refusal)}
-        own = ("samples", "batch_size", "dtype", "tolerance", "coupled", "notes")
+        copied = ("samples", "batch_size", "dtype", "tolerance", "coupled", "notes")
         return {
             "ok": self.ok,
             "outcome": self.outcome,
             "refusal": refusal,
             "parameters": parameters,
-            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self, name) for name in copied},
         }
 
     def __str__(self) -> str:
         samples = f"{self.samples} of {self.batch_size} samples"
         paragraphs = [_HEADLINES[self.outcome].format(samples=samples)]
         if self.refusal is not None:
-            paragraphs.append(_wrapped(str(self.refusal), "  "))
+            paragraphs.append(_wrap(str(self.refusal), "  "))
         elif self.parameters:
             paragraphs.append(self._table())
             paragraphs.append(
-                _wrapped(
-                    f"Computed in {self.dtype}; an error of {self.tolerance:.0e} of a row's scale is allowed. kept and "
-                    f"dense(): the memory that all {self.batch_size} samples take, estimated."
+                _wrap(
+                    f"Computed in {self.dtype}; allowed error: {self.tolerance:.0e} of the scale of a row. kept and "
+                    f"dense(): estimated memory for all {self.batch_size} samples."
                 )
             )
         if self.notes:
-            paragraphs.append("\n".join("- " + _wrapped(note, "  ").lstrip() for note in self.notes))
+            paragraphs.append("\n".join("- " + _wrap(note, "  ").lstrip() for note in self.notes))
         return "\n\n".join(paragraphs)
 
     def _table(self) -> str:
@@ -153,7 +158,7 @@ def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: str = "") -> str:
+def _wrap(text: str, indent: str = "") -> str:
     return "\n".join(
         textwrap.fill(line, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
         for line in text.splitlines()

@@ -1,4 +1,4 @@
-"""A copy of the user's model, to be run again and again from the state that it was given in."""
+"""Copy of the user's model that can be run repeatedly from the same state."""
 
 from __future__ import annotations
 
@@ -23,164 +23,155 @@ from persample.backward.collector import asked_sources
 from persample.batches import Batch
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
-from persample.losses import loss_of
+from persample.losses import check_is_scalar, compute_loss
 from persample.recording.record import record
 
 Gradient = dict[str, Tensor]
 
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-}  # fmt: skip
-
-
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class Subject:
-    """What is checked: it gives the loss of some samples, its plain gradient, or a recording of it.
+    """The model under check: computes the loss of some samples, its plain gradient, or a recording.
 
-    Every run starts with the parameters and buffers of the user's model and with random numbers from a seed. In
-    `double` the copy, the batch and what torch makes by default are in float64.
+    Every run starts with the parameters and buffers of the user's model and with seeded random numbers. With `double`,
+    the copy, the batch and the default dtype of torch are float64.
     """
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any], batch: Batch, options: Any, double: bool) -> None:
-        self.model = copied(model)
-        self.loss_fn = copied(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
+        self.model = copy_module(model)
+        self.loss_fn = copy_module(loss_fn) if isinstance(loss_fn, nn.Module) else loss_fn
         self.batch = batch
         self.options = options
         self.double = double
-        self.dropout = True  # in functions; that of modules is theirs
+        self.dropout = True  # whether dropout functions are active; dropout modules have their own setting
         if double:
             for module in (self.model, self.loss_fn):
                 if isinstance(module, nn.Module):
                     _torch.apply_to_tensors(module, to_double)
-        self.reached: set[str] = set()  # the parameters that a loss has depended on
+        self.reached: set[str] = set()  # parameters that received a gradient in some run
         self.parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._places = [(m, name, b) for m in self.model.modules() for name, b in _torch.get_buffers(m).items()]
-        given = [*model.parameters(), *model.buffers()]
-        self._values = list(zip([*self.model.parameters(), *self.model.buffers()], given, strict=True))
+        self._buffers = [(m, name, b) for m in self.model.modules() for name, b in _torch.get_buffers(m).items()]
+        originals = [*model.parameters(), *model.buffers()]
+        self._values = list(zip([*self.model.parameters(), *self.model.buffers()], originals, strict=True))
 
     # ---- runs ----
 
-    def loss(self, start: int, stop: int, seed: int = 0, watch: Any = None) -> Tensor:
-        """The loss of the samples from `start` to `stop`, as a batch of their own."""
-        part = self._part(start, stop)
-        with self._run(seed), watch or nullcontext():
-            return self._loss(part)
+    def compute_loss(self, start: int, stop: int, seed: int = 0, mode: Any = None) -> Tensor:
+        """Loss of the batch that consists of the samples from `start` to `stop`, computed under a torch `mode`."""
+        part = self._take_samples(start, stop)
+        with self._prepare_run(seed), mode or nullcontext():
+            return self._call_loss(part)
 
-    def gradient(self, start: int, stop: int) -> Gradient:
-        """Its gradient by plain autograd."""
-        part = self._part(start, stop)
-        with self._run():
-            self._backward(self._loss(part))
+    def compute_gradient(self, start: int, stop: int) -> Gradient:
+        """Gradient of that loss by plain autograd."""
+        part = self._take_samples(start, stop)
+        with self._prepare_run():
+            self._run_backward(self._call_loss(part))
         self.reached |= {name for name, p in self.parameters.items() if p.grad is not None}
         grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.parameters.items()}
         return {name: grad.to_dense() for name, grad in grads.items()}
 
-    def recorded(self, stop: int) -> tuple[PerSampleGradients, dict[str, list[str]]]:
-        """A recording of the first samples, and the names of the rules that gave each parameter's terms."""
+    def record(self, stop: int) -> tuple[PerSampleGradients, dict[str, list[str]]]:
+        """Record the first `stop` samples; return the gradients, and for each parameter the names of its rules."""
         sources: dict[int, set[str]] = {}
-        part = self._part(0, stop)
+        part = self._take_samples(0, stop)
         token = asked_sources.set(sources)
         try:
-            with self._run(), record(self.model, **self.options) as grads:
-                self._backward(self._loss(part))
+            with self._prepare_run(), record(self.model, **self.options) as grads:
+                self._run_backward(self._call_loss(part))
         finally:
             asked_sources.reset(token)
         return grads, {name: sorted(sources.get(id(p), ())) for name, p in self.parameters.items()}
 
     def is_random(self, stop: int) -> bool:
         """Whether the loss depends on the seed."""
-        one, other = (self.loss(0, stop, seed).detach() for seed in (0, 1))
-        rounding = torch.finfo(one.dtype).eps ** 0.75  # of kernels that do not always add up in the same order
+        one, other = (self.compute_loss(0, stop, seed).detach() for seed in (0, 1))
+        rounding = torch.finfo(one.dtype).eps ** 0.75  # some kernels do not always add up in the same order
         return not torch.allclose(one, other, rtol=rounding, atol=0, equal_nan=True)
 
-    def narrowest(self, stop: int) -> torch.dtype:
-        """The floating type with the fewest digits that a run computes in."""
-        types = _Types()
+    def find_narrowest_dtype(self, stop: int) -> torch.dtype:
+        """The least precise floating-point type of a run."""
+        types = _DtypeMode()
         try:
-            self.loss(0, stop, watch=types)
-        except Exception:  # it does not run under a mode of torch, which a recording is too, and will say
-            types.seen = {self.loss(0, stop).dtype}
+            self.compute_loss(0, stop, mode=types)
+        except Exception:  # the model does not run under a torch mode: the recording will fail as well, and report it
+            types.seen = {self.compute_loss(0, stop).dtype}
         return max(types.seen, key=lambda dtype: torch.finfo(dtype).eps)
 
     def turn_off_dropout(self, stop: int) -> bool:
-        """Whether the loss no longer depends on the seed once what is called dropout is turned off, as it then is."""
+        """Turn off dropout; return whether the loss no longer depends on the seed."""
         for module in self.model.modules():
             if isinstance(module, _DROPOUT_MODULES):
                 module.p = 0.0
             for name, value in list(vars(module).items()):
                 if "drop" in name and isinstance(value, float):
                     setattr(module, name, 0.0)
-        self.dropout = not self.is_random(stop)  # functions that are called with a number of their own remain
+        self.dropout = not self.is_random(stop)  # still random: functions may be called with a fixed probability
         return self.dropout or not self.is_random(stop)
 
     # ---- inside ----
 
-    def _part(self, start: int, stop: int) -> Any:
+    def _take_samples(self, start: int, stop: int) -> Any:
         return self.batch.part(start, stop, to_double if self.double else lambda tensor: tensor)
 
-    def _loss(self, part: Any) -> Tensor:
-        loss = loss_of(self.model, part, self.loss_fn)
-        if not isinstance(loss, Tensor):
-            raise PerSampleError(f"loss_fn gave a {type(loss).__name__}; a tensor of one number is needed.")
-        if loss.numel() != 1:
-            raise PerSampleError(
-                f"loss_fn gave a tensor of shape {tuple(loss.shape)}; one number is needed, the mean or the sum over "
-                "the samples."
-            )
+    def _call_loss(self, part: Any) -> Tensor:
+        loss = compute_loss(self.model, part, self.loss_fn)
+        check_is_scalar(loss, "a tensor with one element, the mean or the sum over the samples")
         return loss
 
-    def _backward(self, loss: Tensor) -> None:
-        """Backward, after which nobody but the copy has another gradient than before."""
+    def _run_backward(self, loss: Tensor) -> None:
+        """Run the backward pass. Gradients of tensors outside the copy are restored afterwards."""
         if not loss.requires_grad:
             raise PerSampleError("The loss depends on no parameter that requires grad.")
         with preserve_grads(loss, but={id(p) for p in self.parameters.values()}):
             loss.backward()
 
     @contextmanager
-    def _run(self, seed: int = 0) -> Iterator[None]:
+    def _prepare_run(self, seed: int = 0) -> Iterator[None]:
         self._reset()
         seed_all(seed)
         default = torch.get_default_dtype()
-        with ExitStack() as around:
+        with ExitStack() as stack:
             if self.double:
-                around.callback(torch.set_default_dtype, default)
+                stack.callback(torch.set_default_dtype, default)
                 torch.set_default_dtype(torch.float64)
             if not self.dropout:
-                around.enter_context(_NoDropout())
+                stack.enter_context(_NoDropoutMode())
             yield
 
     def _reset(self) -> None:
-        """Gives parameters and buffers the values that they have in the user's model: a forward may change them."""
+        """Copy parameters and buffers from the user's model again: a forward pass may have changed them."""
         with torch.no_grad():
-            for module, name, buffer in self._places:
+            for module, name, buffer in self._buffers:
                 _torch.get_buffers(module)[name] = buffer
-            for mine, given in self._values:
-                mine.copy_(given)
+            for copied, original in self._values:
+                copied.copy_(original)
         for p in self.parameters.values():
             p.grad = None
 
 
-def copied(model: nn.Module) -> Any:
-    """A deep copy, also where a module keeps what it computes from its parameters (an old-style weight norm)."""
+def copy_module(module: nn.Module) -> Any:
+    """Deep copy of a module, which may hold tensors that it computed from parameters (old-style weight norm)."""
     computed = {
         id(value): value.detach().clone()
-        for module in model.modules()
-        for value in find_tensors(list(vars(module).values()))
+        for part in module.modules()
+        for value in find_tensors(list(vars(part).values()))
         if not value.is_leaf
     }
     try:
-        return copy.deepcopy(model, dict(computed))
+        return copy.deepcopy(module, dict(computed))
     except Exception as error:
         raise PerSampleError(
-            f"{type(model).__name__} cannot be copied, and a check runs on a copy to leave the model alone: {error}"
+            f"{type(module).__name__} cannot be copied: {error}. The check runs on a copy so that the module does not "
+            "change. Remove the attribute that cannot be copied, or define __deepcopy__."
         ) from error
 
 
 @contextmanager
-def untouched(*modules: Any) -> Iterator[None]:
-    """Puts back what a run may change around the copies: random numbers, and buffers of the modules themselves."""
+def preserve_state(*modules: Any) -> Iterator[None]:
+    """Restore the states of random number generators, and buffers of the modules, at the end of the block."""
     modules = tuple(m for m in modules if isinstance(m, nn.Module))
     before = [(b, b._version, b.detach().clone()) for m in modules for b in m.buffers()]
     numpy: Any = sys.modules.get("numpy")
@@ -208,12 +199,12 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-class _NoDropout(TorchFunctionMode):
-    """Calls the dropouts of torch as in evaluation."""
+class _NoDropoutMode(TorchFunctionMode):
+    """Calls the dropout functions of torch as in evaluation."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if "dropout_p" in kwargs:  # of an attention
+        if "dropout_p" in kwargs:  # scaled_dot_product_attention
             kwargs["dropout_p"] = 0.0
         if func not in _DROPOUTS:
             return func(*args, **kwargs)
@@ -222,8 +213,8 @@ class _NoDropout(TorchFunctionMode):
         return func(*call.args, **call.kwargs)
 
 
-class _Types(TorchFunctionMode):
-    """Notes the floating types of all results."""
+class _DtypeMode(TorchFunctionMode):
+    """Collects the floating-point types of all results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from persample.cli.check import subject_of
 from persample.cli.command import Command, apart, as_json, positive
 from persample.cli.entry import UsageError, in_one_line, told
 from persample.errors import PerSampleError
-from persample.losses import losses_of
+from persample.losses import compute_sample_losses
 
 _BENCH = """\
 Measure on this machine what per-sample gradients of a model cost: the time of a forward and backward pass
@@ -57,7 +57,7 @@ def measured(model: nn.Module, batch: Any, loss_fn: Any, rounds: int, dense: boo
     size = Batch(batch, 0, None, isinstance(batch, (tuple, list)) and len(batch) == 2).size
 
     def forward() -> torch.Tensor:
-        return losses_of(model, batch, loss_fn).sum()
+        return compute_sample_losses(model, batch, loss_fn).sum()
 
     def plain() -> None:
         torch.autograd.grad(forward(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)

@@ -33,6 +33,7 @@ from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients
+from persample.losses import compute_step_loss, describe_value
 from persample.recording.options import Selection
 from persample.recording.record import record
 
@@ -78,7 +79,7 @@ def compile(
     (torch.Size([]), torch.Size([2, 3]))
     """
     if not isinstance(model, nn.Module):
-        raise PerSampleError(f"compile takes an nn.Module, got {_kind(model)}")
+        raise PerSampleError(f"compile takes an nn.Module, got {describe_value(model)}")
     recording = {
         "batch_size": batch_size,
         "batch_dim": batch_dim,
@@ -191,14 +192,7 @@ class CompiledStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
         """What the step gives, by a recording."""
         with record(self._model, **self._recording) as grads:
-            if isinstance(self._loss_fn, nn.Module):
-                inputs, target = args
-                outcome = self._loss_fn(self._model(inputs), target)
-            else:
-                outcome = self._loss_fn(self._model, *args, **kwargs)
-            loss = outcome[0] if isinstance(outcome, tuple) else outcome
-            if not isinstance(loss, Tensor) or loss.numel() != 1:
-                raise PerSampleError("The loss function of a compiled step gives one number, or a tuple with it first.")
+            outcome, loss = compute_step_loss(self._model, self._loss_fn, args, kwargs)
             with _without_autocast(tensors):
                 loss.backward()
         with _without_autocast(tensors):
@@ -227,13 +221,9 @@ def _described(leaf: Any) -> Any:
     if type(leaf) not in NUMBERS:
         raise PerSampleError(
             "A compiled step takes plain tensors, numbers and strings, in lists, tuples and dicts, got "
-            f"{_kind(leaf)}."
+            f"{describe_value(leaf)}."
         )
     return (type(leaf), leaf)
-
-
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -252,7 +242,9 @@ class Form:
         rest = [None if i in places else leaf for i, leaf in enumerate(leaves)]
         strange = [leaf for leaf in rest if type(leaf) not in NUMBERS]
         if strange:
-            raise PerSampleError(f"A compiled step gives tensors and numbers; this one gives {_kind(strange[0])} too.")
+            raise PerSampleError(
+                f"A compiled step gives tensors and numbers; this one gives {describe_value(strange[0])} too."
+            )
         return Form(spec, rest, places), [leaves[i] for i in places]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:

@@ -1,4 +1,8 @@
-"""Private training: Opacus' engine with persample's gradients. `pip install persample[private]`."""
+"""Private training: the engine of Opacus with the gradients of persample. Requires `pip install 'persample[private]'`.
+
+Users import `PrivacyEngine`, `PrivateOptimizer` and `BatchMemoryManager` from here, and the integrations from
+`persample.private.huggingface` and `persample.private.lightning`. Other packages use nothing from here.
+"""
 
 try:
     import opacus  # noqa: F401

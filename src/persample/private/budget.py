@@ -1,4 +1,4 @@
-"""How much noise there is: as a number, or as much as a budget allows."""
+"""Amount of noise: given directly, or derived from a privacy budget."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from persample.private.engine import PrivacyEngine
 
 @dataclass(frozen=True)
 class Budget:
-    """Either `noise_multiplier` or `target_epsilon`; `target_delta` goes with what is spent, too.
+    """Either `noise_multiplier` or `target_epsilon`. `target_delta` belongs to the target and to `spent()`.
 
     >>> Budget(noise_multiplier=1.0, target_epsilon=3.0)
     Traceback (most recent call last):
-    persample.errors.PerSampleError: Give either noise_multiplier or target_epsilon.
+    persample.errors.PerSampleError: Pass either noise_multiplier or target_epsilon.
     """
 
     noise_multiplier: float | None = None
@@ -24,10 +24,10 @@ class Budget:
 
     def __post_init__(self) -> None:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
-            raise PerSampleError("Give either noise_multiplier or target_epsilon.")
+            raise PerSampleError("Pass either noise_multiplier or target_epsilon.")
 
     def make_private(self, engine: PrivacyEngine, epochs: float, **options: Any) -> Any:
-        """The private optimizer, for so many epochs."""
+        """Make the private optimizer for a training of `epochs` epochs."""
         if self.noise_multiplier is not None:
             return engine.make_private(noise_multiplier=self.noise_multiplier, **options)[1]
         assert self.target_epsilon is not None
@@ -36,5 +36,5 @@ class Budget:
         )[1]
 
     def spent(self, engine: PrivacyEngine) -> float:
-        """The epsilon of the steps so far."""
+        """Epsilon that the steps so far have spent, at `target_delta`."""
         return float(engine.get_epsilon(self.target_delta))

@@ -1,4 +1,4 @@
-"""A loss function that can be called as the one that Opacus' ghost mode gives."""
+"""Loss function with the call signature of the criterion that Opacus returns in ghost mode."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 
 
 class Criterion:
-    """Calls the loss function itself; with `shape`, that of `(batch, positions, ...)` before it was flattened, it
-    gives each sequence's mean over the positions that count, or sum, and these reduced over the batch.
+    """Calls a loss function, and reduces it for each sequence separately if `shape` is given.
+
+    `shape` is the shape `(batch, positions, ...)` of the logits before they were flattened. The loss of a sequence is
+    then the mean over the positions that are not ignored, or the sum. The result is the mean or sum over the batch.
 
     >>> import torch
     >>> criterion = Criterion(torch.nn.CrossEntropyLoss(), "mean")
@@ -26,14 +28,14 @@ class Criterion:
     def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> Tensor:
         if shape is None:
             return self.criterion(*args, **kwargs)
-        losses = self._unreduced(*args, **kwargs).view(shape[0], shape[1])
+        losses = self._call_unreduced(*args, **kwargs).view(shape[0], shape[1])
         if self.loss_reduction == "sum":
             return losses.sum()
         target = kwargs["target"] if "target" in kwargs else args[1]
         counts = target.view(shape[0], shape[1]) != getattr(self.criterion, "ignore_index", None)
         return (losses.sum(1) / counts.sum(1).clamp(min=1)).mean()
 
-    def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _call_unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
         before = self.criterion.reduction  # type: ignore[attr-defined]
         self.criterion.reduction = "none"  # type: ignore[attr-defined]
         try:

@@ -1,4 +1,4 @@
-"""Opacus' PrivacyEngine, with the model left as it is and the gradients from persample."""
+"""PrivacyEngine of Opacus with the gradients of persample and without a wrapper around the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from persample import _torch
 from persample.errors import PerSampleError, SamplesMixed
 from persample.private.criterion import Criterion
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import know_empty_batches, shared_loader
+from persample.private.sampling import prepare_empty_batches, replace_sampler
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -32,11 +32,11 @@ _MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
-    """Makes a model, its optimizer and its data loader private: differential privacy at the price of ordinary training.
+    """Makes the training of a model differentially private.
 
-    To be used as Opacus' own, whose accountants, samplers, schedulers and checkpoints it has. The difference is in the
-    gradients: any model that runs in PyTorch can be trained, it stays the model that it is, with no wrapper around it,
-    and a step takes one backward pass.
+    The engine has the interface of `opacus.PrivacyEngine`, and its accountants, samplers, schedulers and checkpoints.
+    The gradients come from persample: any model that runs in PyTorch can be trained, the model is not wrapped, and a
+    step takes one backward pass.
 
     >>> import warnings; warnings.simplefilter("ignore")
     >>> from torch.utils.data import TensorDataset
@@ -73,21 +73,26 @@ class PrivacyEngine(opacus.PrivacyEngine):
         rand_on_empty: bool = False,
         **recording: Any,
     ) -> tuple[Any, ...]:
-        """The module, itself; an optimizer and a data loader that make its training private.
+        """Return the module, a private optimizer and a data loader for private training.
 
-        The arguments are those of Opacus' engine. `clipping` is "flat", "per_layer" or "automatic". `grad_sample_mode`
-        names ways of Opacus' to find gradients, which are all one here; with "ghost", for which Opacus gives a
-        criterion too, there is one between the optimizer and the data loader. `wrap_model` makes no difference.
+        The module is the same object as the argument. `optimizer.release()` ends private training: the model then
+        trains as before.
 
-        Further arguments go to `persample.record`: `batch_dim` for models with inputs that are not all of samples,
-        `passes=2` for two backward passes in less memory, `memory` for what decides it.
+        Args:
+            criterion: loss function for `grad_sample_mode="ghost"`; cross entropy by default.
+            clipping: "flat", "per_layer" or "automatic"; see `PrivateOptimizer`.
+            grad_sample_mode: accepted for compatibility with Opacus; the gradients are the same in all modes. With
+                "ghost" or "ghost_fsdp", a criterion is returned between the optimizer and the data loader.
+            wrap_model: accepted for compatibility with Opacus, without effect.
+            recording: options of `persample.record`, such as `batch_dim` for inputs without a batch dimension,
+                `passes=2` for two backward passes with less memory, or `memory`, which decides between one and two.
 
-        `optimizer.release()` makes the model an ordinary one again.
+        The other arguments are the arguments of `opacus.PrivacyEngine.make_private`.
         """
         if noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
         if grad_sample_mode not in _MODES:
-            raise PerSampleError(f"grad_sample_mode is one of {_MODES}, got {grad_sample_mode!r}")
+            raise PerSampleError(f"grad_sample_mode must be one of {_MODES}, got {grad_sample_mode!r}")
         if isinstance(optimizer, PrivateOptimizer):
             optimizer.release()
             optimizer = optimizer.original_optimizer
@@ -129,13 +134,15 @@ class PrivacyEngine(opacus.PrivacyEngine):
     def make_private_with_epsilon(
         self, *, data_loader: DataLoader[Any], target_epsilon: float, target_delta: float, epochs: float, **others: Any
     ) -> tuple[Any, ...]:
-        """`make_private`, with the noise that spends (target_epsilon, target_delta) in so many epochs."""
+        """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs."""
         if len(self.accountant) > 0:
             warnings.warn(
-                "Some of the privacy budget has been spent already, and comes on top of target_epsilon.", stacklevel=2
+                "Some of the privacy budget has already been spent. It is not part of target_epsilon.", stacklevel=2
             )
-        if not epochs > 0:  # for which as good as no noise would do
-            raise PerSampleError(f"The noise for a target depends on how long training goes, got epochs={epochs}")
+        if not epochs > 0:  # the search would return almost no noise
+            raise PerSampleError(
+                f"epochs must be positive, because the noise for target_epsilon depends on it, got {epochs}"
+            )
         noise_multiplier = get_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -149,46 +156,49 @@ class PrivacyEngine(opacus.PrivacyEngine):
         prepared = super()._prepare_data_loader(data_loader, **options)
         if not options["poisson_sampling"]:
             return prepared
-        know_empty_batches(prepared)
-        return shared_loader(prepared) if options["distributed"] else prepared
+        prepare_empty_batches(prepared)
+        return replace_sampler(prepared) if options["distributed"] else prepared
 
-    # ---- what cannot be private ----
+    # ---- modules that cannot be trained privately ----
 
     def validate(
         self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
     ) -> None:
-        """Refuses what can be known to mix samples, or to keep something of them, before anything has run."""
-        for name, found in _unfit(module).items():
+        """Raise for modules that are known to mix samples or to keep statistics of samples."""
+        for name, found in _find_unsupported(module).items():
             raise SamplesMixed(
-                f"'{name}', a {type(found).__name__}, cannot be trained privately: it normalises with statistics of "
-                "the batch, or keeps them. Put GroupNorm in its place, as PrivacyEngine.get_compatible_module(model) "
-                "does (make the optimizer afterwards), or call eval() on it and leave it there."
+                f"'{name}' ({type(found).__name__}) cannot be trained privately: it normalises with statistics of the "
+                "batch, or it keeps statistics of samples. Replace it by GroupNorm, for example with "
+                "PrivacyEngine.get_compatible_module(model) before you make the optimizer, or keep it in eval() mode."
             )
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
     ) -> bool:
-        """Whether `validate` has nothing to refuse."""
-        return not _unfit(module)
+        """Whether `validate` accepts the module."""
+        return not _find_unsupported(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """A copy of the module, with what cannot be private replaced as Opacus' fixer does, and nothing else."""
+        """Copy the module, with modules that `validate` refuses replaced by the fixers of Opacus."""
         module = deepcopy(module)
-        for name, part in _unfit(module).items():
+        for name, part in _find_unsupported(module).items():
             like = next(chain(part.parameters(), part.buffers()), torch.empty(0))
-            fitting = ModuleValidator.FIXERS[type(part)](part).to(like.device, like.dtype)
+            replacement = ModuleValidator.FIXERS[type(part)](part).to(like.device, like.dtype)
             if not name:
-                return fitting
+                return replacement
             parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, fitting)
+            setattr(module.get_submodule(parent), last, replacement)
         return module
 
     # ---- checkpoints ----
 
     def save_checkpoint(self, *, path: Any, optimizer: Any = None, checkpoint_dict: Any = None, **kwargs: Any) -> None:
-        """As Opacus does; a file is there whole or not at all, and says where the noise was, which must not repeat."""
-        noise = {"persample_noise_state": noise_state(optimizer)}
+        """Save a checkpoint as Opacus does, atomically and with the state of the noise generator.
+
+        Without that state, a script that sets its seed at the start would draw the same noise again after a restart.
+        """
+        noise = {"persample_noise_state": get_noise_state(optimizer)}
         together = {**(checkpoint_dict or {}), **noise}
         if not isinstance(path, (str, os.PathLike)):
             super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
@@ -201,41 +211,40 @@ class PrivacyEngine(opacus.PrivacyEngine):
             part.unlink(missing_ok=True)
 
     def load_checkpoint(self, *, path: Any, optimizer: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """As Opacus does; given the optimizer, its noise goes on from where it was."""
+        """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator."""
         checkpoint: dict[str, Any] = super().load_checkpoint(path=path, optimizer=optimizer, **kwargs)
         state = checkpoint.pop("persample_noise_state", None)
         if optimizer is not None and state is not None:
-            noise_source(optimizer).set_state(state)
+            get_noise_generator(optimizer).set_state(state)
         return checkpoint
 
 
 def is_distributed(module: nn.Module) -> bool:
-    """Whether several processes train a module together."""
-    there_are = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not there_are:
+    """Whether a module is wrapped by DDP, or sharded by FSDP2, in an initialised process group."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     wrappers = (DistributedDataParallel, opacus.distributed.DifferentiallyPrivateDistributedDataParallel)
     return isinstance(module, wrappers) or bool(_torch.get_fsdp_states(module))
 
 
-def _unfit(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that use statistics of the batch, or keep statistics of samples."""
+def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
+    """Submodules that use statistics of the batch, or keep statistics of samples, by name."""
     found: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
-        of_the_batch = isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None)
-        kept = isinstance(part, _INSTANCE_NORMS) and part.track_running_stats and part.training
-        if of_the_batch or kept:
+        uses_batch = isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None)
+        keeps_samples = isinstance(part, _INSTANCE_NORMS) and part.track_running_stats and part.training
+        if uses_batch or keeps_samples:
             found[name] = part
     return found
 
 
-def noise_state(optimizer: Any) -> torch.Tensor | None:
-    """Where the noise of an optimizer is in its random numbers; None if nobody can know."""
-    return None if optimizer is None or optimizer.secure_mode else noise_source(optimizer).get_state()
+def get_noise_state(optimizer: Any) -> torch.Tensor | None:
+    """State of the noise generator of an optimizer; None in secure mode, where it cannot be saved."""
+    return None if optimizer is None or optimizer.secure_mode else get_noise_generator(optimizer).get_state()
 
 
-def noise_source(optimizer: Any) -> torch.Generator:
-    """What an optimizer draws its noise from."""
+def get_noise_generator(optimizer: Any) -> torch.Generator:
+    """Generator that an optimizer draws its noise from: its own, or the default generator of the device."""
     if optimizer.generator is not None:
         return optimizer.generator
     device = next((p.device for p in optimizer.params), torch.device("cpu"))

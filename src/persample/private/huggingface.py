@@ -1,4 +1,4 @@
-"""Private training with the Trainer of Hugging Face's transformers."""
+"""Private training with the Trainer of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,21 @@ _ACCOUNTANT = "privacy_accountant.pt"
 
 
 class PrivateTrainer(Trainer):
-    """A Trainer whose training is private. All arguments are the Trainer's, but these:
+    """A Trainer for private training.
 
-    `max_grad_norm` bounds what a sample adds to a step; `noise_multiplier`, or `target_epsilon` for all epochs, says
-    how much noise there is; `target_delta` goes with it, and with the epsilon that is logged. `private` has further
-    arguments of `PrivacyEngine.make_private`, such as `clipping`, `passes` or `batch_dim`. The expected size of a batch
-    is `per_device_train_batch_size`: which samples it has is drawn for each.
+    Batches are drawn by Poisson sampling with expected size `per_device_train_batch_size`. The loss must be a mean or
+    sum over the samples. For a language model with sequences of different lengths, use
+    `compute_loss_func=mean_of_sequences`.
 
-    The model's loss has to be a mean, or a sum, of what each sample gives. For a language model with sequences of
-    different lengths, `compute_loss_func=mean_of_sequences` is one.
+    Args:
+        max_grad_norm: bound of the gradient of a sample.
+        noise_multiplier: standard deviation of the noise, relative to `max_grad_norm`.
+        target_epsilon: epsilon that all epochs together spend; an alternative to `noise_multiplier`.
+        target_delta: delta of `target_epsilon` and of the epsilon in the logs.
+        engine: a `PrivacyEngine`, for example with another accountant.
+        private: further arguments of `PrivacyEngine.make_private`, such as `clipping`, `passes` or `batch_dim`.
+
+    The other arguments are the arguments of `Trainer`.
     """
 
     def __init__(
@@ -48,20 +54,25 @@ class PrivateTrainer(Trainer):
         self._private = {"max_grad_norm": max_grad_norm, **(private or {})}
         self._loader: Any = None
         self._check_arguments()
-        self.args.max_grad_norm = 0.0  # of the Trainer's own, which would clip the sum
-        self.model_accepts_loss_kwargs = False  # or the loss of a sample would depend on how long the others are
+        self.args.max_grad_norm = 0.0  # the Trainer itself must not clip the sum
+        self.model_accepts_loss_kwargs = False  # else the loss of a sample depends on the lengths of other samples
 
     def _check_arguments(self) -> None:
         args = self.args
         if args.gradient_accumulation_steps > 1:
-            raise PerSampleError("gradient_accumulation_steps adds up batches that are sampled by themselves: use 1.")
+            raise PerSampleError(
+                "gradient_accumulation_steps adds up independent Poisson samples, which private training does not "
+                "allow: set gradient_accumulation_steps=1."
+            )
         if args.fp16:
-            raise PerSampleError("fp16 scales the loss, and with it each sample's gradient: use bf16.")
+            raise PerSampleError("fp16 scales the loss, and so the gradient of each sample before clipping: use bf16.")
         if args.world_size > 1:
-            raise PerSampleError("PrivateTrainer is for one process. For several, use PrivacyEngine with DDP or FSDP2.")
+            raise PerSampleError(
+                "PrivateTrainer supports one process only. For several processes, use PrivacyEngine with DDP or FSDP2."
+            )
 
     def get_train_dataloader(self) -> Any:
-        """The Trainer's loader, with batches that are sampled as the privacy of the steps takes it."""
+        """The loader of the Trainer with Poisson sampling."""
         if self._loader is None:
             self._loader = self.engine._prepare_data_loader(
                 super().get_train_dataloader(), poisson_sampling=True, distributed=False
@@ -74,7 +85,7 @@ class PrivateTrainer(Trainer):
             return optimizer
         self.optimizer = self.budget.make_private(
             self.engine,
-            self._epochs(),
+            self._count_epochs(),
             module=self.model,
             optimizer=optimizer,
             data_loader=self.get_train_dataloader(),
@@ -82,51 +93,54 @@ class PrivateTrainer(Trainer):
         )
         return self.optimizer
 
-    def _epochs(self) -> float:
+    def _count_epochs(self) -> float:
         steps = self.args.max_steps
         return steps / len(self.get_train_dataloader()) if steps > 0 else self.args.num_train_epochs
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Trains; afterwards the model is an ordinary one again."""
+        """Train privately. Afterwards the model trains without clipping and noise again."""
         if resume_from_checkpoint:
-            self._go_on_counting(resume_from_checkpoint)
+            self._load_accountant(resume_from_checkpoint)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # in accelerate's wrapper, or not yet
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate may have wrapped it
             if isinstance(optimizer, PrivateOptimizer):
                 optimizer.release()
                 self.optimizer = optimizer.original_optimizer
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer does; the steps that were made are written first, so that no checkpoint is without them."""
+        """Save a checkpoint as the Trainer does. The accountant is saved first, so that no checkpoint is without it."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.engine.accountant.state_dict(), folder / _ACCOUNTANT)
         super()._save_checkpoint(*args, **kwargs)
 
-    def _go_on_counting(self, checkpoint: str | bool) -> None:
+    def _load_accountant(self, checkpoint: str | bool) -> None:
         folder = get_last_checkpoint(self.args.output_dir) if checkpoint is True else checkpoint
         path = Path(str(folder)) / _ACCOUNTANT
         if not path.exists():
-            raise PerSampleError(f"{folder} does not tell which steps were made: PrivateTrainer did not write it.")
+            raise PerSampleError(
+                f"{folder} has no {_ACCOUNTANT}, so the privacy budget spent so far is unknown. Resume only from "
+                "checkpoints that PrivateTrainer wrote."
+            )
         self.engine.accountant.load_state_dict(torch.load(path, weights_only=False))
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Of a batch that has turned out empty there is nothing to compute; its step adds noise."""
+        """Skip the computation for an empty batch; its step still adds noise."""
         if not any(isinstance(value, Tensor) and value.numel() for value in inputs.values()):
             return torch.zeros((), device=self.args.device)
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """What the Trainer logs, and the epsilon that is spent."""
+        """Log as the Trainer does, and add the epsilon spent so far."""
         if len(self.engine.accountant):
             logs = {**logs, "epsilon": self.budget.spent(self.engine)}
         super().log(logs, *args, **kwargs)
 
 
 def mean_of_sequences(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, ignore_index: int = -100) -> Tensor:
-    """The loss of a causal language model: the mean of each sequence's own mean over its next tokens."""
+    """Loss of a causal language model: mean over the sequences of the mean loss of their next tokens."""
     logits, targets = outputs["logits"][:, :-1], labels[:, 1:]
     losses = nn.functional.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=ignore_index

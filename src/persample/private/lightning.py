@@ -11,24 +11,32 @@ from torch.utils.data import DataLoader
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
-from persample.private.engine import PrivacyEngine, noise_source, noise_state
+from persample.private.engine import PrivacyEngine, get_noise_generator, get_noise_state
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import know_empty_batches
+from persample.private.sampling import prepare_empty_batches
 
 
 def poisson(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader whose batches are sampled as the privacy of the steps takes it; of the same size on average."""
+    """Copy a loader with Poisson sampling. The expected batch size is the batch size of the loader."""
     sampled = DPDataLoader.from_data_loader(loader)
-    know_empty_batches(sampled)
+    prepare_empty_batches(sampled)
     return sampled
 
 
 class PrivateTraining(pl.Callback):
-    """Makes the training of a LightningModule private: `Trainer(callbacks=[PrivateTraining(...)])`.
+    """Callback for private training: `Trainer(callbacks=[PrivateTraining(...)])`, `fit(module, poisson(loader))`.
 
-    Pass `poisson(loader)` to `fit`. `noise_multiplier`, or `target_epsilon` with `epochs`, says how much noise there
-    is. `module` names the attribute of the LightningModule that its training_step calls, if that is not itself.
-    `private` has further arguments of `PrivacyEngine.make_private`. The epsilon spent is logged after each epoch.
+    The epsilon spent so far is logged after each epoch.
+
+    Args:
+        max_grad_norm: bound of the gradient of a sample.
+        noise_multiplier: standard deviation of the noise, relative to `max_grad_norm`.
+        target_epsilon: epsilon that `epochs` epochs spend; an alternative to `noise_multiplier`.
+        target_delta: delta of `target_epsilon` and of the epsilon in the logs.
+        epochs: number of epochs for `target_epsilon`; by default all epochs of the Trainer.
+        module: name of the submodule that `training_step` calls, if it does not call the LightningModule itself.
+        engine: a `PrivacyEngine`, for example with another accountant.
+        private: further arguments of `PrivacyEngine.make_private`.
     """
 
     def __init__(
@@ -47,19 +55,19 @@ class PrivateTraining(pl.Callback):
         self.engine = engine or PrivacyEngine()
         self._epochs = epochs
         self._optimizer: Any = None
-        self._noise_state: Any = None  # of a checkpoint, until there is an optimizer
+        self._noise_state: Any = None  # loaded from a checkpoint, until the optimizer exists
         self._module = module
         self._private = {"max_grad_norm": max_grad_norm, **private}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Puts private optimizers in the place of the module's own, when these and the data are there."""
+        """Replace the optimizer by a private optimizer, once the optimizer and the data exist."""
         loader = trainer.train_dataloader
-        self._check(trainer, loader)
+        self._check_trainer(trainer, loader)
         if isinstance(trainer.optimizers[0], PrivateOptimizer):
             return
         self._optimizer = self.budget.make_private(
             self.engine,
-            self._epochs or _epochs_of(trainer, loader),
+            self._epochs or _count_epochs(trainer, loader),
             module=pl_module.get_submodule(self._module) if self._module else pl_module,
             optimizer=trainer.optimizers[0],
             data_loader=loader,
@@ -67,45 +75,56 @@ class PrivateTraining(pl.Callback):
         )
         trainer.strategy.optimizers = [self._optimizer]
         if self._noise_state is not None:
-            noise_source(self._optimizer).set_state(self._noise_state)
+            get_noise_generator(self._optimizer).set_state(self._noise_state)
             self._noise_state = None
 
-    def _check(self, trainer: Any, loader: Any) -> None:
+    def _check_trainer(self, trainer: Any, loader: Any) -> None:
         if not isinstance(loader, DPDataLoader):
             raise PerSampleError(
-                f"The training data come from a {type(loader).__name__}: give fit() a loader made by "
-                "persample.private.lightning.poisson(loader), whose batches are sampled at random."
+                f"The training data come from a {type(loader).__name__}, without Poisson sampling. Pass "
+                "persample.private.lightning.poisson(loader) to fit()."
             )
         if len(trainer.optimizers) != 1:
-            raise PerSampleError(f"Private training takes one optimizer, and there are {len(trainer.optimizers)}.")
+            raise PerSampleError(f"PrivateTraining supports one optimizer, got {len(trainer.optimizers)}.")
         if trainer.accumulate_grad_batches > 1:
-            raise PerSampleError("accumulate_grad_batches adds up batches that are sampled by themselves: use 1.")
+            raise PerSampleError(
+                "accumulate_grad_batches adds up independent Poisson samples, which private training does not allow: "
+                "set accumulate_grad_batches=1."
+            )
         if trainer.world_size > 1:
-            raise PerSampleError("PrivateTraining is for one process: for several, use PrivacyEngine with DDP or FSDP2")
+            raise PerSampleError(
+                "PrivateTraining supports one process only. For several processes, use PrivacyEngine with DDP or FSDP2."
+            )
         if self.engine.secure_mode:
-            raise PerSampleError("secure_mode samples by a generator of the engine's own: use PrivacyEngine itself.")
+            raise PerSampleError(
+                "PrivateTraining does not support secure_mode, where the engine samples with its own generator. Use "
+                "PrivacyEngine directly."
+            )
         if trainer.gradient_clip_val:
-            raise PerSampleError("gradient_clip_val would clip the sum: max_grad_norm clips each sample's gradient.")
+            raise PerSampleError(
+                "gradient_clip_val clips the sum of the gradients, not the gradient of each sample. Remove it and set "
+                "max_grad_norm of PrivateTraining."
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the steps that were made, and where the noise was, which must not repeat."""
-        return {"accountant": self.engine.accountant.state_dict(), "noise": noise_state(self._optimizer)}
+        """State for a checkpoint: the accountant and the noise generator, so that noise never repeats."""
+        return {"accountant": self.engine.accountant.state_dict(), "noise": get_noise_state(self._optimizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restore the accountant now, and the noise generator when training starts."""
         self.engine.accountant.load_state_dict(state_dict["accountant"])
         self._noise_state = state_dict["noise"]
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Logs what is spent."""
+        """Log the epsilon spent so far."""
         pl_module.log("epsilon", self.budget.spent(self.engine), prog_bar=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Makes the model an ordinary one again."""
+        """End private training and restore the original optimizer."""
         self._release(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same, if training has failed."""
+        """End private training after an error."""
         self._release(trainer)
 
     def _release(self, trainer: Any) -> None:
@@ -115,7 +134,7 @@ class PrivateTraining(pl.Callback):
             trainer.strategy.optimizers = [optimizer.original_optimizer]
 
 
-def _epochs_of(trainer: Any, loader: Any) -> float:
+def _count_epochs(trainer: Any, loader: Any) -> float:
     if trainer.max_steps and trainer.max_steps > 0:
         return trainer.max_steps / len(loader)
     return trainer.max_epochs or 0

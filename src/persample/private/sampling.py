@@ -1,4 +1,4 @@
-"""Poisson sampling by several processes."""
+"""Poisson sampling with empty batches, in one process or several."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 _LARGE_PRIME = 2_147_483_647
 
 
-class ShareOfBatches(DistributedUniformWithReplacementSampler):
-    """Opacus' sampler for one of several processes, with its empty batches, and drawing apart from the others.
+class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
+    """Sampler of Opacus for one of several processes, with two changes.
 
-    Opacus leaves empty batches out, so that some processes have fewer steps than others and all wait; and where all
-    processes have the same seed, as they often do, they choose by the same numbers.
+    It yields empty batches. Opacus leaves them out, so that some processes make fewer steps and the others wait.
+    Each process draws other random numbers, even if all processes have the same seed, as they often do.
     """
 
     def __init__(self, *, total_size: int, sample_rate: float, generator: torch.Generator | None = None) -> None:
@@ -32,9 +32,11 @@ class ShareOfBatches(DistributedUniformWithReplacementSampler):
             yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
 
 
-def shared_loader(loader: Any) -> DataLoader[Any]:
-    """One of Opacus' loaders for several processes, with this sampler."""
-    sampler = ShareOfBatches(total_size=len(loader.dataset), sample_rate=loader.sample_rate, generator=loader.generator)
+def replace_sampler(loader: Any) -> DataLoader[Any]:
+    """A copy of a distributed loader of Opacus with `DistributedPoissonSampler`."""
+    sampler = DistributedPoissonSampler(
+        total_size=len(loader.dataset), sample_rate=loader.sample_rate, generator=loader.generator
+    )
     return DataLoader(
         dataset=loader.dataset,
         batch_sampler=sampler,
@@ -50,10 +52,10 @@ def shared_loader(loader: Any) -> DataLoader[Any]:
     )
 
 
-def know_empty_batches(loader: Any) -> None:
-    """Shows one of Opacus' loaders what a batch looks like, so that it can make an empty one also if that is the first.
+def prepare_empty_batches(loader: Any) -> None:
+    """Give a loader of Opacus an example batch, so that it can make an empty batch even as its first batch.
 
-    Of the sample that is taken for it, only shapes and types are used.
+    Only shapes and types of the example are used.
     """
     collate = loader.collate_fn
     if collate.first_batch is None and collate.wrapped_collator_fn is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample.losses import described
+from persample.losses import describe_value
 from persample.scanning.digest import digest_of
 from persample.scanning.errors import ScanError
 
@@ -67,7 +67,7 @@ class Checkpoints:
         if isinstance(state, Mapping):
             return _inner(state)
         if not isinstance(state, (str, Path)):
-            raise ScanError(f"A checkpoint is a state dict or a file, got {described(state)}.")
+            raise ScanError(f"A checkpoint is a state dict or a file, got {describe_value(state)}.")
         path = Path(state)
         if not path.is_file():
             raise ScanError(f"There is no checkpoint {path}.")
@@ -96,5 +96,5 @@ def _apart(state: Any, model: nn.Module) -> Any:
 
 def _inner(state: Any) -> State:
     if not isinstance(state, Mapping):
-        raise ScanError(f"A checkpoint has to hold a state dict, got {described(state)}.")
+        raise ScanError(f"A checkpoint has to hold a state dict, got {describe_value(state)}.")
     return next((state[key] for key in _INNER if isinstance(state.get(key), Mapping)), state)

@@ -15,7 +15,7 @@ from pyarrow import csv, json, parquet
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from persample.losses import called
+from persample.losses import call_model
 from persample.scanning.errors import ScanError
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
@@ -133,7 +133,7 @@ def loaded_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
 def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """`(batch,)`: the cross entropy of each text's class, or without one, the mean over its next tokens."""
     tokens = dict(batch["tokens"])
-    outputs = called(model, tokens)
+    outputs = call_model(model, tokens)
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
     if "label" in batch:
         return F.cross_entropy(logits, batch["label"], reduction="none")

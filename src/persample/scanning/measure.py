@@ -15,9 +15,16 @@ from persample import _torch
 from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
 from persample.batches import Batch, BatchDim
-from persample.checking.subject import seed_all, untouched
+from persample.checking.subject import preserve_state, seed_all
 from persample.gradients import PerSampleGradients, StreamedNorms
-from persample.losses import LossFunction, check_pair, described, loss_of, losses_of, takes_outputs
+from persample.losses import (
+    LossFunction,
+    check_inputs_and_targets,
+    compute_loss,
+    compute_sample_losses,
+    describe_value,
+    takes_outputs,
+)
 from persample.recording.options import Options, Selection
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
@@ -60,7 +67,7 @@ class Measurement:
         labelled: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise ScanError(f"A scan takes an nn.Module, got {described(model)}.")
+            raise ScanError(f"A scan takes an nn.Module, got {describe_value(model)}.")
         if unknown := set(quantities) - set(QUANTITIES):
             raise ScanError(f"There are no quantities {sorted(unknown)}; there are {', '.join(QUANTITIES)}.")
         if nonfinite not in ("raise", "keep"):
@@ -173,16 +180,16 @@ class Measurement:
 
     def _given(self, batch: Any) -> Any:
         if self.takes_pairs:
-            check_pair(self.loss_fn, batch)
+            check_inputs_and_targets(self.loss_fn, batch)
         return moved(batch, self.device)
 
     def _loss(self, ids: range, batch: Any) -> Tensor:
         """Each sample's loss, or the one number that the user's loss is."""
         seed_all(ids.start)  # what draws random numbers draws the same when a scan goes on
         dim = self._batch_dim if isinstance(self._batch_dim, int) else 0
-        loss = losses_of(self.model, batch, self.loss_fn, dim)
+        loss = compute_sample_losses(self.model, batch, self.loss_fn, dim)
         if not isinstance(loss, Tensor):
-            raise ScanError(f"The loss function gave {described(loss)}; a tensor is needed.")
+            raise ScanError(f"The loss function gave {describe_value(loss)}; a tensor is needed.")
         if loss.shape != (len(ids),) and loss.numel() != 1:
             raise ScanError(
                 f"The loss function gave a tensor of shape {tuple(loss.shape)} for {len(ids)} examples; a loss for "
@@ -214,7 +221,7 @@ class Measurement:
     def _alone(self, batch: Any, count: int, i: int, seed: int) -> Tensor:
         seed_all(seed)
         with _torch.DisableTorchFunction():
-            return loss_of(self.model, self._sample(batch, count, i), self.loss_fn).reshape(-1).sum()
+            return compute_loss(self.model, self._sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
     def _sample(self, batch: Any, size: int, i: int) -> Any:
         return Batch(batch, self._batch_dim, size, self.takes_pairs).part(i, i + 1, lambda tensor: tensor)
@@ -263,7 +270,7 @@ def undisturbed(measurement: Measurement, device: torch.device | None) -> Iterat
     places = {p.device for part in modules for p in (*part.parameters(), *part.buffers())}
     if device is not None and len(places) > 1:
         raise ScanError(f"The model is on several devices ({', '.join(map(str, places))}): leave `device` out.")
-    with untouched(*modules), torch.inference_mode(False), torch.enable_grad():
+    with preserve_state(*modules), torch.inference_mode(False), torch.enable_grad():
         try:
             for part in modules:
                 part.eval()

@@ -19,7 +19,7 @@ from tqdm import tqdm
 import persample
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
-from persample.losses import LossFunction, name_of
+from persample.losses import LossFunction, get_name
 from persample.recording.options import Selection
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import digest_of, structure_of
@@ -136,7 +136,7 @@ def scan(
         "seed": seed,
         "dtype": dtype,
         "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
-        "loss": name_of(loss_fn),
+        "loss": get_name(loss_fn),
         "loss_reduction": loss_reduction,
         "nonfinite": nonfinite,
         "code": digest_of(structure_of(model), loss_fn, source.collate, batch_dim),

@@ -15,8 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from persample import _torch
-from persample.checking.subject import seed_all, untouched
-from persample.losses import described
+from persample.checking.subject import preserve_state, seed_all
+from persample.losses import describe_value
 from persample.scanning.digest import digest_of
 from persample.scanning.errors import ScanError
 
@@ -106,7 +106,7 @@ class Source:
     def examples(self, ids: Iterable[int]) -> dict[int, Any]:
         """Some examples by themselves, as the data gives them."""
         wanted = set(ids)
-        with untouched():
+        with preserve_state():
             if _has_places(self._data):
                 steady = _Steady(self._data)
                 return {i: steady[i] for i in sorted(wanted)}
@@ -190,7 +190,7 @@ def _as_dataset(data: Any) -> Any:
             "a Dataset, or an object whose __iter__ starts from the first example."
         )
     if not isinstance(data, Iterable):
-        raise ScanError(f"The data have to be a Dataset, a DataLoader or tensors, got {described(data)}.")
+        raise ScanError(f"The data have to be a Dataset, a DataLoader or tensors, got {describe_value(data)}.")
     return data
 
 
