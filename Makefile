@@ -20,6 +20,7 @@ coverage: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 # Everything that is published in benchmarks/results, with its plots: some 20 minutes on a quiet machine.
 bench: $(BENCH_STAMP)
