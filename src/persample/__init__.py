@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Any
 
 from persample.checking import check
-from persample.compiled import CompiledStep, compile
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients import PerSampleGradients, release_memory
+from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms, release_memory
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
 from persample.rules import register_rule
 
 if TYPE_CHECKING:
+    from persample.compiled import CompiledStep, compile
     from persample.scanning import Scan, scan
 
 __all__ = [
@@ -21,6 +21,8 @@ __all__ = [
     "PerSampleGradients",
     "SamplesMixed",
     "Scan",
+    "StreamedClip",
+    "StreamedNorms",
     "Watch",
     "call_for_per_sample_grads",
     "check",
@@ -34,11 +36,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+# Imported when they are first asked for: scanning needs an extra, compiling needs many private names of torch.
+_LAZY = {"CompiledStep": "compiled", "compile": "compiled", "Scan": "scanning", "scan": "scanning"}
+
 
 def __getattr__(name: str) -> Any:
-    """What needs an extra is imported when it is asked for."""
-    if name in ("Scan", "scan"):
-        from persample import scanning
+    if name not in _LAZY:
+        raise AttributeError(f"module 'persample' has no attribute '{name}'")
+    from importlib import import_module
 
-        return getattr(scanning, name)
-    raise AttributeError(f"module 'persample' has no attribute '{name}'")
+    return getattr(import_module(f"persample.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

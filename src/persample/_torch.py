@@ -215,6 +215,23 @@ disable_dispatch_modes: Callable[[], Any] = _find(
     "torch.utils._python_dispatch._disable_current_modes", "persample.compile"
 )
 
+
+
+def draws_random_numbers(function: Callable[[], Any]) -> bool:
+    """Whether a function draws from torch's generators, in this thread. The function is called."""
+    is_random = False
+
+    class RandomOps(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal is_random
+            is_random |= torch.Tag.nondeterministic_seeded in func.tags
+            return func(*args, **(kwargs or {}))
+
+    with RandomOps():
+        function()
+    return is_random
+
+
 FakeTensor: Any = _find("torch._subclasses.fake_tensor.FakeTensor", "persample.compile")
 FakeTensorMode: Any = _find("torch._subclasses.fake_tensor.FakeTensorMode", "persample.compile")
 

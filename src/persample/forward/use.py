@@ -59,8 +59,8 @@ def run_use(
     rng_state = None if rules or trace else torch.get_rng_state()
     drawn = trace.drawn if trace else 0
     result = run_detached(op, weights, without_graph=any(rule.whole for rule in rules))
-    draws = trace.drawn > drawn and not rules if trace else _is_rng_changed(rng_state)
-    if draws:
+    is_random = trace.drawn > drawn and not rules if trace else _is_random(op, rng_state)
+    if is_random:
         raise PerSampleError(
             f"{op_name(op.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The same "
             "numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does."
@@ -196,8 +196,14 @@ def _move_aside(op: Op, forward: ForwardPass) -> Tensor:
     return copy
 
 
-def _is_rng_changed(rng_state: Tensor | None) -> bool:
-    return rng_state is not None and not torch.equal(torch.get_rng_state(), rng_state)
+def _is_random(op: Op, rng_state: Tensor | None) -> bool:
+    """Whether an op that has just run drew random numbers; `rng_state` is the state before it."""
+    if rng_state is None or torch.equal(torch.get_rng_state(), rng_state):
+        return False
+    # Another thread may have drawn them: run the op once more to see.
+    args, kwargs = op.fill([t.detach().clone() for t in op.tensors])
+    with torch.no_grad(), _torch.DisableTorchFunction(), torch.random.fork_rng([]):
+        return _torch.draws_random_numbers(lambda: op.func(*args, **kwargs))
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:

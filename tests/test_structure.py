@@ -1,0 +1,149 @@
+"""The structure of the package: where private names may stand, how large packages are, what an import needs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import persample
+from persample import PerSampleError, _torch
+
+SOURCE = Path(persample.__file__).parent
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Names with an underscore that are not private, or not torch's.
+ALLOWED = {
+    "_fields": "part of the interface of named tuples",
+    "_getframe": "sys._getframe, documented by Python",
+    "_base": "Tensor._base, documented by torch",
+    "_version": "Tensor._version, documented by torch",
+    "_generate_noise": "Opacus: the noise of its optimizer",
+    "_check_skip_next_step": "Opacus: BatchMemoryManager's signal to its optimizer",
+    "_get_output_dir": "transformers: the folder of the Trainer's checkpoints",
+}
+
+
+@cache
+def find_own_names() -> frozenset[str]:
+    """Every name that persample itself defines: functions, classes, variables and attributes of self."""
+    names: set[str] = set()
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    names.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+    return frozenset(names)
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def find_foreign_private_names(source: str, own: frozenset[str]) -> Iterator[str]:
+    """Private names of other libraries in a module: attributes, imports, and names given as strings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("persample"):
+            yield from (part for part in node.module.split(".") if is_private(part))
+            yield from (alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Import):
+            yield from (part for alias in node.names for part in alias.name.split(".") if is_private(part))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            parts = node.value.split(".")
+            if parts[0] == "torch" and all(part.isidentifier() for part in parts):
+                yield from filter(is_private, parts)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            name = node.args[1]
+            if isinstance(name, ast.Constant) and is_private(str(name.value)) and name.value not in own:
+                yield str(name.value)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_private_names_are_used_in_one_module_only(file: Path) -> None:
+    if file != SOURCE / "_torch.py":
+        found = set(find_foreign_private_names(file.read_text(), find_own_names())) - ALLOWED.keys()
+        assert not found, f"use these through persample._torch: {sorted(found)}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch._C._current_graph_task_id()",
+        "from torch.overrides import _push_mode",
+        "from torch._ops import OpOverload",
+        "import torch._dynamo",
+        "sys.modules.get('torch._dynamo')",
+        "node._saved_dim",
+        "getattr(tensor, '_cdata')",
+    ],
+)
+def test_the_search_finds_private_names(source: str) -> None:
+    assert list(find_foreign_private_names(source, find_own_names()))
+
+
+def test_a_missing_private_name_is_an_error_at_use_that_names_the_feature() -> None:
+    missing = _torch._find("torch._C._no_such_name", "Recording a checkpointed model")
+    assert not isinstance(3, missing)
+    for use in (lambda: missing(), lambda: missing.attribute):
+        with pytest.raises(PerSampleError, match=r"Recording a checkpointed model needs torch\._C\._no_such_name"):
+            use()
+    with pytest.raises(PerSampleError, match="persample is tested with"):
+        exec("class Subclass(missing): pass", {"missing": missing})
+
+
+def test_import_works_without_the_private_names() -> None:
+    """As with another version of torch that lacks them all."""
+    code = """
+import torch, torch.nn.parallel, torch.utils.checkpoint
+for name in ("_current_graph_task_id", "_will_engine_execute_node", "_len_torch_function_stack"):
+    delattr(torch._C, name)
+import persample
+model = torch.nn.Linear(2, 2)
+for use in ("record", "watch"):
+    try:
+        if use == "record":
+            with persample.record(model):
+                model(torch.ones(2, 2))
+        else:
+            with persample.watch(model, print, {}):
+                model(torch.ones(2, 2))
+    except persample.PerSampleError as error:
+        print(use, error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "record Every recording needs torch._C._current_graph_task_id, a private name" in found.stdout
+    assert "watch Every recording needs" in found.stdout
+
+
+def test_there_are_about_ten_modules_at_the_root() -> None:
+    assert len([file for file in FILES if file.parent == SOURCE]) <= 10
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    packages = [info.name for info in pkgutil.iter_modules([str(SOURCE)]) if info.ispkg]
+    for name in packages:
+        module = importlib.import_module(f"persample.{name}")
+        assert module.__doc__ and len(module.__doc__.split()) > 10, name
+
+
+def test_public_names() -> None:
+    assert set(persample.__all__) <= set(dir(persample))
+    for name in persample.__all__:
+        assert getattr(persample, name).__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = persample.nothing  # type: ignore[attr-defined]
+    assert torch.__version__.startswith("2.13")
