@@ -21,7 +21,7 @@ from torch import Tensor
 from persample.layouts.layout import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
-from persample.rules.matmul import einsum_term
+from persample.rules.matmul import compute_einsum_term
 from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, add_terms
 from persample.terms.cost import (
     Algorithm,
@@ -96,8 +96,8 @@ def folded(equation: str, shape: tuple[int, ...]) -> Factory:
         label = equation.split(",")[1].split("->")[0][-1]
         x = torch.randn(batch, 1, 5, shape[equation.index(label)], dtype=f64)
         g = torch.randn(batch, *torch.einsum(equation, weight, torch.zeros(x.shape[1:], dtype=f64)).shape, dtype=f64)
-        of_weight, of_samples, of_result = equation.replace("->", ",").split(",")
-        term = einsum_term(g, (of_weight, of_samples, of_result), x, weight, 0)
+        weight_labels, sample_labels, result_labels = equation.replace("->", ",").split(",")
+        term = compute_einsum_term(g, (weight_labels, sample_labels, result_labels), x, weight, 0)
         return term, loop_over_samples(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
 
     return make
