@@ -197,7 +197,7 @@ def register_rule(
         rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
         for function in functions:
             if further:
-                FURTHER_RULES.setdefault(function, []).insert(0, rule)
+                FURTHER_RULES[function] = [rule, *FURTHER_RULES.get(function, ())]  # a new list: see `get_rules`
             else:
                 HANDLED_FUNCTIONS[function] = rule
         return terms
