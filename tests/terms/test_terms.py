@@ -453,7 +453,7 @@ def test_projected_inner_products_are_unbiased_with_the_predicted_spread(method:
         first, second = term.project(sketch)
         estimates.append(float(first @ second))
     values = torch.tensor(estimates, dtype=f64)
-    # The spread of a sparse sketch is at most sqrt(2) times this unit; that of a tensor sketch is larger.
+    # A sparse sketch has a spread of at most sqrt(2) times this unit; a tensor sketch has a larger one.
     unit = float(norms[0] * norms[1]) / size**0.5
     assert abs(float(values.mean()) - exact) < 5 * float(values.std()) / draws**0.5
     assert float(values.std()) < (1.5 if method == "sparse" else 3.5) * unit

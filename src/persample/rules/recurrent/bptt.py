@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from persample.rules.recurrent.cells import Cell, ForwardPass
+from persample.rules.recurrent.cells import Cell, RecurrentPass
 
 
 @dataclass(frozen=True)
 class GateGradients:
     """Gradients of the pre-activations of the gates, `(n, T, gates * H)`.
 
-    A pre-activation is a sum of an input part and a state part (`ForwardPass.compute_gates`). The gradients of the two
-    differ in a GRU only; otherwise both are the same tensor.
+    A pre-activation is the sum of an input part and a state part (`RecurrentPass.compute_gates`). The gradients of the
+    two parts differ in a GRU only; otherwise both are the same tensor.
     """
 
     input: Tensor
@@ -23,11 +23,11 @@ class GateGradients:
     unprojected: Tensor | None  # the hidden state of each step before the projection of an LSTM with proj_size
 
 
-def scan_backwards(cell_class: type[Cell], forward: ForwardPass, grads: Sequence[Tensor]) -> GateGradients:
+def scan_backwards(cell_class: type[Cell], forward: RecurrentPass, grads: Sequence[Tensor]) -> GateGradients:
     """Go through the time steps from last to first.
 
-    `grads` are the gradients of the states as a `Cell` takes them, that of the output first. They are completed in
-    place: afterwards they include the gradients from all later steps, also for the initial state.
+    `grads` are the gradients of the states as a `Cell` takes them, with the output first. They are completed in place:
+    afterwards they include the gradients from all later steps, also for the initial state.
     """
     w_hh, w_hr = forward.weights[1], forward.projection
     output, *memory = grads

@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ForwardPass:
-    """The inputs and states of `n` sequences in the forward pass, `(n, T, ·)`, and the weights of one direction."""
+class RecurrentPass:
+    """The forward pass of one direction: inputs and states of `n` sequences, `(n, T, ·)`, and the weights."""
 
     input: Tensor
     before: Tensor  # the hidden state before each step
@@ -66,20 +66,20 @@ class Cell(ABC):
     hidden: Tensor | None = None  # the hidden state of each step, if the output is a projection of it
 
     @abstractmethod
-    def __init__(self, forward: ForwardPass, grads: Sequence[Tensor]) -> None: ...
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None: ...
 
     @abstractmethod
     def step(self, t: int) -> None: ...
 
     def compute_input_gradients(self, state_gradients: Tensor) -> Tensor:
-        """After all steps: the gradients of the input part of the pre-activations, given those of the state part."""
+        """After all steps: the gradients of the input part of the pre-activations, from those of the state part."""
         return state_gradients
 
 
 class Lstm(Cell):
     """`c = f c' + i g` and `h = o tanh(c)`; i, f and o are sigmoids of their gates, g is the tanh of its gate."""
 
-    def __init__(self, forward: ForwardPass, grads: Sequence[Tensor]) -> None:
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
         gates = forward.compute_gates(4)
         i, f, g, o = gates.unbind(2)
         gates[:, :, :2].sigmoid_()
@@ -112,7 +112,7 @@ class Gru(Cell):
     r and u are sigmoids of their gates; x_n and h_n are the input part and the state part of the third gate.
     """
 
-    def __init__(self, forward: ForwardPass, grads: Sequence[Tensor]) -> None:
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
         input_gates, state_gates = forward.compute_input_gates(3), forward.compute_state_gates(3)
         x_n, h_n = input_gates[:, :, 2], state_gates[:, :, 2]
         r, u = (input_gates[:, :, :2] + state_gates[:, :, :2]).sigmoid_().unbind(2)
@@ -141,7 +141,7 @@ class Elman(Cell):
     activation: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
 
-    def __init__(self, forward: ForwardPass, grads: Sequence[Tensor]) -> None:
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
         h = self.activation(forward.compute_gates(1)) if forward.after is None else forward.after.unsqueeze(2)
         self.slopes = self.slope(h)
         self._gates, self._dh = self.slopes.unbind(1), _split_steps(grads[0])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample._internal.recurrent import State, recurrent_layer
 from persample.rules.recurrent.bptt import GateGradients, scan_backwards
-from persample.rules.recurrent.cells import CELLS, ForwardPass
+from persample.rules.recurrent.cells import CELLS, RecurrentPass
 from persample.rules.recurrent.sequences import Sequences
 from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Folded, Outer, Sum, Term
@@ -53,7 +53,7 @@ def compute_layer_terms(
         after = orient(output.chunk(directions, -1)[d])
         before = torch.cat([first[0][:, d : d + 1], after[:, :-1]], 1)
         memory = [part[:, d] for part in first[1:]]
-        forward = ForwardPass(orient(x), before, after, memory, own_weights, has_biases)
+        forward = RecurrentPass(orient(x), before, after, memory, own_weights, has_biases)
 
         # The gradients of the initial state and of the states after each step, as a `Cell` takes them.
         state_grads = [x.new_zeros(len(x), 1 + x.shape[1], part.shape[2]) for part in first]
@@ -76,9 +76,9 @@ def compute_layer_terms(
 
 
 def _compute_weight_terms(
-    forward: ForwardPass, gates: GateGradients, output_grad: Tensor, sequences: Sequences
+    forward: RecurrentPass, gates: GateGradients, output_grad: Tensor, sequences: Sequences
 ) -> list[Term]:
-    """The terms of the weights of one direction; each weight is that of a linear map."""
+    """The terms of the weights of one direction; each weight belongs to a linear map."""
     state_grad = sequences.join(gates.state)
     input_grad = state_grad if gates.input is gates.state else sequences.join(gates.input)
     terms: list[Term] = [

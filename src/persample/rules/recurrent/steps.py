@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample.rules.recurrent.cells import Cell, ForwardPass, Gru, Lstm, Relu, Tanh
+from persample.rules.recurrent.cells import Cell, Gru, Lstm, RecurrentPass, Relu, Tanh
 from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Outer
 
@@ -38,7 +38,7 @@ def _make_step_rule(cell_class: type[Cell]) -> Callable[..., Terms]:
         zeros = [torch.zeros_like(part) for part in (before, *memory)]
         last_grads = [z if g is None else add_time(g) for z, g in zip(zeros, next_grads, strict=True)]
         first_memory = [part.squeeze(1) for part in memory]
-        forward = ForwardPass(x, before, None, first_memory, [w_ih, w_hh, *biases], has_biases=True)
+        forward = RecurrentPass(x, before, None, first_memory, [w_ih, w_hh, *biases], has_biases=True)
         cell = cell_class(forward, [torch.cat(parts, 1) for parts in zip(zeros, last_grads, strict=True)])
         cell.step(0)
         state_grad = cell.slopes.view(batch, each, -1)
