@@ -59,9 +59,9 @@ def conv_transpose(
 
 def _add_bias(weight_term: Patches, grad: Tensor, bias: Tensor | None) -> Terms:
     """The term of the weight and, if there is a bias, its term: the bias is added at every position."""
-    return (
-        {"weight": weight_term} if bias is None else {"weight": weight_term, "bias": Dense(grad.flatten(3).sum((1, 3)))}
-    )
+    if bias is None:
+        return {"weight": weight_term}
+    return {"weight": weight_term, "bias": Dense(grad.flatten(3).sum((1, 3)))}
 
 
 def _expand(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:
