@@ -1,4 +1,4 @@
-"""Attention and transformers with all their options, against the loop."""
+"""Attention and transformer layers with all their options, against the loop."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.support.cases import Calls
 from tests.support.oracle import Case, Grads, assert_rows_close, loss_of, oracle, tensors_within
 
 B, D, HEADS = 3, 4, 2
-LENGTHS = [(5, 4), (B, B)]  # of what asks and of what is asked
+LENGTHS = [(5, 4), (B, B)]  # of the queries and of the keys
 
-# Torch says so of a layer that it will not run on its fast path; there is none in training.
+# Torch warns about layers that it cannot run on its fast path, which exists only in eval().
 pytestmark = pytest.mark.filterwarnings(
     "ignore:enable_nested_tensor is True", "ignore:The PyTorch API of nested tensors"
 )
 
 
-# ---- the two ways of calling ----
+# ---- the two front ends ----
 
 
-def by_call(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+def compute_by_call(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
     outputs = call_for_per_sample_grads(module, **case.options)(*args, **kwargs)
     loss_of(outputs, case.out_dim).backward()
     return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
 
 
-def by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+def compute_by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
     batch_dim = 0 if case.options.get("batch_first", True) else 1
     with record(module, batch_dim=batch_dim, loss_reduction="sum") as grads:
         outputs = module(*args, **kwargs)
@@ -40,11 +40,11 @@ def by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[An
     return outputs, grads.dense()
 
 
-WAYS = [by_call, by_record]
+FRONT_ENDS = [compute_by_call, compute_by_record]
 
 
-def with_zeros(rows: Grads, module: nn.Module) -> Grads:
-    """With a row of zeros for each parameter that was not used."""
+def fill_with_zeros(rows: Grads, module: nn.Module) -> Grads:
+    """Add rows of zeros for trained parameters that were not used."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return {name: rows.get(name, p.detach().new_zeros(B, *p.shape)) for name, p in trained.items()}
 
@@ -54,16 +54,16 @@ def check(case: Case, same_bits: bool = True) -> None:
     expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
     plain = list(tensors_within(copy.deepcopy(module)(*args, **kwargs)))
     assert all(rows.isfinite().all() for rows in expected.values())
-    for way in WAYS:
+    for front_end in FRONT_ENDS:
         subject = copy.deepcopy(module)
-        outputs, rows = way(subject, args, kwargs, case)
+        outputs, rows = front_end(subject, args, kwargs, case)
         for ours, theirs in zip(tensors_within(outputs), plain, strict=True):
             torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if same_bits else {}))
-        assert_rows_close(with_zeros(rows, subject), with_zeros(expected, subject))
+        assert_rows_close(fill_with_zeros(rows, subject), fill_with_zeros(expected, subject))
 
 
 def check_by_slices(case: Case) -> None:
-    """With dropout, the oracle is the batch itself, drawn again: the loss of each sample's part of the output."""
+    """Check a model with dropout: the oracle is the plain batch with the same seed and the loss of one sample."""
     module, args, kwargs = case.build()
     by_slice = []
     for n in range(B):
@@ -73,13 +73,13 @@ def check_by_slices(case: Case) -> None:
         loss_of(outputs, case.out_dim).backward()
         by_slice.append({name: p.grad for name, p in own.named_parameters()})
     expected = {name: torch.stack([rows[name] for rows in by_slice]) for name in by_slice[0]}
-    for way in WAYS:
+    for front_end in FRONT_ENDS:
         subject, plain = copy.deepcopy(module), copy.deepcopy(module)
         torch.manual_seed(5)
         theirs = list(tensors_within(plain(*args, **kwargs)))
         after = torch.get_rng_state()
         torch.manual_seed(5)
-        outputs, rows = way(subject, args, kwargs, case)
+        outputs, rows = front_end(subject, args, kwargs, case)
         assert torch.equal(torch.get_rng_state(), after)
         for got, want in zip(tensors_within(outputs), theirs, strict=True):
             assert torch.equal(got, want)
@@ -101,7 +101,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "kdim, vdim, bias_kv": {"kdim": 3, "vdim": 6, "add_bias_kv": True, "bias": False},
 }
 
-# What `forward` is told besides query, key and value: numbers, constants, and names of what comes with the samples.
+# Arguments of `forward` besides query, key and value. A string names a mask that is made for each case.
 CALLS: dict[str, dict[str, Any]] = {
     "weights": {},
     "no weights": {"need_weights": False},
@@ -117,7 +117,7 @@ CALLS: dict[str, dict[str, Any]] = {
 }
 
 
-def attention(
+def make_attention(
     layer: dict[str, Any],
     call: dict[str, Any],
     lengths: tuple[int, int],
@@ -125,13 +125,13 @@ def attention(
     cross: bool,
     dropout: float = 0.0,
 ) -> Case:
-    """The samples come in front; with `first` they stay there, else the layer takes them in its dim 1."""
+    """The samples of the inputs lie in dim 0. The layer takes them there (`first`) or in dim 1."""
     t, s = lengths if cross else lengths[:1] * 2
     widths = (layer.get("kdim", D), layer.get("vdim", D))
 
-    def forward(m: Any, query: Tensor, key: Tensor, value: Tensor, **told: Tensor) -> Any:
+    def forward(m: Any, query: Tensor, key: Tensor, value: Tensor, **masks: Tensor) -> Any:
         given: dict[str, Any] = dict(call)
-        for name, mask in told.items():  # one mask for each head: torch wants (B * heads, T, S)
+        for name, mask in masks.items():  # torch expects one mask for each head as (B * heads, T, S)
             given[name] = mask.flatten(0, 1) if mask.dim() == 4 else mask
         if hasattr(m, "mask"):
             given["attn_mask"] = m.mask
@@ -142,12 +142,12 @@ def attention(
         output = output if first else output.transpose(0, 1)
         return output if weights is None else (output, weights)
 
-    def flags(*shape: int) -> Tensor:
+    def make_flags(*shape: int) -> Tensor:
         masked = torch.rand(shape) < 0.4
         masked[..., 0] = False
         return masked
 
-    def told() -> dict[str, Tensor]:
+    def make_masks() -> dict[str, Tensor]:
         made: dict[str, Tensor] = {}
         for name in ("key_padding_mask", "attn_mask"):
             kind = call.get(name, "")
@@ -156,33 +156,33 @@ def attention(
                 if "float" in kind:
                     made[name] = torch.randn(shape)
                 elif kind:
-                    made[name] = flags(*shape)
+                    made[name] = make_flags(*shape)
         return made
 
     def module() -> nn.Module:
         kind = call.get("attn_mask", "")
-        constants = {"mask": flags(t, s) if "bool" in kind else torch.randn(t, s)} if "(T, S)" in kind else {}
+        constants = {"mask": make_flags(t, s) if "bool" in kind else torch.randn(t, s)} if "(T, S)" in kind else {}
         return Calls(forward, a=nn.MultiheadAttention(D, HEADS, dropout, batch_first=first, **layer), **constants)
 
     def inputs() -> list[Tensor]:
         return [torch.randn(B, t, D), torch.randn(B, s, widths[0]), torch.randn(B, s, widths[1])]
 
-    return Case("attention", module, inputs, told)
+    return Case("attention", module, inputs, make_masks)
 
 
-def attentions() -> Iterator[Any]:
+def make_attention_cases() -> Iterator[Any]:
     for layer_name, layer in LAYERS.items():
         cross = "kdim" in layer
         for i, (call_name, call) in enumerate(CALLS.items()):
             for t, s in LENGTHS:
-                case = attention(layer, call, (t, s), i % 2 == 0, cross)
+                case = make_attention(layer, call, (t, s), i % 2 == 0, cross)
                 yield pytest.param(case, id=f"{layer_name}-{call_name}-{t}")
     for call_name, call in CALLS.items():
         for first in (True, False):
-            yield pytest.param(attention({}, call, LENGTHS[0], first, True), id=f"cross-{call_name}-{first}")
+            yield pytest.param(make_attention({}, call, LENGTHS[0], first, True), id=f"cross-{call_name}-{first}")
 
 
-@pytest.mark.parametrize("case", list(attentions()))
+@pytest.mark.parametrize("case", list(make_attention_cases()))
 def test_attention(case: Case) -> None:
     check(case)
 
@@ -193,7 +193,9 @@ def test_causal_attention(t: int, need_weights: bool) -> None:
         mask = nn.Transformer.generate_square_subsequent_mask(h.shape[1], dtype=h.dtype)
         return m.a(h, h, h, attn_mask=mask, is_causal=True, need_weights=need_weights)[0]
 
-    check(Case("", lambda: Calls(forward, a=nn.MultiheadAttention(D, HEADS, batch_first=True)), lambda: [numbers(t)]))
+    check(
+        Case("", lambda: Calls(forward, a=nn.MultiheadAttention(D, HEADS, batch_first=True)), lambda: [make_inputs(t)])
+    )
 
 
 @pytest.mark.parametrize("t", [5, B])
@@ -206,45 +208,45 @@ def test_attention_with_the_samples_in_dim_1(t: int) -> None:
 @pytest.mark.parametrize("call", ["weights", "no weights", "padding", "mask for each head in floats"])
 @pytest.mark.parametrize("first", [True, False])
 def test_attention_with_dropout(call: str, first: bool) -> None:
-    check_by_slices(attention({}, CALLS[call], LENGTHS[0], first, True, dropout=0.4))
+    check_by_slices(make_attention({}, CALLS[call], LENGTHS[0], first, True, dropout=0.4))
 
 
-def test_each_sample_by_itself_without_a_batch() -> None:
+def test_attention_without_a_batch_dimension() -> None:
     def forward(m: Any, h: Tensor, padding: Tensor) -> Tensor:
         return torch.stack([m.a(own, own, own, key_padding_mask=p)[0] for own, p in zip(h, padding, strict=True)])
 
     module = Calls(forward, a=nn.MultiheadAttention(D, HEADS))
-    check(Case("", lambda: module, lambda: [numbers(5), torch.arange(5).expand(B, 5) > 3]))
+    check(Case("", lambda: module, lambda: [make_inputs(5), torch.arange(5).expand(B, 5) > 3]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("front_end", FRONT_ENDS)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
-        (lambda: nn.MultiheadAttention(D, HEADS), (B, D)),  # the samples taken for steps of one sequence
-        (lambda: nn.MultiheadAttention(D, HEADS), (B, 5, D)),  # the samples in front of a layer that has them second
+        (lambda: nn.MultiheadAttention(D, HEADS), (B, D)),  # the samples are read as steps of one sequence
+        (lambda: nn.MultiheadAttention(D, HEADS), (B, 5, D)),  # the layer expects the samples in dim 1
         (lambda: nn.MultiheadAttention(D, HEADS), (B, B, D)),
         (lambda: nn.MultiheadAttention(D, HEADS, batch_first=True, add_bias_kv=True), (B, D)),
     ],
 )
-def test_attention_across_the_samples_is_refused(way: Any, layer: Callable[[], nn.Module], shape: Any) -> None:
+def test_attention_across_the_samples_is_refused(front_end: Any, layer: Callable[[], nn.Module], shape: Any) -> None:
     module = Calls(lambda m, h: m.a(h, h, h)[0], a=layer())
     with pytest.raises(SamplesMixed):
-        way(module, [torch.randn(shape)], {}, Case("", lambda: module, list))
+        front_end(module, [torch.randn(shape)], {}, Case("", lambda: module, list))
 
 
-# ---- layers and stacks of them ----
+# ---- transformer layers and stacks ----
 
 
-def numbers(t: int) -> Tensor:
+def make_inputs(t: int) -> Tensor:
     return torch.randn(B, t, D)
 
 
-def padding(t: int) -> Tensor:
+def make_padding(t: int) -> Tensor:
     return torch.arange(t) >= torch.tensor([[t], [t - 2], [t - 1]])
 
 
-def causal(t: int) -> Tensor:
+def make_causal_mask(t: int) -> Tensor:
     return torch.ones(t, t).triu(1).bool()
 
 
@@ -265,26 +267,26 @@ EACH_LENGTH = pytest.mark.parametrize(("t", "s"), LENGTHS)
 FIRST = pytest.mark.parametrize("first", [True, False], ids=["first", "second"])
 
 
-def swapped(parts: Any, first: bool) -> tuple[Any, ...]:
+def swap(parts: Any, first: bool) -> tuple[Any, ...]:
     return tuple(part if first else part.transpose(0, 1) for part in parts)
 
 
-def encoding(m: Any, h: Tensor, **masks: Any) -> Tensor:
-    """Through `m.e`, with the samples in front."""
-    (output,) = swapped([m.e(*swapped([h], m.first), **masks)], m.first)
+def encode(m: Any, h: Tensor, **masks: Any) -> Tensor:
+    """Apply `m.e`; input and output have the samples in dim 0."""
+    (output,) = swap([m.e(*swap([h], m.first), **masks)], m.first)
     return output
 
 
-def decoding(m: Any, h: Tensor, memory: Tensor, **masks: Any) -> Tensor:
-    (output,) = swapped([m.d(*swapped([h, memory], m.first), **masks)], m.first)
+def decode(m: Any, h: Tensor, memory: Tensor, **masks: Any) -> Tensor:
+    (output,) = swap([m.d(*swap([h, memory], m.first), **masks)], m.first)
     return output
 
 
-def encoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
+def make_encoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
     return nn.TransformerEncoderLayer(D, HEADS, 6, dropout, batch_first=first, **setting)
 
 
-def decoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
+def make_decoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 0.0) -> nn.Module:
     return nn.TransformerDecoderLayer(D, HEADS, 6, dropout, batch_first=first, **setting)
 
 
@@ -295,28 +297,31 @@ def decoder_layer(setting: dict[str, Any], first: bool = True, dropout: float = 
 def test_encoder_layer(setting: dict[str, Any], t: int, s: int, first: bool, training: bool) -> None:
     def module() -> nn.Module:
         return Calls(
-            lambda m, h, p: encoding(m, h, src_mask=m.mask, src_key_padding_mask=p),
-            e=encoder_layer(setting, first), mask=causal(t), first=first,
+            lambda m, h, p: encode(m, h, src_mask=m.mask, src_key_padding_mask=p),
+            e=make_encoder_layer(setting, first), mask=make_causal_mask(t), first=first,
         ).train(training)  # fmt: skip
 
-    check(Case("", module, lambda: [numbers(t), padding(t)]))
+    check(Case("", module, lambda: [make_inputs(t), make_padding(t)]))
 
 
 @EACH_SETTING
 @EACH_LENGTH
 @FIRST
 def test_decoder_layer(setting: dict[str, Any], t: int, s: int, first: bool) -> None:
-    def forward(m: Any, h: Tensor, memory: Tensor, own: Tensor, others: Tensor) -> Tensor:
+    def forward(m: Any, h: Tensor, memory: Tensor, padding: Tensor, memory_padding: Tensor) -> Tensor:
         masks = {"tgt_mask": m.mask, "tgt_is_causal": True, "memory_mask": m.memory_mask}
-        return decoding(m, h, memory, **masks, tgt_key_padding_mask=own, memory_key_padding_mask=others)
+        return decode(m, h, memory, **masks, tgt_key_padding_mask=padding, memory_key_padding_mask=memory_padding)
 
     def module() -> nn.Module:
-        masks = {"mask": torch.zeros(t, t).masked_fill(causal(t), float("-inf")), "memory_mask": torch.randn(t, s)}
-        return Calls(forward, d=decoder_layer(setting, first), first=first, **masks)
+        masks = {
+            "mask": torch.zeros(t, t).masked_fill(make_causal_mask(t), float("-inf")),
+            "memory_mask": torch.randn(t, s),
+        }
+        return Calls(forward, d=make_decoder_layer(setting, first), first=first, **masks)
 
     def inputs() -> list[Tensor]:
-        flags = [torch.zeros(B, n).masked_fill(padding(n), float("-inf")) for n in (t, s)]
-        return [numbers(t), numbers(s), *flags]
+        flags = [torch.zeros(B, n).masked_fill(make_padding(n), float("-inf")) for n in (t, s)]
+        return [make_inputs(t), make_inputs(s), *flags]
 
     check(Case("", module, inputs))
 
@@ -326,23 +331,23 @@ def test_decoder_layer(setting: dict[str, Any], t: int, s: int, first: bool) -> 
 @pytest.mark.parametrize("nested", [True, False])
 def test_encoder_of_two_layers(t: int, s: int, training: bool, nested: bool) -> None:
     def module() -> nn.Module:
-        stack = nn.TransformerEncoder(encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=nested)
-        return Calls(lambda m, h, p: encoding(m, h, src_key_padding_mask=p) * ~p[..., None], e=stack, first=True).train(
+        stack = nn.TransformerEncoder(make_encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=nested)
+        return Calls(lambda m, h, p: encode(m, h, src_key_padding_mask=p) * ~p[..., None], e=stack, first=True).train(
             training
         )
 
-    check(Case("", module, lambda: [numbers(t), padding(t)]))
+    check(Case("", module, lambda: [make_inputs(t), make_padding(t)]))
 
 
 @TRAINING
 @EACH_LENGTH
 def test_decoder_of_two_layers(t: int, s: int, training: bool) -> None:
     def module() -> nn.Module:
-        stack = nn.TransformerDecoder(decoder_layer({"norm_first": True}, False), 2, nn.LayerNorm(D))
-        masks = {"tgt_mask": causal(t), "tgt_is_causal": True}
-        return Calls(lambda m, h, memory: decoding(m, h, memory, **masks), d=stack, first=False).train(training)
+        stack = nn.TransformerDecoder(make_decoder_layer({"norm_first": True}, False), 2, nn.LayerNorm(D))
+        masks = {"tgt_mask": make_causal_mask(t), "tgt_is_causal": True}
+        return Calls(lambda m, h, memory: decode(m, h, memory, **masks), d=stack, first=False).train(training)
 
-    check(Case("", module, lambda: [numbers(t), numbers(s)]))
+    check(Case("", module, lambda: [make_inputs(t), make_inputs(s)]))
 
 
 @TRAINING
@@ -351,13 +356,13 @@ def test_decoder_of_two_layers(t: int, s: int, training: bool) -> None:
 def test_transformer(t: int, s: int, first: bool, training: bool) -> None:
     def forward(m: Any, source: Tensor, target: Tensor, flags: Tensor) -> Tensor:
         masks = {"src_key_padding_mask": flags, "memory_key_padding_mask": flags, "tgt_mask": m.mask}
-        return swapped([m.t(*swapped([source, target], first), tgt_is_causal=True, **masks)], first)[0]
+        return swap([m.t(*swap([source, target], first), tgt_is_causal=True, **masks)], first)[0]
 
     def module() -> nn.Module:
         whole = nn.Transformer(D, HEADS, 1, 2, 6, 0.0, batch_first=first, norm_first=first)
-        return Calls(forward, t=whole, mask=causal(t)).train(training)
+        return Calls(forward, t=whole, mask=make_causal_mask(t)).train(training)
 
-    check(Case("", module, lambda: [numbers(s), numbers(t), padding(s)]))
+    check(Case("", module, lambda: [make_inputs(s), make_inputs(t), make_padding(s)]))
 
 
 @pytest.mark.parametrize("t", [5, B])
@@ -372,24 +377,24 @@ def test_transformer_with_the_samples_in_dim_1(t: int) -> None:
 @FIRST
 def test_layers_with_dropout(first: bool) -> None:
     def forward(m: Any, h: Tensor, p: Tensor) -> Tensor:
-        memory = encoding(m, h, src_key_padding_mask=p)
-        return decoding(m, h.sin(), memory, tgt_mask=m.mask, memory_key_padding_mask=p)
+        memory = encode(m, h, src_key_padding_mask=p)
+        return decode(m, h.sin(), memory, tgt_mask=m.mask, memory_key_padding_mask=p)
 
     def module() -> nn.Module:
-        layers = {"e": encoder_layer({}, first, 0.3), "d": decoder_layer({"norm_first": True}, first, 0.3)}
-        return Calls(forward, mask=causal(5), first=first, **layers)
+        layers = {"e": make_encoder_layer({}, first, 0.3), "d": make_decoder_layer({"norm_first": True}, first, 0.3)}
+        return Calls(forward, mask=make_causal_mask(5), first=first, **layers)
 
-    check_by_slices(Case("", module, lambda: [numbers(5), padding(5)]))
-
-
-# ---- frozen parts: in eval(), torch runs a layer that nothing in needs a gradient by a path of its own ----
+    check_by_slices(Case("", module, lambda: [make_inputs(5), make_padding(5)]))
 
 
-def tagger(trained: str) -> Callable[[], nn.Module]:
-    """An encoder in eval() of which one parameter alone is trained."""
+# ---- frozen layers: in eval(), torch runs a layer without trained parameters on its fast path ----
+
+
+def make_tagger(trained: str) -> Callable[[], nn.Module]:
+    """An encoder in eval() with one trained parameter."""
 
     def module() -> nn.Module:
-        stack = nn.TransformerEncoder(encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=False)
+        stack = nn.TransformerEncoder(make_encoder_layer({}), 2, nn.LayerNorm(D), enable_nested_tensor=False)
         made = Calls(lambda m, h: m.o(m.e(m.i(h))), i=nn.Linear(D, D), e=stack, o=nn.Linear(D, 2)).eval()
         for name, p in made.named_parameters():
             p.requires_grad_(name == trained)
@@ -406,19 +411,19 @@ PARTS = ("self_attn.in_proj_weight", "self_attn.out_proj.bias", "linear1.weight"
     "trained", ["i.weight", "o.weight", "e.norm.bias", *(ENCODER.format(k, part) for k in (0, 1) for part in PARTS)]
 )
 @pytest.mark.parametrize("t", [5, B])
-def test_all_frozen_but_one(trained: str, t: int) -> None:
-    check(Case("", tagger(trained), lambda: [numbers(t)]), same_bits=False)
+def test_one_trained_parameter(trained: str, t: int) -> None:
+    check(Case("", make_tagger(trained), lambda: [make_inputs(t)]), same_bits=False)
 
 
-def test_nothing_trained_is_nothing() -> None:
-    module, args, kwargs = Case("", tagger(""), lambda: [numbers(5)]).build()
+def test_a_model_without_trained_parameters() -> None:
+    module, args, kwargs = Case("", make_tagger(""), lambda: [make_inputs(5)]).build()
     with pytest.raises(RuntimeError, match="does not require grad"):
-        by_call(module, args, kwargs, Case("", tagger(""), list))
+        compute_by_call(module, args, kwargs, Case("", make_tagger(""), list))
 
 
-def test_a_frozen_encoder_gives_what_it_gives_without_us() -> None:
+def test_a_frozen_encoder_has_the_same_output() -> None:
     def module() -> nn.Module:
-        stack = nn.TransformerEncoder(encoder_layer({}), 2).requires_grad_(False)
+        stack = nn.TransformerEncoder(make_encoder_layer({}), 2).requires_grad_(False)
         return Calls(lambda m, h, p: m.o(m.e(h, src_key_padding_mask=p)), e=stack, o=nn.Linear(D, 2)).eval()
 
-    check(Case("", module, lambda: [numbers(5), padding(5)]))
+    check(Case("", module, lambda: [make_inputs(5), make_padding(5)]))

@@ -1,4 +1,4 @@
-"""RNN, LSTM and GRU in every form in which torch takes them."""
+"""RNN, LSTM and GRU with all options and forms of input that torch supports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FUNCTIONS = {
 }
 FORMS = ["tensor", "sorted", "unsorted"]
 
-# torch says so once in a process, on behalf of whoever comes first
+# torch warns once per process, in the test that runs first
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -53,7 +53,7 @@ def build(kind: str, width: int = WIDTH, hidden: int = HIDDEN, **options: Any) -
 
 @dataclass(frozen=True)
 class Batch:
-    """`x` is `(B, T, width)`, of which sample n uses `lengths[n]` steps; `states` is empty where none are given."""
+    """`x` is `(B, T, width)`; sample n uses the first `lengths[n]` steps. `states` may be empty."""
 
     x: Tensor
     lengths: tuple[int, ...]
@@ -62,21 +62,21 @@ class Batch:
     def __len__(self) -> int:
         return len(self.x)
 
-    def alone(self, n: int) -> Batch:
+    def select_sample(self, n: int) -> Batch:
         """Sample n, as a batch of one."""
         length = self.lengths[n]
         states = tuple(state[:, n : n + 1] for state in self.states)
         return Batch(self.x[n : n + 1, :length], (length,), states)
 
-    def fresh(self) -> Batch:
-        """The same values, with no gradients and no history."""
+    def clone(self) -> Batch:
+        """The same values as new leaves, without gradients."""
 
-        def leaf(tensor: Tensor) -> Tensor:
+        def clone_leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
-        return Batch(leaf(self.x), self.lengths, tuple(map(leaf, self.states)))
+        return Batch(clone_leaf(self.x), self.lengths, tuple(map(clone_leaf, self.states)))
 
-    def grads(self) -> dict[str, Tensor | None]:
+    def get_grads(self) -> dict[str, Tensor | None]:
         return {"x": self.x.grad} | {f"state {i}": state.grad for i, state in enumerate(self.states)}
 
 
@@ -88,7 +88,7 @@ def make_batch(
     states: str = "none",
     input_grad: bool = True,
 ) -> Batch:
-    """Numbers for a module; a tensor has all steps, of `sorted` sequences the longest come first."""
+    """A random batch. Samples of a "tensor" have all steps; "sorted" sequences are in order of decreasing length."""
     torch.manual_seed(1)
     dtype = rnn.weight_ih_l0.dtype
     steps = max(lengths) if steps is None else steps
@@ -97,10 +97,10 @@ def make_batch(
         own = (steps,) * len(lengths)
     x = torch.randn(len(own), steps, rnn.input_size, dtype=torch.float64).to(dtype).requires_grad_(input_grad)
     batch = Batch(x, own)
-    return batch if states == "none" else with_states(rnn, batch, requires_grad=states == "trained")
+    return batch if states == "none" else add_states(rnn, batch, requires_grad=states == "trained")
 
 
-def with_states(rnn: nn.RNNBase, batch: Batch, requires_grad: bool) -> Batch:
+def add_states(rnn: nn.RNNBase, batch: Batch, requires_grad: bool) -> Batch:
     count = rnn.num_layers * (2 if rnn.bidirectional else 1)
     widths = [rnn.proj_size or rnn.hidden_size, rnn.hidden_size][: 2 if isinstance(rnn, nn.LSTM) else 1]
     states = tuple(
@@ -110,15 +110,15 @@ def with_states(rnn: nn.RNNBase, batch: Batch, requires_grad: bool) -> Batch:
     return replace(batch, states=states)
 
 
-def packed(batch: Batch, form: str) -> PackedSequence:
+def pack(batch: Batch, form: str) -> PackedSequence:
     return pack_padded_sequence(batch.x, list(batch.lengths), batch_first=True, enforce_sorted=form == "sorted")
 
 
-def arguments(rnn: nn.RNNBase, batch: Batch, form: str) -> tuple[Any, ...]:
-    """What the module is called with."""
+def make_arguments(rnn: nn.RNNBase, batch: Batch, form: str) -> tuple[Any, ...]:
+    """The arguments of the module: the input and, if there are any, the states."""
     input: Any = batch.x if rnn.batch_first else batch.x.transpose(0, 1).contiguous()
     if form != "tensor":
-        input = packed(batch, form)
+        input = pack(batch, form)
     if not batch.states:
         return (input,)
     return input, (batch.states if isinstance(rnn, nn.LSTM) else batch.states[0])
@@ -127,20 +127,20 @@ def arguments(rnn: nn.RNNBase, batch: Batch, form: str) -> tuple[Any, ...]:
 # ---- losses, and the loop over samples ----
 
 
-def weights_like(shape: Sequence[int]) -> Tensor:
-    """A number for each entry, which depends on its place but not on the sizes of the dims before the last."""
+def make_loss_weights(shape: Sequence[int]) -> Tensor:
+    """A fixed weight for each entry, which depends on the index of the entry but not on the size of the batch."""
     place = torch.zeros(())
     for factor, size in zip((29.0, 7.0, 1.0), shape, strict=True):
         place = place.unsqueeze(-1) + factor * torch.arange(size)
     return torch.sin(1 + place)
 
 
-def loss_of(output: Any, states: Any, batch_first: bool) -> Tensor:
-    """Depends on every step of the output and on all last states; a sum over the samples."""
-    return losses_of(output, states, batch_first).sum()
+def compute_loss(output: Any, states: Any, batch_first: bool) -> Tensor:
+    """A sum over the samples that depends on every step of the output and on all last states."""
+    return compute_losses(output, states, batch_first).sum()
 
 
-def losses_of(output: Any, states: Any, batch_first: bool) -> Tensor:
+def compute_losses(output: Any, states: Any, batch_first: bool) -> Tensor:
     """The loss of each sample."""
     if isinstance(output, PackedSequence):
         output = pad_packed_sequence(output, batch_first=True)[0]
@@ -149,24 +149,29 @@ def losses_of(output: Any, states: Any, batch_first: bool) -> Tensor:
     states = states if isinstance(states, tuple) else (states,)
     total: Any = 0
     for rows in (output, *(state.transpose(0, 1) for state in states)):
-        weights = weights_like((1, *rows.shape[1:])).to(rows.dtype)
+        weights = make_loss_weights((1, *rows.shape[1:])).to(rows.dtype)
         total = total + (rows * weights + 0.5 * rows * rows).flatten(1).sum(1)
     return total
 
 
-def looped(module: nn.Module, batch: Batch, loss_of_sample: Callable[[Batch], Tensor]) -> Grads:
-    """The gradient of each sample's own loss, sample after sample, with plain autograd."""
+def loop_over_samples(module: nn.Module, batch: Batch, compute_sample_loss: Callable[[Batch], Tensor]) -> Grads:
+    """The gradient of the loss of each sample, by plain autograd with one sample at a time."""
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows = [torch.autograd.grad(loss_of_sample(batch.alone(n)), list(parameters.values())) for n in range(len(batch))]
+    rows = [
+        torch.autograd.grad(compute_sample_loss(batch.select_sample(n)), list(parameters.values()))
+        for n in range(len(batch))
+    ]
     return {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
 
 
-def looped_rnn(rnn: nn.RNNBase, batch: Batch, form: str = "tensor") -> Grads:
-    return looped(rnn, batch, lambda sample: loss_of(*rnn(*arguments(rnn, sample, form)), rnn.batch_first))
+def loop_over_rnn(rnn: nn.RNNBase, batch: Batch, form: str = "tensor") -> Grads:
+    return loop_over_samples(
+        rnn, batch, lambda sample: compute_loss(*rnn(*make_arguments(rnn, sample, form)), rnn.batch_first)
+    )
 
 
-def taken_grad_samples(module: nn.Module) -> Grads:
-    """What the parameters have received, which is then removed."""
+def take_grad_samples(module: nn.Module) -> Grads:
+    """Remove `grad_sample` from all parameters and return it."""
     found = {}
     for name, parameter in module.named_parameters():
         assert parameter.grad is None, name
@@ -177,65 +182,65 @@ def taken_grad_samples(module: nn.Module) -> Grads:
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    actual, expected = flat(actual), flat(expected)
+    actual, expected = flatten(actual), flatten(expected)
     assert len(actual) == len(expected)
     for got, want in zip(actual, expected, strict=True):
         assert (got is None) == (want is None)
         assert want is None or (got.dtype == want.dtype and torch.equal(got, want))
 
 
-def flat(result: Any) -> list[Tensor | None]:
-    return [result] if result is None or isinstance(result, Tensor) else [t for part in result for t in flat(part)]
+def flatten(result: Any) -> list[Tensor | None]:
+    return [result] if result is None or isinstance(result, Tensor) else [t for part in result for t in flatten(part)]
 
 
 def assert_same_grads(actual: Batch, expected: Batch, tolerance: float) -> None:
-    for name, want in expected.grads().items():
-        got = actual.grads()[name]
+    for name, want in expected.get_grads().items():
+        got = actual.get_grads()[name]
         assert (got is None) == (want is None), name
         if want is not None:
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
-def outputs(rnn: nn.RNNBase, batch: Batch, form: str, **options: Any) -> tuple[Any, Any]:
-    """What the module gives, and what the wrapped call gives, under the same seed."""
+def compute_outputs(rnn: nn.RNNBase, batch: Batch, form: str, **options: Any) -> tuple[Any, Any]:
+    """The results of the wrapped call and of the plain module, with the same seed."""
     torch.manual_seed(2)
-    expected = rnn(*arguments(rnn, batch.fresh(), form))
+    expected = rnn(*make_arguments(rnn, batch.clone(), form))
     after = torch.get_rng_state()
     torch.manual_seed(2)
-    result = call_for_per_sample_grads(rnn, **options)(*arguments(rnn, batch.fresh(), form))
+    result = call_for_per_sample_grads(rnn, **options)(*make_arguments(rnn, batch.clone(), form))
     assert torch.equal(torch.get_rng_state(), after)
     return result, expected
 
 
 def check(rnn: nn.RNNBase, batch: Batch, form: str = "tensor", tolerance: float = 1e-9, **options: Any) -> None:
-    """Gradients of the activations and per-sample gradients of the weights, the loss being a sum."""
-    plain = batch.fresh()
-    loss_of(*rnn(*arguments(rnn, plain, form)), rnn.batch_first).backward()
+    """Check the gradients of the activations and the per-sample gradients of the weights, for a summed loss."""
+    plain = batch.clone()
+    compute_loss(*rnn(*make_arguments(rnn, plain, form)), rnn.batch_first).backward()
     rnn.zero_grad(set_to_none=True)
-    given = batch.fresh()
-    result = call_for_per_sample_grads(rnn, **options)(*arguments(rnn, given, form))
-    loss_of(*result, rnn.batch_first).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form), tolerance)
+    given = batch.clone()
+    result = call_for_per_sample_grads(rnn, **options)(*make_arguments(rnn, given, form))
+    compute_loss(*result, rnn.batch_first).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch, form), tolerance)
     assert_same_grads(given, plain, tolerance)
 
 
-def batch_options(rnn: nn.RNNBase, batch: Batch, form: str, told: bool) -> dict[str, Any]:
-    """Options under which the size of the batch is given, or can be found: states have it in dim 1."""
-    if told:
+def choose_batch_options(rnn: nn.RNNBase, batch: Batch, form: str, explicit: bool) -> dict[str, Any]:
+    """Options that state the batch size (`explicit`), or with which it can be found: states have it in dim 1."""
+    if explicit:
         return {"batch_size": len(batch), "batch_first": rnn.batch_first or form != "tensor"}
     return {"batch_first": rnn.batch_first if form == "tensor" else not batch.states}
 
 
-# ---- the matrix ----
+# ---- all combinations ----
 
 
-def shape_of(layers: int, directions: int, bias: bool, batch_first: bool) -> Any:
+def make_shape(layers: int, directions: int, bias: bool, batch_first: bool) -> Any:
     name = f"{layers}layer-{directions}way-{'bias' if bias else 'nobias'}-{'btd' if batch_first else 'tbd'}"
     options = {"num_layers": layers, "bidirectional": directions == 2, "bias": bias, "batch_first": batch_first}
     return pytest.param(options, id=name)
 
 
-SHAPES = [shape_of(*choice) for choice in itertools.product((1, 2), (1, 2), (True, False), (True, False))]
+SHAPES = [make_shape(*choice) for choice in itertools.product((1, 2), (1, 2), (True, False), (True, False))]
 each_shape = pytest.mark.parametrize("shape", SHAPES)
 each_state = pytest.mark.parametrize("states", ["none", "given", "trained"])
 DEEP = {"num_layers": 2, "bidirectional": True, "batch_first": True}
@@ -248,7 +253,7 @@ DEEP = {"num_layers": 2, "bidirectional": True, "batch_first": True}
 def test_gradients(kind: str, shape: dict[str, Any], states: str, form: str) -> None:
     rnn = build(kind, **shape)
     batch = make_batch(rnn, form, states=states)
-    check(rnn, batch, form, **batch_options(rnn, batch, form, told=form != "tensor" or states != "none"))
+    check(rnn, batch, form, **choose_batch_options(rnn, batch, form, explicit=form != "tensor" or states != "none"))
 
 
 @each_kind
@@ -257,7 +262,7 @@ def test_gradients(kind: str, shape: dict[str, Any], states: str, form: str) -> 
 def test_batch_size_is_found_in_a_packed_sequence(kind: str, states: str, form: str) -> None:
     rnn = build(kind, **DEEP)
     batch = make_batch(rnn, form, states=states)
-    check(rnn, batch, form, **batch_options(rnn, batch, form, told=False))
+    check(rnn, batch, form, **choose_batch_options(rnn, batch, form, explicit=False))
 
 
 @each_kind
@@ -273,7 +278,7 @@ def test_batch_size_is_found_in_time_first_tensors(kind: str, states: str) -> No
 def test_float32_without_a_gradient_of_the_input(kind: str, form: str, batch_first: bool) -> None:
     rnn = build(kind, num_layers=2, bidirectional=True, batch_first=batch_first, dtype=torch.float32)
     batch = make_batch(rnn, form, input_grad=False)
-    check(rnn, batch, form, tolerance=1e-4, **batch_options(rnn, batch, form, told=True))
+    check(rnn, batch, form, tolerance=1e-4, **choose_batch_options(rnn, batch, form, explicit=True))
 
 
 @each_kind
@@ -283,7 +288,7 @@ def test_float32_without_a_gradient_of_the_input(kind: str, form: str, batch_fir
 def test_output_has_the_same_bits(kind: str, shape: dict[str, Any], states: str, form: str) -> None:
     rnn = build(kind, **shape)
     batch = make_batch(rnn, form, states=states)
-    assert_same_bits(*outputs(rnn, batch, form, **batch_options(rnn, batch, form, told=True)))
+    assert_same_bits(*compute_outputs(rnn, batch, form, **choose_batch_options(rnn, batch, form, explicit=True)))
 
 
 @each_kind
@@ -292,7 +297,7 @@ def test_output_has_the_same_bits(kind: str, shape: dict[str, Any], states: str,
 def test_output_has_the_same_bits_without_a_gradient_of_the_input(kind: str, form: str, states: str) -> None:
     rnn = build(kind, **DEEP, dtype=torch.float32)
     batch = make_batch(rnn, form, states=states, input_grad=False)
-    assert_same_bits(*outputs(rnn, batch, form, batch_size=len(batch)))
+    assert_same_bits(*compute_outputs(rnn, batch, form, batch_size=len(batch)))
 
 
 @each_kind
@@ -312,7 +317,7 @@ def test_output_has_the_same_bits_for_a_transposed_input(kind: str) -> None:
 def test_dropout_draws_the_same_numbers(kind: str, form: str, training: bool, input_grad: bool) -> None:
     rnn = build(kind, num_layers=3, bidirectional=True, dropout=0.4).train(training)
     batch = make_batch(rnn, form, input_grad=input_grad)
-    result, expected = outputs(rnn, batch, form, **batch_options(rnn, batch, form, told=True))
+    result, expected = compute_outputs(rnn, batch, form, **choose_batch_options(rnn, batch, form, explicit=True))
     assert_same_bits(result, expected)
 
 
@@ -320,19 +325,19 @@ def test_dropout_draws_the_same_numbers(kind: str, form: str, training: bool, in
 @each_form
 @pytest.mark.parametrize("batch_first", [True, False], ids=["btd", "tbd"])
 def test_gradients_with_dropout(kind: str, form: str, batch_first: bool) -> None:
-    """The oracle is the plain batch under the same seed: no sample's loss depends on another's masks."""
+    """The oracle is the plain batch with the same seed, since the loss of a sample depends on its own masks only."""
     rnn = build(kind, num_layers=2, bidirectional=True, dropout=0.4, batch_first=batch_first)
     batch = make_batch(rnn, form)
     torch.manual_seed(2)
-    losses = losses_of(*rnn(*arguments(rnn, batch, form)), batch_first)
+    losses = compute_losses(*rnn(*make_arguments(rnn, batch, form)), batch_first)
     rows = [torch.autograd.grad(loss, list(rnn.parameters()), retain_graph=True) for loss in losses]
     expected = {
         name: torch.stack(p) for (name, _), p in zip(rnn.named_parameters(), zip(*rows, strict=True), strict=True)
     }
     torch.manual_seed(2)
-    options = batch_options(rnn, batch, form, told=True)
-    loss_of(*call_for_per_sample_grads(rnn, **options)(*arguments(rnn, batch, form)), batch_first).backward()
-    assert_rows_close(taken_grad_samples(rnn), expected)
+    options = choose_batch_options(rnn, batch, form, explicit=True)
+    compute_loss(*call_for_per_sample_grads(rnn, **options)(*make_arguments(rnn, batch, form)), batch_first).backward()
+    assert_rows_close(take_grad_samples(rnn), expected)
 
 
 # ---- sizes ----
@@ -344,16 +349,16 @@ SIZES = {"T is B": (4, 4, 4, 4), "B is 1": (4,), "T is 1": (1, 1, 1), "B and T a
 @pytest.mark.parametrize("form", ["btd", "tbd", "sorted", "unsorted"])
 @pytest.mark.parametrize("states", ["none", "trained"])
 @pytest.mark.parametrize("lengths", SIZES.values(), ids=[name.replace(" ", "-") for name in SIZES])
-def test_sizes_that_may_be_taken_for_others(kind: str, form: str, states: str, lengths: tuple[int, ...]) -> None:
+def test_ambiguous_sizes(kind: str, form: str, states: str, lengths: tuple[int, ...]) -> None:
     rnn = build(kind, num_layers=2, batch_first=form == "btd")
     form = form if "sorted" in form else "tensor"
     batch = make_batch(rnn, form, lengths, states=states)
-    check(rnn, batch, form, **batch_options(rnn, batch, form, told=True))
+    check(rnn, batch, form, **choose_batch_options(rnn, batch, form, explicit=True))
 
 
 @each_kind
 @pytest.mark.parametrize("states", ["given", "trained"])
-def test_two_layers_and_two_samples_leave_the_state_ambiguous(kind: str, states: str) -> None:
+def test_two_layers_and_two_samples_make_the_state_ambiguous(kind: str, states: str) -> None:
     rnn = build(kind, num_layers=2, batch_first=True)
     batch = make_batch(rnn, lengths=(4, 4), states=states)
     assert batch.states[0].shape[:2] == (2, 2)
@@ -361,36 +366,36 @@ def test_two_layers_and_two_samples_leave_the_state_ambiguous(kind: str, states:
 
 
 @each_kind
-def test_lengths_all_different_and_far_apart(kind: str) -> None:
+def test_very_different_lengths(kind: str) -> None:
     rnn = build(kind, bidirectional=True)
     check(rnn, make_batch(rnn, "unsorted", (1, 6, 2, 4)), "unsorted")
 
 
 @each_kind
-def test_a_loss_of_the_last_states_alone(kind: str) -> None:
+def test_a_loss_of_the_last_states_only(kind: str) -> None:
     rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True)
     batch = make_batch(rnn, "unsorted")
 
     def loss(sample: Batch, call: Callable[..., Any]) -> Tensor:
-        _, states = call(*arguments(rnn, sample, "unsorted"))
-        return loss_of(torch.zeros(len(sample), 1, 1), states, batch_first=True)
+        _, states = call(*make_arguments(rnn, sample, "unsorted"))
+        return compute_loss(torch.zeros(len(sample), 1, 1), states, batch_first=True)
 
     loss(batch, call_for_per_sample_grads(rnn)).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped(rnn, batch, lambda sample: loss(sample, rnn)))
+    assert_rows_close(take_grad_samples(rnn), loop_over_samples(rnn, batch, lambda sample: loss(sample, rnn)))
 
 
 @each_kind
 @each_form
-def test_a_loss_of_the_output_alone(kind: str, form: str) -> None:
+def test_a_loss_of_the_output_only(kind: str, form: str) -> None:
     rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True)
     batch = make_batch(rnn, form)
 
     def loss(sample: Batch, call: Callable[..., Any]) -> Tensor:
-        output, _ = call(*arguments(rnn, sample, form))
-        return loss_of(output, (), batch_first=True)
+        output, _ = call(*make_arguments(rnn, sample, form))
+        return compute_loss(output, (), batch_first=True)
 
     loss(batch, call_for_per_sample_grads(rnn)).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped(rnn, batch, lambda sample: loss(sample, rnn)))
+    assert_rows_close(take_grad_samples(rnn), loop_over_samples(rnn, batch, lambda sample: loss(sample, rnn)))
 
 
 # ---- frozen weights, reductions, wrong sizes ----
@@ -399,7 +404,7 @@ def test_a_loss_of_the_output_alone(kind: str, form: str) -> None:
 @each_kind
 @each_form
 @pytest.mark.parametrize("frozen", ["weight_ih", "weight_hh", "bias_ih", "bias_hh", "l0", "l1", "reverse"])
-def test_frozen_weights_get_nothing(kind: str, form: str, frozen: str) -> None:
+def test_frozen_weights_get_no_gradients(kind: str, form: str, frozen: str) -> None:
     rnn = build(kind, **DEEP)
     for name, parameter in rnn.named_parameters():
         parameter.requires_grad_(frozen not in name)
@@ -418,29 +423,29 @@ def test_one_trainable_weight_among_frozen_ones(kind: str) -> None:
 def test_mean_reduction(kind: str, form: str) -> None:
     rnn = build(kind, **DEEP)
     batch, plain = make_batch(rnn, form), make_batch(rnn, form)
-    (loss_of(*rnn(*arguments(rnn, plain, form)), True) / len(batch)).backward()
+    (compute_loss(*rnn(*make_arguments(rnn, plain, form)), True) / len(batch)).backward()
     rnn.zero_grad(set_to_none=True)
     wrapped = call_for_per_sample_grads(rnn, loss_reduction="mean")
-    (loss_of(*wrapped(*arguments(rnn, batch, form)), True) / len(batch)).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form))
+    (compute_loss(*wrapped(*make_arguments(rnn, batch, form)), True) / len(batch)).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch, form))
     assert_same_grads(batch, plain, 1e-9)
 
 
 @each_kind
 @pytest.mark.parametrize("form", ["sorted", "unsorted"])
-@pytest.mark.parametrize("said", [2, 4, 12])
-def test_wrong_batch_size_for_a_packed_sequence(kind: str, form: str, said: int) -> None:
+@pytest.mark.parametrize("batch_size", [2, 4, 12])
+def test_wrong_batch_size_for_a_packed_sequence(kind: str, form: str, batch_size: int) -> None:
     rnn = build(kind)
     message = (
         "Expected ExpandedWeights to have batch size matching input but got input batch size of 3 "
-        f"with ExpandedWeight of batch size {said}"
+        f"with ExpandedWeight of batch size {batch_size}"
     )
     with pytest.raises(RuntimeError, match=message):
-        call_for_per_sample_grads(rnn, batch_size=said)(packed(make_batch(rnn, form), form))
+        call_for_per_sample_grads(rnn, batch_size=batch_size)(pack(make_batch(rnn, form), form))
 
 
 @each_kind
-def test_a_single_sequence_has_no_samples(kind: str) -> None:
+def test_a_sequence_without_a_batch_dimension_is_refused(kind: str) -> None:
     rnn = build(kind)
     with pytest.raises(RuntimeError, match="samples of the batch are mixed"):
         output, _ = call_for_per_sample_grads(rnn)(make_batch(rnn).x[0])
@@ -454,19 +459,19 @@ def test_a_single_sequence_has_no_samples(kind: str) -> None:
 @each_form
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_low_precision(kind: str, form: str, dtype: torch.dtype) -> None:
-    """Against the float64 module of the same rounded weights; no relu may be at its kink, where rounding decides."""
+    """Compare with a float64 module of the same rounded weights; inputs of a relu stay away from 0."""
     rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True, dtype=dtype)
     batch = make_batch(rnn, form)
     if kind == "relu":
         for tensor in (batch.x, *rnn.parameters()):
             tensor.data.abs_()
-    assert_same_bits(*outputs(rnn, batch, form))
-    loss_of(*call_for_per_sample_grads(rnn)(*arguments(rnn, batch, form)), True).backward()
-    found = taken_grad_samples(rnn)
+    assert_same_bits(*compute_outputs(rnn, batch, form))
+    compute_loss(*call_for_per_sample_grads(rnn)(*make_arguments(rnn, batch, form)), True).backward()
+    found = take_grad_samples(rnn)
     assert {rows.dtype for rows in found.values()} == {dtype}
     exact = build(kind, num_layers=2, bidirectional=True, batch_first=True)
     exact.load_state_dict({name: value.double() for name, value in rnn.state_dict().items()})
-    expected = looped_rnn(exact, replace(batch, x=batch.x.detach().double()), form)
+    expected = loop_over_rnn(exact, replace(batch, x=batch.x.detach().double()), form)
     tolerance = 0.05 if dtype is torch.bfloat16 else 0.01
     assert_rows_close({name: rows.double() for name, rows in found.items()}, expected, tolerance)
 
@@ -475,7 +480,7 @@ def test_low_precision(kind: str, form: str, dtype: torch.dtype) -> None:
 
 
 class Twice(nn.Module):
-    """The same weights over the input and over what came out; the second time from the last states of the first."""
+    """Apply the same weights to the input and to the output, with `carry` from the last states of the first call."""
 
     def __init__(self, kind: str, carry: bool) -> None:
         super().__init__()
@@ -492,13 +497,13 @@ class Twice(nn.Module):
 def test_a_module_used_twice(kind: str, carry: bool) -> None:
     model = Twice(kind, carry)
     batch = make_batch(model.rnn)
-    loss_of(*call_for_per_sample_grads(model)(batch.x), True).backward()
-    expected = looped(model, batch, lambda sample: loss_of(*model(sample.x), True))
-    assert_rows_close(taken_grad_samples(model), expected)
+    compute_loss(*call_for_per_sample_grads(model)(batch.x), True).backward()
+    expected = loop_over_samples(model, batch, lambda sample: compute_loss(*model(sample.x), True))
+    assert_rows_close(take_grad_samples(model), expected)
 
 
 class Tagger(nn.Module):
-    """Words of sequences of different lengths to scores for each, and one for the sequence."""
+    """Scores for each word of sequences of different lengths, and for each sequence."""
 
     def __init__(self, kind: str, time_first: bool) -> None:
         super().__init__()
@@ -530,9 +535,9 @@ def test_packing_inside_the_model(kind: str, time_first: bool, lengths: Any) -> 
     def loss(scores: Tensor, summary: Tensor, own: Sequence[int]) -> Tensor:
         real = torch.arange(scores.shape[1]) < torch.tensor(own).unsqueeze(1)
         scores = scores * real.unsqueeze(-1)
-        return loss_of(scores, summary.unsqueeze(0), batch_first=True)
+        return compute_loss(scores, summary.unsqueeze(0), batch_first=True)
 
-    def loss_of_sample(n: int) -> Tensor:
+    def compute_sample_loss(n: int) -> Tensor:
         own = LENGTHS[n : n + 1]
         return loss(*model(words[n : n + 1, : own[0]], torch.tensor(own)), own)
 
@@ -540,16 +545,16 @@ def test_packing_inside_the_model(kind: str, time_first: bool, lengths: Any) -> 
     assert_same_bits(result, model(words, lengths))
     loss(*result, LENGTHS).backward()
     parameters = dict(model.named_parameters())
-    rows = [torch.autograd.grad(loss_of_sample(n), list(parameters.values())) for n in range(len(words))]
+    rows = [torch.autograd.grad(compute_sample_loss(n), list(parameters.values())) for n in range(len(words))]
     expected = {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
-    assert_rows_close(taken_grad_samples(model), expected)
+    assert_rows_close(take_grad_samples(model), expected)
 
 
-# ---- the way back ----
+# ---- the backward pass ----
 
 
 class Sentences(nn.Module):
-    """Each sample has several sequences: `(B, each, T, width)` to the loss of each sample."""
+    """The loss of each sample, where a sample has several sequences: the input is `(B, each, T, width)`."""
 
     def __init__(self, kind: str, time_first: bool, states: bool, change: bool = False, **options: Any) -> None:
         super().__init__()
@@ -575,12 +580,12 @@ class Sentences(nn.Module):
         total: Any = 0
         for rows in (output, *(part.transpose(0, 1) for part in states)):
             rows = rows.unflatten(0, (count, each))
-            total = total + (rows * rows * weights_like(rows.shape[-3:])).flatten(1).sum(1)
+            total = total + (rows * rows * make_loss_weights(rows.shape[-3:])).flatten(1).sum(1)
         return total
 
 
 def check_record(model: nn.Module, x: Tensor, tolerance: float = 1e-9) -> persample.PerSampleGradients:
-    """Every answer's basis, the dense rows, against the loop; and the gradient of the input."""
+    """Check the dense per-sample gradients against the loop, and the gradient of the input."""
     parameters = dict(model.named_parameters())
     rows = [torch.autograd.grad(model(x[n : n + 1]).sum(), list(parameters.values())) for n in range(len(x))]
     expected = {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
@@ -598,7 +603,7 @@ def check_record(model: nn.Module, x: Tensor, tolerance: float = 1e-9) -> persam
 @pytest.mark.parametrize("time_first", [True, False], ids=["tbd", "btd"])
 @pytest.mark.parametrize("states", [True, False], ids=["given", "zeros"])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_several_sequences_of_each_sample(kind: str, time_first: bool, states: bool, layers: int) -> None:
+def test_several_sequences_per_sample(kind: str, time_first: bool, states: bool, layers: int) -> None:
     model = Sentences(kind, time_first, states, num_layers=layers)
     grads = check_record(model, torch.randn(3, 2, 4, WIDTH, dtype=torch.float64))
     squares = [rows.flatten(1).square().sum(1) for rows in grads.dense().values()]
@@ -607,35 +612,35 @@ def test_several_sequences_of_each_sample(kind: str, time_first: bool, states: b
 
 @each_kind
 def test_the_output_may_be_changed_in_place(kind: str) -> None:
-    """The rule reads what the layer gave, not what became of it."""
+    """The rule reads the output of the layer before the change."""
     check_record(Sentences(kind, False, False, change=True), torch.randn(3, 1, 4, WIDTH, dtype=torch.float64))
 
 
 @each_kind
 @pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
 def test_long_sequences_in_float32(kind: str, scale: float) -> None:
-    """Gates that are almost linear, and gates that are almost shut, come out as exactly as torch has them."""
+    """Gradients are as exact as torch's for almost linear gates and for almost closed gates."""
     rnn = build(kind, 8, 16, batch_first=True)
     if kind == "relu":
-        scale = min(scale, 1.0)  # what is multiplied by 6 in each step does not stay finite
+        scale = min(scale, 1.0)  # a factor of 6 in each step overflows
     with torch.no_grad():
         for parameter in rnn.parameters():
             parameter.mul_(scale)
     batch = make_batch(rnn, lengths=(60,) * 4)
-    expected = looped_rnn(rnn, batch)
+    expected = loop_over_rnn(rnn, batch)
     single = build(kind, 8, 16, batch_first=True, dtype=torch.float32)
     single.load_state_dict({name: value.float() for name, value in rnn.state_dict().items()})
     own = replace(batch, x=batch.x.detach().float())
-    plain = looped_rnn(single, own)
-    loss_of(*call_for_per_sample_grads(single)(own.x), True).backward()
-    for name, rows in taken_grad_samples(single).items():
+    plain = loop_over_rnn(single, own)
+    compute_loss(*call_for_per_sample_grads(single)(own.x), True).backward()
+    for name, rows in take_grad_samples(single).items():
         scale_of_rows = expected[name].abs().max()
-        off, plainly_off = ((r.double() - expected[name]).abs().max() / scale_of_rows for r in (rows, plain[name]))
-        assert off <= 3 * plainly_off + 1e-6, name
+        error, plain_error = ((r.double() - expected[name]).abs().max() / scale_of_rows for r in (rows, plain[name]))
+        assert error <= 3 * plain_error + 1e-6, name
 
 
 @each_kind
-def test_the_gradient_of_an_input_that_needs_none_is_not_computed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gradient_of_the_input_is_computed_only_if_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     dense = Folded.dense
     monkeypatch.setattr(Folded, "dense", lambda term: computed.append(term) or dense(term))
@@ -643,14 +648,14 @@ def test_the_gradient_of_an_input_that_needs_none_is_not_computed(kind: str, mon
     for input_grad, layers in ((False, 1), (True, 2)):
         computed.clear()
         batch = make_batch(rnn, input_grad=input_grad)
-        loss_of(*call_for_per_sample_grads(rnn)(batch.x), True).backward()
-        taken_grad_samples(rnn)
+        compute_loss(*call_for_per_sample_grads(rnn)(batch.x), True).backward()
+        take_grad_samples(rnn)
         assert len(computed) == layers
 
 
 @each_kind
 def test_the_same_shapes_with_other_options(kind: str) -> None:
-    """What is remembered of a layer is remembered for its options too."""
+    """The options of a layer are part of the cache key."""
     for options in ({"bias": True}, {"bias": False}, {"bidirectional": True}, {"bias": True}):
         rnn = build(kind, batch_first=True, **options)
         for states in ("none", "trained", "given"):
@@ -658,29 +663,31 @@ def test_the_same_shapes_with_other_options(kind: str) -> None:
                 check(rnn, make_batch(rnn, states=states, input_grad=input_grad), batch_size=3)
 
 
-@pytest.mark.parametrize("kind", ["tanh", "relu", "gru", "projected"])  # torch itself does not run the others
+@pytest.mark.parametrize(
+    "kind", ["tanh", "relu", "gru", "projected"]
+)  # torch has no autocast for a plain LSTM on a CPU
 def test_autocast(kind: str) -> None:
     rnn = build(kind, num_layers=2, bidirectional=True, batch_first=True, dtype=torch.float32)
     batch = make_batch(rnn)
-    if kind == "relu":  # none may be at its kink, where rounding decides
+    if kind == "relu":  # keep its inputs away from 0, where rounding decides
         for tensor in (batch.x, *rnn.parameters()):
             tensor.data.abs_()
     with torch.autocast("cpu", torch.bfloat16):
-        expected = rnn(batch.fresh().x)
+        expected = rnn(batch.clone().x)
         result = call_for_per_sample_grads(rnn)(batch.x)
     assert_same_bits(result, expected)
-    loss_of(*result, True).backward()
+    compute_loss(*result, True).backward()
     assert batch.x.grad is not None and batch.x.grad.dtype == torch.float32
     exact = build(kind, num_layers=2, bidirectional=True, batch_first=True)
     exact.load_state_dict({name: value.double() for name, value in rnn.state_dict().items()})
-    rows = looped_rnn(exact, replace(batch, x=batch.x.detach().double()))
-    found = {name: r.double() for name, r in taken_grad_samples(rnn).items()}
+    rows = loop_over_rnn(exact, replace(batch, x=batch.x.detach().double()))
+    found = {name: r.double() for name, r in take_grad_samples(rnn).items()}
     for name, want in rows.items():
         assert (found[name] - want).abs().max() <= 0.05 * want.abs().max(), name
 
 
-class Packed(nn.Module):
-    """Several sequences of each sample in one PackedSequence."""
+class PackedPairs(nn.Module):
+    """Two sequences of each sample in one PackedSequence."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -694,8 +701,8 @@ class Packed(nn.Module):
 
 @each_kind
 @pytest.mark.parametrize("count", [1, 3])
-def test_packed_sequences_of_which_a_sample_has_several_are_refused(kind: str, count: int) -> None:
-    model = Packed(kind)
+def test_several_packed_sequences_per_sample_are_refused(kind: str, count: int) -> None:
+    model = PackedPairs(kind)
     with (
         pytest.raises(persample.PerSampleError, match="packed sequences of which several are of one sample"),
         persample.record(model),
@@ -714,7 +721,7 @@ STEPS: dict[str, tuple[Callable[..., Any], int]] = {
 
 
 class Steps(nn.Module):
-    """Two steps of a cell by the torch function, with whichever biases are there; `each` rows of every sample."""
+    """Two steps of a cell by its torch function, with or without each bias."""
 
     def __init__(self, kind: str, b_ih: bool, b_hh: bool) -> None:
         super().__init__()
@@ -754,23 +761,25 @@ def test_a_loss_of_one_part_of_the_state_after_a_step(part: int) -> None:
     check_record(Part("lstm", True, True), torch.randn(3, 1, WIDTH, dtype=torch.float64))
 
 
-# ---- bare ----
+# ---- bare ExpandedWeights ----
 
 
-def bare_call(rnn: nn.RNNBase, batch: Batch, form: str, weights: Sequence[Tensor]) -> dict[str, Any]:
-    """The arguments of the torch function, by their names and in their order."""
+def make_bare_call(rnn: nn.RNNBase, batch: Batch, form: str, weights: Sequence[Tensor]) -> dict[str, Any]:
+    """The arguments of the torch function by name, in order."""
     state: Any = batch.states if isinstance(rnn, nn.LSTM) else batch.states[0]
     common = {"hx": state, "params": list(weights), "has_biases": rnn.bias, "num_layers": rnn.num_layers}
     common |= {"dropout": rnn.dropout, "train": rnn.training, "bidirectional": rnn.bidirectional}
     if form == "tensor":
         input = batch.x if rnn.batch_first else batch.x.transpose(0, 1)
         return {"input": input} | common | {"batch_first": rnn.batch_first}
-    sequence = packed(batch, form)
+    sequence = pack(batch, form)
     return {"data": sequence.data, "batch_sizes": sequence.batch_sizes} | common
 
 
-def bare_loss(kind: str, rnn: nn.RNNBase, batch: Batch, form: str, how: str, weights: Sequence[Tensor]) -> Tensor:
-    call = bare_call(rnn, batch, form, weights)
+def compute_bare_loss(
+    kind: str, rnn: nn.RNNBase, batch: Batch, form: str, how: str, weights: Sequence[Tensor]
+) -> Tensor:
+    call = make_bare_call(rnn, batch, form, weights)
     if how == "positional":
         result = FUNCTIONS[kind](*call.values())
     elif how == "keywords":
@@ -782,10 +791,10 @@ def bare_loss(kind: str, rnn: nn.RNNBase, batch: Batch, form: str, how: str, wei
     output, *states = result
     if form != "tensor":
         output = PackedSequence(output, call["batch_sizes"])
-    return loss_of(output, tuple(states), rnn.batch_first)
+    return compute_loss(output, tuple(states), rnn.batch_first)
 
 
-def expanded(rnn: nn.RNNBase, batch_size: int, loss_reduction: str = "sum") -> list[Tensor]:
+def expand_weights(rnn: nn.RNNBase, batch_size: int, loss_reduction: str = "sum") -> list[Tensor]:
     weights = [p for part in rnn.all_weights for p in part]
     return [ExpandedWeight(w, batch_size, loss_reduction) if w.requires_grad else w for w in weights]
 
@@ -801,11 +810,11 @@ each_way_to_call = pytest.mark.parametrize("how", ["positional", "keywords", "re
 def test_bare_function(kind: str, how: str, form: str, states: str, shape: dict[str, Any]) -> None:
     rnn = build(kind, **shape)
     batch = make_batch(rnn, form, states=states)
-    plain = batch.fresh()
-    bare_loss(kind, rnn, plain, form, "positional", [p for part in rnn.all_weights for p in part]).backward()
+    plain = batch.clone()
+    compute_bare_loss(kind, rnn, plain, form, "positional", [p for part in rnn.all_weights for p in part]).backward()
     rnn.zero_grad(set_to_none=True)
-    bare_loss(kind, rnn, batch, form, how, expanded(rnn, len(batch))).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch.fresh(), form))
+    compute_bare_loss(kind, rnn, batch, form, how, expand_weights(rnn, len(batch))).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch.clone(), form))
     assert_same_grads(batch, plain, 1e-9)
 
 
@@ -815,29 +824,29 @@ def test_bare_function_with_a_mean_loss_and_a_frozen_weight(kind: str, form: str
     rnn = build(kind, num_layers=2, bidirectional=True)
     rnn.weight_hh_l1.requires_grad_(False)
     batch = make_batch(rnn, form, states="given")
-    loss = bare_loss(kind, rnn, batch, form, "positional", expanded(rnn, len(batch), "mean"))
+    loss = compute_bare_loss(kind, rnn, batch, form, "positional", expand_weights(rnn, len(batch), "mean"))
     (loss / len(batch)).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch, form))
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch, form))
 
 
 @each_kind
 def test_bare_function_in_float32_without_a_gradient_of_the_input(kind: str) -> None:
     rnn = build(kind, dtype=torch.float32)
     batch = make_batch(rnn, states="given", input_grad=False)
-    bare_loss(kind, rnn, batch, "tensor", "positional", expanded(rnn, len(batch))).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch), tolerance=1e-4)
+    compute_bare_loss(kind, rnn, batch, "tensor", "positional", expand_weights(rnn, len(batch))).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch), tolerance=1e-4)
 
 
 @each_kind
 @pytest.mark.parametrize("batch_first", [True, False], ids=["btd", "tbd"])
-def test_bare_weights_that_were_told_where_the_batch_lies(kind: str, batch_first: bool) -> None:
+def test_bare_weights_with_batch_first_set(kind: str, batch_first: bool) -> None:
     rnn = build(kind, num_layers=2, batch_first=batch_first)
     batch = make_batch(rnn, states="given")
-    weights = expanded(rnn, len(batch))
+    weights = expand_weights(rnn, len(batch))
     for weight in weights:
         weight.set_batch_first(batch_first)
-    bare_loss(kind, rnn, batch, "tensor", "positional", weights).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch))
+    compute_bare_loss(kind, rnn, batch, "tensor", "positional", weights).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch))
 
 
 @each_kind
@@ -847,9 +856,9 @@ def test_expanded_weights_swapped_into_a_module(kind: str, states: str, form: st
     rnn = build(kind, **DEEP)
     batch = make_batch(rnn, form, states=states)
     weights = {name: ExpandedWeight(p, len(batch), "sum") for name, p in rnn.named_parameters()}
-    result = torch.func.functional_call(rnn, weights, arguments(rnn, batch, form))
-    loss_of(*result, True).backward()
-    assert_rows_close(taken_grad_samples(rnn), looped_rnn(rnn, batch.fresh(), form))
+    result = torch.func.functional_call(rnn, weights, make_arguments(rnn, batch, form))
+    compute_loss(*result, True).backward()
+    assert_rows_close(take_grad_samples(rnn), loop_over_rnn(rnn, batch.clone(), form))
 
 
 @each_kind
@@ -858,21 +867,21 @@ def test_bare_function_refuses_another_batch_size(kind: str, form: str) -> None:
     rnn = build(kind)
     message = "got input batch size of 3 with ExpandedWeight of batch size 4"
     with pytest.raises(RuntimeError, match=message):
-        bare_loss(kind, rnn, make_batch(rnn, form, states="given"), form, "positional", expanded(rnn, 4))
+        compute_bare_loss(kind, rnn, make_batch(rnn, form, states="given"), form, "positional", expand_weights(rnn, 4))
 
 
 @each_kind
-def test_bare_function_refuses_a_mixture_with_weights_that_require_grad(kind: str) -> None:
+def test_bare_function_refuses_a_mixture_with_trainable_weights(kind: str) -> None:
     rnn = build(kind)
-    weights = expanded(rnn, 3)
+    weights = expand_weights(rnn, 3)
     weights[1] = rnn.weight_hh_l0
     with pytest.raises(RuntimeError, match="mixture of ExpandedWeight parameters and normal Parameters"):
-        bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)
+        compute_bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)
 
 
 @each_kind
 def test_bare_function_refuses_different_reductions(kind: str) -> None:
     rnn = build(kind)
-    weights = [*expanded(rnn, 3)[:1], *expanded(rnn, 3, "mean")[1:]]
+    weights = [*expand_weights(rnn, 3)[:1], *expand_weights(rnn, 3, "mean")[1:]]
     with pytest.raises(RuntimeError, match="to all have the same loss_reduction argument but got one with sum and one"):
-        bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)
+        compute_bare_loss(kind, rnn, make_batch(rnn, states="given"), "tensor", "positional", weights)

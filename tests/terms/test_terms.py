@@ -21,7 +21,7 @@ from torch import Tensor
 from persample.layouts.layout import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
-from persample.rules.matmul import einsum_term
+from persample.rules.matmul import compute_einsum_term
 from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, add_terms
 from persample.terms.cost import (
     Algorithm,
@@ -96,8 +96,8 @@ def folded(equation: str, shape: tuple[int, ...]) -> Factory:
         label = equation.split(",")[1].split("->")[0][-1]
         x = torch.randn(batch, 1, 5, shape[equation.index(label)], dtype=f64)
         g = torch.randn(batch, *torch.einsum(equation, weight, torch.zeros(x.shape[1:], dtype=f64)).shape, dtype=f64)
-        of_weight, of_samples, of_result = equation.replace("->", ",").split(",")
-        term = einsum_term(g, (of_weight, of_samples, of_result), x, weight, 0)
+        weight_labels, sample_labels, result_labels = equation.replace("->", ",").split(",")
+        term = compute_einsum_term(g, (weight_labels, sample_labels, result_labels), x, weight, 0)
         return term, loop_over_samples(lambda x, w: torch.einsum(equation, w, x), weight, x, g)
 
     return make
@@ -453,7 +453,7 @@ def test_projected_inner_products_are_unbiased_with_the_predicted_spread(method:
         first, second = term.project(sketch)
         estimates.append(float(first @ second))
     values = torch.tensor(estimates, dtype=f64)
-    # The spread of a sparse sketch is at most sqrt(2) times this unit; that of a tensor sketch is larger.
+    # A sparse sketch has a spread of at most sqrt(2) times this unit; a tensor sketch has a larger one.
     unit = float(norms[0] * norms[1]) / size**0.5
     assert abs(float(values.mean()) - exact) < 5 * float(values.std()) / draws**0.5
     assert float(values.std()) < (1.5 if method == "sparse" else 3.5) * unit

@@ -35,7 +35,7 @@ def find_results(result: Any, args: Sequence[Any]) -> tuple[Tensor, ...]:
 
 
 def find_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> tuple[Tensor, int]:
-    """The bag of each index in `input`, and the number of bags; the arguments are those of `F.embedding_bag`."""
+    """The bag of each index in `input`, and the number of bags; the arguments are as in `F.embedding_bag`."""
     if input.dim() == 2:
         return torch.arange(len(input), device=input.device).repeat_interleave(input.shape[1]), len(input)
     assert offsets is not None  # torch raises otherwise

@@ -1,4 +1,4 @@
-"""Pulls the term of a transposed, sliced or copied weight back to the weight, with its structure kept."""
+"""Pull the terms of a weight that was computed from parameters back to the parameters."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from persample.errors import PerSampleError
 from persample.terms import Blocks, Dense, Outer, Term, add_terms, is_complex, sum_dense
 
 
-def pull_back(
-    derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, Tensor]
-) -> list[tuple[Tensor, Term]]:
+def pull_back(derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, Tensor]) -> list[tuple[Tensor, Term]]:
     """The terms of the parameters (given by id) that `derived` was computed from.
 
-    If `derived` is a part or the transpose of a parameter, the term keeps its structure. Otherwise it is made dense and
-    pulled back by autograd.
+    If `derived` is a part, a copy or the transpose of a parameter, the term keeps its structure. Otherwise it is made
+    dense and pulled back by autograd.
     """
     found = pull_back_term(derived, add_terms(terms))
     if found is not None and id(found[0]) in parameters:
@@ -44,7 +42,9 @@ def pull_back(
 
 
 def pull_back_term(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
-    """The leaf that `derived` is a part or the transpose of, and its term; None if it was computed in another way.
+    """The leaf that `derived` is a part, copy or transpose of, and the term of the leaf.
+
+    None if `derived` was computed in another way.
 
     >>> import torch
     >>> w = torch.zeros(4, 3, requires_grad=True)
@@ -55,8 +55,8 @@ def pull_back_term(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
     node: Any = derived.grad_fn
     output = derived.output_nr
     while not hasattr(node, "variable"):
-        step = _STEPS.get(type(node).__name__)
-        before = step(node, output, term) if step is not None else None
+        pull_through = _STEPS.get(type(node).__name__)
+        before = pull_through(node, output, term) if pull_through is not None else None
         if before is None:
             return None
         term = before
@@ -65,94 +65,99 @@ def pull_back_term(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
     return (leaf, term) if term.shape == leaf.shape and is_complex(term) <= leaf.is_complex() else None
 
 
-def transposed(term: Term) -> Term:
-    """The term of a matrix, or of a stack of them, for their transposes."""
+def transpose_term(term: Term) -> Term:
+    """The term of the transpose of a matrix, or of the transposes in a stack of matrices."""
     if isinstance(term, Outer):
         return Outer(term.grad.conj(), term.input.conj())
     if isinstance(term, Blocks) and term.single and len(term.shape) > 2:
-        return Blocks([transposed(part) for part in term.terms], term.starts, term.count, single=True)
+        return Blocks([transpose_term(part) for part in term.terms], term.starts, term.count, single=True)
     return Dense(term.dense().mT)
 
 
-def _permuted(dims: list[int], term: Term) -> Term | None:
+# ---- for each kind of autograd node: the term of its input, given the term of one of its outputs ----
+
+
+def _pull_through_permutation(dims: list[int], term: Term) -> Term | None:
     last_two = [*range(len(dims) - 2), len(dims) - 1, len(dims) - 2]
-    return transposed(term) if dims == last_two else None
+    return transpose_term(term) if dims == last_two else None
 
 
-def _t(node: Any, output: int, term: Term) -> Term | None:
-    return transposed(term) if len(term.shape) == 2 else term
+def _pull_through_t(node: Any, output: int, term: Term) -> Term | None:
+    return transpose_term(term) if len(term.shape) == 2 else term
 
 
-def _transpose(node: Any, output: int, term: Term) -> Term | None:
+def _pull_through_transpose(node: Any, output: int, term: Term) -> Term | None:
     dims = list(range(len(term.shape)))
-    first, second = (_saved_number(node, name) % len(dims) for name in ("dim0", "dim1"))
+    first, second = (_read_number(node, name) % len(dims) for name in ("dim0", "dim1"))
     dims[first], dims[second] = dims[second], dims[first]
-    return _permuted(dims, term)
+    return _pull_through_permutation(dims, term)
 
 
-def _permute(node: Any, output: int, term: Term) -> Term | None:
-    return _permuted([_signed(d) % len(term.shape) for d in _torch.read_saved(node, "dims")], term)
+def _pull_through_permute(node: Any, output: int, term: Term) -> Term | None:
+    return _pull_through_permutation(
+        [_restore_sign(d) % len(term.shape) for d in _torch.read_saved(node, "dims")], term
+    )
 
 
-def _copy(node: Any, output: int, term: Term) -> Term | None:
+def _pull_through_copy(node: Any, output: int, term: Term) -> Term | None:
     return term
 
 
-def _rows(start: int, node: Any, term: Term) -> Term | None:
-    return Blocks([term], [start], _rows_before(node)) if _saved_number(node, "dim") == 0 else None
+def _pull_through_rows(start: int, node: Any, term: Term) -> Term | None:
+    return Blocks([term], [start], _read_row_count(node)) if _read_number(node, "dim") == 0 else None
 
 
-def _split(node: Any, output: int, term: Term) -> Term | None:
-    return _rows(output * _torch.read_saved(node, "split_size"), node, term)
+def _pull_through_split(node: Any, output: int, term: Term) -> Term | None:
+    return _pull_through_rows(output * _torch.read_saved(node, "split_size"), node, term)
 
 
-def _split_with_sizes(node: Any, output: int, term: Term) -> Term | None:
-    return _rows(sum(_torch.read_saved(node, "split_sizes")[:output]), node, term)
+def _pull_through_split_with_sizes(node: Any, output: int, term: Term) -> Term | None:
+    return _pull_through_rows(sum(_torch.read_saved(node, "split_sizes")[:output]), node, term)
 
 
-def _slice(node: Any, output: int, term: Term) -> Term | None:
-    size = _rows_before(node)
-    start = max(0, min(size, s + size if (s := _saved_number(node, "start")) < 0 else s))
-    return _rows(start, node, term) if _torch.read_saved(node, "step") == 1 else None
+def _pull_through_slice(node: Any, output: int, term: Term) -> Term | None:
+    size = _read_row_count(node)
+    start = max(0, min(size, s + size if (s := _read_number(node, "start")) < 0 else s))
+    return _pull_through_rows(start, node, term) if _torch.read_saved(node, "step") == 1 else None
 
 
-def _select(node: Any, output: int, term: Term) -> Term | None:
-    if _saved_number(node, "dim") != 0:
+def _pull_through_select(node: Any, output: int, term: Term) -> Term | None:
+    if _read_number(node, "dim") != 0:
         return None
-    count = _rows_before(node)
-    return Blocks([term], [_saved_number(node, "index") % count], count, single=True)
+    count = _read_row_count(node)
+    return Blocks([term], [_read_number(node, "index") % count], count, single=True)
 
 
-def _unbind(node: Any, output: int, term: Term) -> Term | None:
-    if _saved_number(node, "dim") != 0:
+def _pull_through_unbind(node: Any, output: int, term: Term) -> Term | None:
+    if _read_number(node, "dim") != 0:
         return None
     return Blocks([term], [output], _torch.count_results(node), single=True)
 
 
-def _rows_before(node: Any) -> int:
-    """The size of dim 0 of the tensor that an op took a part of."""
+def _read_row_count(node: Any) -> int:
+    """The size of dimension 0 of the op's input."""
     return _torch.read_saved(node, "self_sym_sizes")[0]
 
 
-def _saved_number(node: Any, name: str) -> int:
-    """A number that an op was called with."""
-    return _signed(_torch.read_saved(node, name) or 0)
+def _read_number(node: Any, name: str) -> int:
+    """An integer argument of the op, 0 if it was not given."""
+    return _restore_sign(_torch.read_saved(node, name) or 0)
 
 
-def _signed(number: int) -> int:
-    """A number that autograd has kept without its sign."""
+def _restore_sign(number: int) -> int:
+    """Undo the conversion of negative integers to uint64 by autograd."""
     return number - 2**64 if number >= 2**63 else number
 
 
 _STEPS: dict[str, Callable[[Any, int, Term], Term | None]] = {
-    "TBackward0": _t,
-    "TransposeBackward0": _transpose,
-    "PermuteBackward0": _permute,
-    "CloneBackward0": _copy,
-    "ToCopyBackward0": _copy,
-    "SplitBackward0": _split,
-    "SplitWithSizesBackward0": _split_with_sizes,
-    "SliceBackward0": _slice,
-    "SelectBackward0": _select,
-    "UnbindBackward0": _unbind,
+    "TBackward0": _pull_through_t,
+    "TransposeBackward0": _pull_through_transpose,
+    "PermuteBackward0": _pull_through_permute,
+    "CloneBackward0": _pull_through_copy,
+    "ToCopyBackward0": _pull_through_copy,
+    "SplitBackward0": _pull_through_split,
+    "SplitWithSizesBackward0": _pull_through_split_with_sizes,
+    "SliceBackward0": _pull_through_slice,
+    "SelectBackward0": _pull_through_select,
+    "UnbindBackward0": _pull_through_unbind,
 }

@@ -1,4 +1,8 @@
-"""The rule of functions that only move entries: where each entry of a weight went, and whose it is there."""
+"""The rule of functions that only move entries (`cat`, `x[i] = w`, `expand`, ...).
+
+The function is applied to the entry numbers of a weight instead of the weight. So it is known which entry of the weight
+each entry of the result is, and to which sample it belongs there.
+"""
 
 from __future__ import annotations
 
@@ -19,73 +23,85 @@ from persample.terms import Dense, Rows, Term
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Entries of a weight (by their number in it) that were put among those of samples, and their gradients."""
+class MovedEntries:
+    """Entries of a result that were moved there from a weight: three tensors of the same shape."""
 
-    origin: Tensor
-    owner: Tensor
-    grad: Tensor
+    origin: Tensor  # the number of the entry in the weight, -1 if it is not from the weight
+    owner: Tensor  # the sample that the entry belongs to in the result, -1 for none
+    grad: Tensor  # the gradient of the entry of the result
 
-    def term(self, weight: Tensor, batch: int) -> Term:
-        """`g_n[i] = sum of the gradients where entry i was put among those of sample n`."""
+    def make_term(self, weight: Tensor, batch: int) -> Term:
+        """`g_n[i]` is the sum of the gradients of all entries with owner n and origin i."""
         with tracing.suspend():
             owner, origin = self.owner.reshape(-1), self.origin.reshape(-1)
-            there = ((owner >= 0) & (origin >= 0)).nonzero().squeeze(1)
-            at = (owner[there].long(), origin[there])
+            valid = ((owner >= 0) & (origin >= 0)).nonzero().squeeze(1)
+            index = (owner[valid].long(), origin[valid])
         dense = self.grad.new_zeros(batch, max(1, weight.numel()))
-        entries = self.grad.reshape(-1)[tracing.lift(there)]
-        dense.index_put_(tuple(map(tracing.lift, at)), entries, accumulate=True)
+        entries = self.grad.reshape(-1)[tracing.lift(valid)]
+        dense.index_put_(tuple(map(tracing.lift, index)), entries, accumulate=True)
         return Dense(dense[:, : weight.numel()].view(batch, *weight.shape).to(weight.dtype))
 
 
 def is_entry_move(op: Op) -> bool:
-    """Whether this is the rule of an op; `reduce=` says that entries are changed on the way."""
+    """Whether an op only moves entries. A write with `reduce=` also changes them."""
     return op.func in MOVES or (op.func in WRITES and "reduce" not in op.kwargs and "reduce" not in op.func.__name__)
 
 
 def compute_moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term] | None:
-    """The terms of the weights in a move; `owner` has the sample of each entry of the result.
+    """The terms of the weights of an op that only moves entries, by the positions of the weights.
 
-    None while a step is traced, if it goes by an index: where entries went cannot be looked up then.
+    Args:
+        op: The call.
+        weights: The weights by their positions among the tensors of the call.
+        grad: The gradient of the result.
+        owner: The sample of each entry of the result, -1 for none.
+
+    Returns None if a step is being traced and the op uses an index: the index has no values then.
     """
     terms: dict[int, Term] = {}
     traced = tracing.get_trace() is not None
-    moved_ones = len(list(find_tensors(op.args[0])))
+    moved_count = len(list(find_tensors(op.args[0])))  # the tensors after these are indices
     for position in weights:
         tensor = op.tensors[position]
         with tracing.suspend():
             numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
         if op.func in WRITES and not traced:
-            moved = _written(Indexing(op), position == 0, numbers, owner, grad, op.kwargs.get("alpha", 1))
-            terms[position] = moved.term(tensor, op.batch)
-        elif op.func in PICKS and (rows := _rows(Indexing(op), owner, grad, op.batch)) is not None:
+            entries = _find_written_entries(
+                Indexing(op), position == 0, numbers, owner, grad, op.kwargs.get("alpha", 1)
+            )
+            terms[position] = entries.make_term(tensor, op.batch)
+        elif op.func in PICKS and (rows := _find_picked_rows(Indexing(op), owner, grad, op.batch)) is not None:
             terms[position] = rows
-        elif traced and (op.func in WRITES or len(op.tensors) > moved_ones):
+        elif traced and (op.func in WRITES or len(op.tensors) > moved_count):
             return None
         else:
             with tracing.suspend():
-                nobody = [torch.full(t.shape, -1, device=t.device) for t in op.tensors[:moved_ones]]
-                nobody[position] = numbers
-                args, kwargs = op.fill([*nobody, *op.tensors[moved_ones:]])
+                origins = [torch.full(t.shape, -1, device=t.device) for t in op.tensors[:moved_count]]
+                origins[position] = numbers
+                args, kwargs = op.fill([*origins, *op.tensors[moved_count:]])
                 (origin,) = find_results(op.func(*args, **kwargs), args)
-            terms[position] = Moved(origin, owner, grad).term(tensor, op.batch)
+            terms[position] = MovedEntries(origin, owner, grad).make_term(tensor, op.batch)
     return terms
 
 
-def _written(call: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad: Tensor, alpha: float) -> Moved:
-    if is_base:  # what was not written over is still there
+def _find_written_entries(
+    call: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad: Tensor, alpha: float
+) -> MovedEntries:
+    """The entries of a weight after a write: of the tensor written into (`is_base`), or of the written value."""
+    if is_base:  # entries that were not overwritten are still in their places
         origin = numbers.clone()
         if not call.adds:
             origin[call.item] = -1
-        return Moved(origin, owner, grad)
+        return MovedEntries(origin, owner, grad)
     region = grad[call.item]
     if call.in_order:
         numbers = torch.zeros_like(owner, dtype=numbers.dtype).masked_scatter(call.item[0], numbers)[call.item]
-    return Moved(numbers.expand(region.shape), owner[call.item], region * alpha)  # torch takes no conjugate of it
+    # torch does not take the conjugate of alpha here
+    return MovedEntries(numbers.expand(region.shape), owner[call.item], region * alpha)
 
 
-def _rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:
-    """Rows of a table that an index picked."""
+def _find_picked_rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:
+    """The term of a table, if the call picks rows of it by one tensor of indices."""
     (index,) = call.item if len(call.item) == 1 else (None,)
     if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or call.base.dim() != 2:
         return None

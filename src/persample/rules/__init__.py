@@ -1,4 +1,8 @@
-"""Which terms the weights of a torch function receive, a few lines each."""
+"""Rules: which terms the weights of a torch function receive, a few lines for each function.
+
+A rule gets its tensors with the samples in front and knows neither layouts nor autograd. Other packages use the names
+below, and `generic`, the fallback for functions without a rule.
+"""
 
 from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent
 from persample.rules.registry import (

@@ -1,4 +1,4 @@
-"""The rule of any function: the function's own derivative, taken for each sample as a batch of one."""
+"""The generic rule, for any function: the function's own derivative, taken for each sample as a batch of one."""
 
 from __future__ import annotations
 
@@ -24,47 +24,57 @@ def compute_generic_gradients(
 ) -> list[Tensor]:
     """The per-sample gradients of the tensors at the positions `weights`.
 
-    `call` is the call without its tensors; `tensors` fill it, with the samples in front where `batched`; `grads` are
-    the gradients of the tensors in the result, samples in front, None where there is none.
+    Args:
+        func: The torch function.
+        call: The args and kwargs of the call, with slots in place of tensors (`tree.take_out_tensors`).
+        tensors: The tensors for the slots, with the samples in dimension 0 where `batched` is true.
+        batched: Whether each tensor depends on the batch.
+        weights: The positions of the weights among the tensors.
+        grads: The gradients of the tensors in the result, with the samples in dimension 0, or None.
     """
     inplace = is_inplace(func)
-    moving = [i for i, there in enumerate(batched) if there]
+    batched_positions = [i for i, is_batched in enumerate(batched) if is_batched]
     wanted = [i for i, grad in enumerate(grads) if grad is not None]
-    own_grads = [grad for grad in grads if grad is not None]
+    wanted_grads = [grad for grad in grads if grad is not None]
 
-    def run(own: Sequence[Tensor], chosen: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The function of one sample, of which it is given its own tensors, and of the weights."""
-        given = dict(enumerate(tensors)) | dict(zip(moving, own, strict=True)) | dict(zip(weights, chosen, strict=True))
-        args, kwargs = put_in_tensors(
-            call, {i: t.clone() if i == 0 else t for i, t in given.items()} if inplace else given
-        )
+    def run(sample: Sequence[Tensor], weight_values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Call the function with the tensors of one sample and with the weights."""
+        given = dict(enumerate(tensors))
+        given.update(zip(batched_positions, sample, strict=True))
+        given.update(zip(weights, weight_values, strict=True))
+        if inplace:
+            given[0] = given[0].clone()
+        args, kwargs = put_in_tensors(call, given)
         results = find_results(func(*args, **kwargs), args)
         return tuple(results[i] for i in wanted)
 
-    def vjp(own: Sequence[Tensor], chosen: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return torch.func.vjp(lambda *w: run(own, w), *chosen)[1](tuple(grads))
+    def vjp(sample: Sequence[Tensor], weight_values: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.func.vjp(lambda *w: run(sample, w), *weight_values)[1](tuple(grads))
 
-    own = [tensors[i] for i in moving]
-    chosen = [tensors[i] for i in weights]
+    samples = [tensors[i] for i in batched_positions]
+    weight_values = [tensors[i] for i in weights]
     dims = [0 if batched[i] else None for i in weights]
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's own loop is as good as ours
-            return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(own, chosen, own_grads))
-    except RuntimeError:  # no batching rule, control flow on values, a write in place: one sample after the other
+            warnings.filterwarnings("ignore", "There is a performance drop")  # the fallback loop of vmap is fine here
+            return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(samples, weight_values, wanted_grads))
+    except RuntimeError:  # no batching rule, control flow that depends on values, or a write in place
         try:
-            return _loop(func, run, own, chosen, dims, own_grads)
+            return _loop_over_samples(func, run, samples, weight_values, dims, wanted_grads)
         except PerSampleError:
             raise
         except Exception as error:
-            raise PerSampleError(f"{op_name(func)} could not be run for a sample by itself: {error}") from error
+            raise PerSampleError(
+                f"{op_name(func)} has no rule, so it is called with each sample as a batch of one. That failed: {error}"
+                "\nAdd a rule for it with persample.register_rule, or make it accept a batch of one."
+            ) from error
 
 
-def _loop(
+def _loop_over_samples(
     func: Callable[..., Any],
     run: Callable[..., tuple[Tensor, ...]],
-    own: Sequence[Tensor],
-    chosen: Sequence[Tensor],
+    samples: Sequence[Tensor],
+    weight_values: Sequence[Tensor],
     dims: Sequence[int | None],
     grads: Sequence[Tensor],
 ) -> list[Tensor]:
@@ -72,14 +82,16 @@ def _loop(
     for n in range(len(grads[0])):
         with torch.enable_grad():
             leaves = [
-                (w if dim is None else w[n]).detach().requires_grad_() for w, dim in zip(chosen, dims, strict=True)
+                (w if dim is None else w[n]).detach().requires_grad_()
+                for w, dim in zip(weight_values, dims, strict=True)
             ]
-            results = run([t[n].detach().clone() for t in own], leaves)
-        own_grads = [g[n] for g in grads]
-        if any(r.shape != g.shape for r, g in zip(results, own_grads, strict=True)):
+            results = run([t[n].detach().clone() for t in samples], leaves)
+        sample_grads = [g[n] for g in grads]
+        if any(r.shape != g.shape for r, g in zip(results, sample_grads, strict=True)):
             raise PerSampleError(
-                f"{op_name(func)} gives {[tuple(r.shape) for r in results]} for one sample, and "
-                f"{[tuple(g.shape) for g in own_grads]} for it in a batch: its weights' gradients cannot be told apart."
+                f"{op_name(func)} returns shapes {[tuple(r.shape) for r in results]} for one sample alone, but "
+                f"{[tuple(g.shape) for g in sample_grads]} for the same sample in the batch, so the gradients of its "
+                "weights cannot be computed per sample. Add a rule for it with persample.register_rule."
             )
-        rows.append(torch.autograd.grad(results, leaves, own_grads))
+        rows.append(torch.autograd.grad(results, leaves, sample_grads))
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""Matrix products of groups of rows, each with its own matrix: what mixtures of experts are made of."""
+"""Grouped matrix products, the building block of mixtures of experts: each group of rows times its own matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite
 
 
 def grouped_mm(input: Tensor, weight: Tensor, offs: Tensor | None = None, **others: Any) -> Tensor:
-    """Rows of `input` up to `offs[0]` times `weight[0]`, up to `offs[1]` times `weight[1]`, and so on; then zeros."""
+    """Multiply the rows `input[offs[i - 1]:offs[i]]` by `weight[i]`; rows after the last offset give zeros."""
     if input.dim() != 2 or weight.dim() != 3 or offs is None or any(v is not None for v in others.values()):
         return NotImplemented
     sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()

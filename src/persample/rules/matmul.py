@@ -1,4 +1,4 @@
-"""Products of matrices: x W for samples x, W x, and the same in stacks and by einsum."""
+"""Matrix products: y = x W and y = W x for samples x, in stacks (bmm), as bilinear forms and as einsum."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.rules.registry import Terms, register_rule
-from persample.rules.shapes import conjugate, summed_to
+from persample.rules.shapes import sum_to_shape
 from persample.terms import Blocks, Dense, Folded, Outer
 
 T: Any = torch.Tensor
 
 
-def _product(input: Tensor, grad: Tensor) -> Outer:
-    """The term of W in y = x W, which lies the other way round than that of a linear layer: `(in, out)`."""
+def _make_product_term(input: Tensor, grad: Tensor) -> Outer:
+    """The term of W in y = x W: `(in, out)`, the transpose of the term of a linear layer."""
     return Outer(grad.conj(), input.conj())
 
 
@@ -27,7 +27,7 @@ def _product(input: Tensor, grad: Tensor) -> Outer:
     reads_result=False,
 )  # fmt: skip
 def samples_times_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
-    return {"other": _product(input.flatten(1, -2), grad.flatten(1, -2))}
+    return {"other": _make_product_term(input.flatten(1, -2), grad.flatten(1, -2))}
 
 
 @register_rule(
@@ -43,14 +43,14 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
 
 @register_rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
 def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: complex = 1, alpha: complex = 1) -> Terms:
-    by_input = summed_to(grad, input.shape) * conjugate(beta)
-    return {"input": Dense(by_input), "mat2": _product(mat1, grad * conjugate(alpha))}
+    input_grad = sum_to_shape(grad, input.shape) * beta.conjugate()
+    return {"input": Dense(input_grad), "mat2": _make_product_term(mat1, grad * alpha.conjugate())}
 
 
 @register_rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
 def bmm(grad: Tensor, input: Tensor, mat2: Tensor) -> Terms:
-    each = [_product(x, g) for x, g in zip(input.unbind(1), grad.unbind(1), strict=True)]
-    return {"mat2": Blocks(each, range(len(mat2)), len(mat2), single=True)}
+    terms = [_make_product_term(x, g) for x, g in zip(input.unbind(1), grad.unbind(1), strict=True)]
+    return {"mat2": Blocks(terms, range(len(mat2)), len(mat2), single=True)}
 
 
 @register_rule(
@@ -65,8 +65,8 @@ def bilinear(grad: Tensor, input1: Tensor, input2: Tensor, weight: Tensor, bias:
 # ---- einsum ----
 
 
-def _labels(equation: str) -> tuple[str, str, str] | None:
-    """The labels of two operands and of the result, if each has none twice and nothing is left open."""
+def _parse(equation: str) -> tuple[str, str, str] | None:
+    """The labels of the two operands and of the result; None if a label is repeated in one of them or is implicit."""
     operands, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or "." in equation or operands.count(",") != 1:
         return None
@@ -75,33 +75,39 @@ def _labels(equation: str) -> tuple[str, str, str] | None:
 
 
 def _is_product(equation: Any, operands: Any, weight: int) -> bool:
-    """Whether each label of the weight is one of the samples or of the result, but not of both."""
-    labels = _labels(equation) if isinstance(equation, str) and len(operands) == 2 else None
+    """Whether each label of the weight is either a label of the samples or one of the result."""
+    labels = _parse(equation) if isinstance(equation, str) and len(operands) == 2 else None
     if labels is None or not all(isinstance(t, Tensor) for t in operands):
         return False
-    of_weight, of_samples, of_result = labels[weight], labels[1 - weight], labels[2]
+    weight_labels, sample_labels, result_labels = labels[weight], labels[1 - weight], labels[2]
     sizes = [dict(zip(own, t.shape, strict=True)) for own, t in zip(labels, operands, strict=False)]
-    same_sizes = all(sizes[1].get(label, size) == size for label, size in sizes[0].items())  # none is broadcast
-    return same_sizes and all((label in of_samples) != (label in of_result) for label in of_weight)
+    same_sizes = all(sizes[1].get(label, size) == size for label, size in sizes[0].items())  # no broadcasting
+    return same_sizes and all((label in sample_labels) != (label in result_labels) for label in weight_labels)
 
 
-def einsum_term(grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int) -> Folded:
-    """The term of an operand at a position, the other being the samples."""
-    of_weight, of_samples, of_result = labels[position], labels[1 - position], labels[2]
-    inner = [label for label in of_weight if label in of_samples]
-    outer = [label for label in of_weight if label in of_result]
-    shared = [label for label in of_samples if label in of_result]
-    for dim in reversed([d for d, label in enumerate(of_samples) if label not in shared and label not in inner]):
+def compute_einsum_term(
+    grad: Tensor, labels: tuple[str, str, str], samples: Tensor, weight: Tensor, position: int
+) -> Folded:
+    """The term of the operand at `position`; the other operand has the samples.
+
+    A label of the weight is summed over (`inner`, also a label of the samples) or part of the result (`outer`). The
+    labels that samples and result share are positions. All remaining labels of the samples are summed first.
+    """
+    weight_labels, sample_labels, result_labels = labels[position], labels[1 - position], labels[2]
+    inner = [label for label in weight_labels if label in sample_labels]
+    outer = [label for label in weight_labels if label in result_labels]
+    shared = [label for label in sample_labels if label in result_labels]
+    for dim in reversed([d for d, label in enumerate(sample_labels) if label not in shared and label not in inner]):
         samples = samples.sum(1 + dim)
-        of_samples = of_samples.replace(of_samples[dim], "")
+        sample_labels = sample_labels.replace(sample_labels[dim], "")
 
-    def ordered(rows: Tensor, has: str, last: list[str]) -> Tensor:
-        """`(batch, positions, last)`."""
-        rows = rows.permute(0, *(1 + has.index(label) for label in [*shared, *last]))
+    def reorder(rows: Tensor, row_labels: str, last: list[str]) -> Tensor:
+        """`(batch, *row_labels)` to `(batch, positions, last)`."""
+        rows = rows.permute(0, *(1 + row_labels.index(label) for label in [*shared, *last]))
         return rows.reshape(len(rows), rows.shape[1 : 1 + len(shared)].numel(), rows.shape[1 + len(shared) :].numel())
 
-    out_dims = [of_weight.index(label) for label in outer]
-    term = Outer(ordered(samples, of_samples, inner), ordered(grad, of_result, outer))
+    out_dims = [weight_labels.index(label) for label in outer]
+    term = Outer(reorder(samples, sample_labels, inner), reorder(grad, result_labels, outer))
     return Folded(term, weight.shape, out_dims)
 
 
@@ -116,9 +122,9 @@ def _register_einsum(weight: int) -> None:
         reads_result=False,
     )
     def einsum(grad: Tensor, equation: str, first: Tensor, second: Tensor) -> Terms:
-        labels, operands = _labels(equation), (first, second)
+        labels, operands = _parse(equation), (first, second)
         assert labels is not None
-        return {names[weight]: einsum_term(grad, labels, operands[1 - weight], operands[weight], weight)}
+        return {names[weight]: compute_einsum_term(grad, labels, operands[1 - weight], operands[weight], weight)}
 
 
 _register_einsum(weight=0)

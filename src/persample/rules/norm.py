@@ -1,4 +1,4 @@
-"""y = x̂ w + b, where x̂ is x, normalised over parts of each sample or with fixed statistics."""
+"""y = x̂ w + b, where x̂ is x normalised within each sample or by fixed statistics."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense
 
 
-def _affine(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
-    """The terms of w and b, which run along the dims `keep` and are the same everywhere else in a sample.
+def _compute_affine_terms(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
+    """The terms of w and b, which have the dimensions `keep` and are broadcast along the rest of a sample.
 
     `normalised` is overwritten.
     """
     rest = [dim for dim in range(1, grad.dim()) if dim not in keep]
-    over_rest = (lambda t: t.sum(rest)) if rest else (lambda t: t)
     product = normalised.mul_(grad) if normalised.dtype == grad.dtype else normalised * grad
-    return {"weight": Dense(over_rest(product)), "bias": Dense(over_rest(grad))}
+    if not rest:
+        return {"weight": Dense(product), "bias": Dense(grad)}
+    return {"weight": Dense(product.sum(rest)), "bias": Dense(grad.sum(rest))}
 
 
 @register_rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
@@ -35,7 +36,7 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Terms:
     last = range(grad.dim() - len(normalized_shape), grad.dim())
-    return _affine(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
+    return _compute_affine_terms(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
 
 
 @register_rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False)
@@ -47,7 +48,7 @@ def rms_norm(
     eps: float | None = None,
 ) -> Terms:
     last = range(grad.dim() - len(normalized_shape), grad.dim())
-    return {"weight": _affine(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
+    return {"weight": _compute_affine_terms(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
 
 
 @register_rule(F.group_norm, torch.group_norm, reads_result=False, further=False)
@@ -61,11 +62,11 @@ def group_norm(
     cudnn_enabled: bool = True,
 ) -> Terms:
     normalised = F.group_norm(input.flatten(0, 1), num_groups, eps=eps)
-    return _affine(grad, normalised.view(input.shape), keep=[2])
+    return _compute_affine_terms(grad, normalised.view(input.shape), keep=[2])
 
 
-def _channels(statistic: Tensor, like: Tensor) -> Tensor:
-    """A number for each channel, shaped to broadcast over `(batch, images, channel, *size)`."""
+def _broadcast_channels(statistic: Tensor, like: Tensor) -> Tensor:
+    """Shape a number per channel to broadcast over `(batch, images, channel, *size)`."""
     return statistic.view(-1, *[1] * (like.dim() - 3))
 
 
@@ -85,12 +86,13 @@ def instance_norm(
         normalised = F.instance_norm(input.flatten(0, 1).contiguous(), eps=eps).view(input.shape)
     else:
         assert running_mean is not None and running_var is not None
-        normalised = (input - _channels(running_mean, input)) * _channels(running_var + eps, input).rsqrt()
-    return _affine(grad, normalised, keep=[2])
+        centred = input - _broadcast_channels(running_mean, input)
+        normalised = centred * _broadcast_channels(running_var + eps, input).rsqrt()
+    return _compute_affine_terms(grad, normalised, keep=[2])
 
 
 @register_rule(torch.instance_norm, reads_result=False, further=False)
-def instance_norm_with_the_weight_first(
+def instance_norm_weight_first(
     grad: Tensor,
     input: Tensor,
     weight: Tensor | None,
@@ -117,6 +119,9 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Terms:
-    if training:  # a batch of one, which the forward pass could not refuse
-        raise SamplesMixed("batch_norm in training combines samples")
+    if training:  # a batch of one: the forward pass could not detect that samples are mixed
+        raise SamplesMixed(
+            "batch_norm in training mode combines samples: its statistics are computed over the batch. Call eval() on "
+            "the module, or use GroupNorm or LayerNorm instead."
+        )
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats=False, eps=eps)

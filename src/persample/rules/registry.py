@@ -1,4 +1,4 @@
-"""The table of rules: for a torch function, which terms its weights receive."""
+"""The registry of rules: for each torch function, how its weights get their terms."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from persample import _torch
 from persample.terms import Term
 
-Terms = Mapping[str, "Term | Sequence[Term]"]
+# The result of a rule: for each weight, by the name of the argument, its term; for a list of weights, a list of terms.
+Terms = Mapping[str, Term | Sequence[Term]]
 Accepts = Callable[[Tensor, int], bool]
+RuleFunction = TypeVar("RuleFunction", bound=Callable[..., Terms])
 
 
-class Owners(Protocol):
-    """The sample that each entry of a result belongs to (`ids`, -1: none), out of `batch` samples."""
+class EntryOwners(Protocol):
+    """The sample of each entry of a function's result (`ids`, -1 for none), and the number of samples (`batch`)."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -27,40 +29,46 @@ class Owners(Protocol):
     def batch(self) -> int: ...
 
     def group(self, owner: Tensor, *rows: Tensor) -> list[Tensor]:
-        """Each `(N, ...)` as `(batch, n, ...)`: the rows of each sample, filled up with zeros; `owner` is `(N,)`."""
+        """Each tensor `(N, ...)` as `(batch, n, ...)`: the rows of each sample, padded with zeros.
+
+        `owner` is `(N,)`: the sample of each row.
+        """
 
 
-# torch function -> its Rule or Rewrite, or an `autograd.Function` that somebody gave to `implements_per_sample_grads`.
-# An operator of another library stands there by its name, "library::operator", so that the library need not be there.
+# torch function -> Rule, Rewrite, or an `autograd.Function` from `implements_per_sample_grads`. Operators of other
+# libraries are listed by name, "library::operator", so that the library does not have to be installed.
 HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
 
 
-# Further rules of torch functions, of which the first that holds for a call is taken; a bare ExpandedWeight has none of
-# these, as torch's has none.
+# Further rules of a torch function, the one registered last first. The first rule that holds for a call is used. They
+# do not apply to a bare ExpandedWeight, because torch's expanded weights do not support these functions.
 FURTHER_RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
 
 _RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
-_NONE: list[Rule] = []
+_NO_RULES: list[Rule] = []
 
 
 def get_handler(func: Callable[..., Any]) -> Any:
-    """What HANDLED_FUNCTIONS knows of a torch function, None if nothing."""
-    return HANDLED_FUNCTIONS.get(_key(func))
+    """The entry of a torch function in HANDLED_FUNCTIONS, or None."""
+    return HANDLED_FUNCTIONS.get(_find_key(func))
 
 
 def get_rules(func: Callable[..., Any]) -> list[Rule]:
-    """The rules that a torch function has: the same list as long as none is added or replaced."""
-    key = _key(func)
-    first, rules = HANDLED_FUNCTIONS.get(key), FURTHER_RULES.get(key, _NONE)
+    """All rules of a torch function. The same list object is returned until a rule is added or replaced.
+
+    Threads may call this at the same time: at worst one of them gets an equal list that is not kept.
+    """
+    key = _find_key(func)
+    first, rules = HANDLED_FUNCTIONS.get(key), FURTHER_RULES.get(key, _NO_RULES)
     if isinstance(first, Rule):
         rules = [first, *rules]
     kept = _RULES.setdefault(key, rules)
-    if kept != rules:  # the rules themselves are compared by identity
+    if kept != rules:  # rules are compared by identity
         kept = _RULES[key] = list(rules)
     return kept
 
 
-def _key(func: Callable[..., Any]) -> Callable[..., Any] | str:
+def _find_key(func: Callable[..., Any]) -> Callable[..., Any] | str:
     if func in HANDLED_FUNCTIONS:
         return func
     return _torch.get_operator_name(func) or func
@@ -84,9 +92,9 @@ def find_adapter(handler: Any) -> Adapter | None:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """`function` computes the same as a torch function, from others whose uses of weights are then seen one by one.
+    """A function that computes the same as a torch function from other torch functions, which have rules.
 
-    For arguments that it does not know it returns NotImplemented.
+    It returns NotImplemented for arguments that it does not support.
     """
 
     function: Callable[..., Any]
@@ -98,13 +106,9 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How the weights of one torch function get their terms.
+    """How the weights of a torch function get their terms; `register_rule` explains the fields.
 
-    `terms(grad, *args, **kwargs)` is called with the gradient of the function's result and with its arguments. Every
-    tensor that depends on the batch comes with its samples in front (see `layout.samples`). It gives a
-    term for each weight, by the name of the argument. `accepts(input, dim)` says whether the rule holds for an input
-    with its samples in `dim`, and `when(*args, **kwargs)` whether it holds for such a call; where it does not, another
-    or the generic rule does.
+    `terms(grad, *args, **kwargs)` computes the terms from the gradient of the function's result and its arguments.
     """
 
     terms: Callable[..., Terms]
@@ -122,10 +126,11 @@ class Rule:
 
     @cached_property
     def known(self) -> frozenset[str]:
+        """The names of the function's arguments, as a set."""
         return frozenset(self.names)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by their names."""
+        """The arguments of a call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
 
@@ -138,41 +143,63 @@ def register_rule(
     as_they_lie: bool = False,
     reads_result: bool = True,
     further: bool = True,
-) -> Callable[[Callable[..., Terms]], Callable[..., Terms]]:
-    """Registers a function as the rule of some torch functions, which share its signature after `grad`.
+) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorator: register a function as the rule of one or several torch functions.
 
-    A torch function is one that a `torch.overrides` mode sees: of torch itself, of one's own with
-    `handle_torch_function`, or an operator of a library, by its name "library::operator". The rule is called in the
-    backward pass with the gradient of the function's result and its arguments, and gives a term for each argument that
-    may be a weight, by its name. Tensors that depend on the batch come with the samples in front: `(T, B, D)` as
-    `(B, T, 1, D)`, for a sample is a batch of one. All rules leave the gradients of the samples to the function's own
-    backward; `reads_result=False` says that this one does not read the function's result, which saves a copy of it.
+    In the backward pass, the rule is called as `rule(grad, *args, **kwargs)` with the gradient of the torch function's
+    result and the arguments of the call. It returns a dict with a term for each argument that may be a weight, by the
+    argument's name. Tensors that depend on the batch have the samples in dimension 0, and each sample is a batch of
+    one: `(B, T, D)` becomes `(B, 1, T, D)`, and a time-first `(T, B, D)` becomes `(B, T, 1, D)`. Weights are unchanged.
+    The gradients of the samples come from the torch function's own backward.
 
-    `batched` names the arguments in which samples lie; all others are weights, or the same for the whole batch.
-    `accepts(input, dim)` says in which dims the samples may lie there, `when(*args, **kwargs)` which calls the rule is
-    for. For all other calls the function's derivative is taken for each sample by itself, which needs no rule.
+    Of several rules for one function, the rule registered last is asked first whether it holds for a call, but rules
+    with `further=False` are asked before all others. For calls without a rule, the derivative of the function itself is
+    taken for each sample.
 
-    >>> import torch
+    Args:
+        functions: The torch functions. They share the rule's signature after `grad`. A torch function is any function
+            that a `torch.overrides` mode sees: one of torch, one that calls `handle_torch_function`, or an operator of
+            a library, given by its name "library::operator".
+        accepts: `accepts(tensor, dim)` tells whether the rule holds for an argument with the samples in dimension
+            `dim`. By default, `dim` must be 0.
+        batched: The names of the arguments that contain samples. All other tensors are weights or constants.
+        when: `when(*args, **kwargs)` tells whether the rule holds for a call with these arguments. By default it
+            always does.
+        reads_result: Whether the torch function's own backward reads the function's result. False saves a copy of the
+            result.
+        whole: Internal. The rule is the function's whole backward: it gets the function's results after `grad`, and
+            also returns terms for the `batched` arguments, which are their gradients.
+        as_they_lie: Internal. The rule gets its tensors unchanged, and after `grad` the `EntryOwners` of the result.
+        further: Internal. False for the rules that also apply to a bare ExpandedWeight.
+
+    >>> import persample, torch
     >>> from persample.terms import Dense
-    >>> @register_rule(torch.nn.functional.hardtanh, when=lambda *args, **kwargs: False)  # of which nothing is a weight
-    ... def hardtanh(grad, input, min_val=-1.0, max_val=1.0, inplace=False):
-    ...     return {}
-    >>> FURTHER_RULES.pop(torch.nn.functional.hardtanh)[0].names
-    ['input', 'min_val', 'max_val', 'inplace']
-
-    Used inside of this library: `whole`, for a rule that is the function's whole backward: it gets the function's
-    results too, after `grad`, and gives the `batched` arguments a term, which is their gradient; `as_they_lie`, for one
-    that takes its tensors as they are, and after `grad` the `Owners` of its entries; `further=False` for those that a
-    bare ExpandedWeight has too.
+    >>> from torch.overrides import handle_torch_function, has_torch_function
+    >>> def scale(input, weight):
+    ...     if has_torch_function((input, weight)):
+    ...         return handle_torch_function(scale, (input, weight), input, weight)
+    ...     return input * weight
+    >>> @persample.register_rule(scale, reads_result=False)
+    ... def compute_scale_terms(grad, input, weight):
+    ...     return {"weight": Dense((grad * input).sum(1))}
+    >>> class Scale(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return scale(x, self.bias)
+    >>> model = Scale(2, 2)
+    >>> with persample.record(model, loss_reduction="sum") as grads:
+    ...     model(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    >>> grads.dense()["bias"]
+    tensor([[1., 2.],
+            [3., 4.]])
     """
 
-    def register(terms: Callable[..., Terms]) -> Callable[..., Terms]:
-        made = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
+    def register(terms: RuleFunction) -> RuleFunction:
+        rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
         for function in functions:
             if further:
-                FURTHER_RULES.setdefault(function, []).insert(0, made)
+                FURTHER_RULES[function] = [rule, *FURTHER_RULES.get(function, ())]  # a new list: see `get_rules`
             else:
-                HANDLED_FUNCTIONS[function] = made
+                HANDLED_FUNCTIONS[function] = rule
         return terms
 
     return register

@@ -1,8 +1,8 @@
 """Choose the cheapest algorithm for an answer.
 
 The costs are counts of operations and of copied entries, checked against measurements on 2 CPU cores. No GPU was
-available for measurements. In the docstrings, t is the number of positions, i or c that of inputs or input channels, k
-that of offsets in the kernel, and o that of outputs.
+available for measurements. Letters in the docstrings are counts: t of positions, i of inputs, c of input channels, k of
+offsets in the kernel, o of outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way back through all steps of one direction of a recurrent layer."""
+"""Backpropagation through time: the backward scan over the time steps of one direction of a recurrent layer."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from persample.rules.recurrent.cells import Cell, Run
+from persample.rules.recurrent.cells import Cell, RecurrentPass
 
 
 @dataclass(frozen=True)
-class Found:
-    """The gradients of what the input and the hidden state add to the gates, `(n, T, gates * H)`."""
+class GateGradients:
+    """Gradients of the pre-activations of the gates, `(n, T, gates * H)`.
 
-    of_input: Tensor
-    of_state: Tensor
-    projected: Tensor | None  # the hidden state of each step, where the output is a projection of it
-
-
-def scanned(kind: type[Cell], run: Run, grads: Sequence[Tensor]) -> Found:
-    """Goes back through all steps; `grads` is as a `Cell` takes it, with that of the output in front.
-
-    In the end `grads` has what came from outside and from all later steps, also for the first state.
+    A pre-activation is the sum of an input part and a state part (`RecurrentPass.compute_gates`). The gradients of the
+    two parts differ in a GRU only; otherwise both are the same tensor.
     """
-    w_hh, w_hr = run.weights[1], run.projection
+
+    input: Tensor
+    state: Tensor
+    unprojected: Tensor | None  # the hidden state of each step before the projection of an LSTM with proj_size
+
+
+def scan_backwards(cell_class: type[Cell], forward: RecurrentPass, grads: Sequence[Tensor]) -> GateGradients:
+    """Go through the time steps from last to first.
+
+    `grads` are the gradients of the states as a `Cell` takes them, with the output first. They are completed in place:
+    afterwards they include the gradients from all later steps, also for the initial state.
+    """
+    w_hh, w_hr = forward.weights[1], forward.projection
     output, *memory = grads
     hidden = output if w_hr is None else output.new_empty(*output.shape[:2], w_hr.shape[1])
-    cell = kind(run, [hidden, *memory])
+    cell = cell_class(forward, [hidden, *memory])
     gates = cell.slopes.flatten(2)
-    at_output, at_gates = output.unbind(1), gates.unbind(1)
-    for t in reversed(range(len(at_gates))):
+    output_steps, gate_steps = output.unbind(1), gates.unbind(1)
+    for t in reversed(range(len(gate_steps))):
         if w_hr is not None:
-            hidden[:, t + 1] = at_output[t + 1] @ w_hr
+            hidden[:, t + 1] = output_steps[t + 1] @ w_hr
         cell.step(t)
-        at_output[t].addmm_(at_gates[t], w_hh)
-    return Found(cell.of_input(gates), gates, cell.hidden)
+        output_steps[t].addmm_(gate_steps[t], w_hh)
+    return GateGradients(cell.compute_input_gradients(gates), gates, cell.hidden)

@@ -1,8 +1,8 @@
-"""The equations of the cells: forwards for all steps at once, backwards for one step.
+"""The equations of the recurrent cells: forwards for all steps at once, backwards for one step at a time.
 
-The gradient of a step's gates (of their pre-activations) is the gradient of the state after the step times *slopes*,
-which depend on the forward pass alone. So the slopes of all steps are made in a few large ops. A step backwards is left
-with a few small ones, which turn its slopes into its gradients in place.
+In each step, the gradient of the pre-activations of the gates is the gradient of the state after the step, times
+*slopes* that depend on the forward pass only. So the slopes of all steps are computed in a few large ops. A backward
+step takes a few small ops, which multiply its slopes by the gradient of the state, in place.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the steps of `n` sequences had in the forward pass, `(n, T, ·)`, and the weights that they used."""
+class RecurrentPass:
+    """The forward pass of one direction: inputs and states of `n` sequences, `(n, T, ·)`, and the weights."""
 
     input: Tensor
-    before: Tensor  # the hidden state that each step began with
-    after: Tensor | None  # the hidden state that it ended with, which is its output; None: it is not known
-    memory: Sequence[Tensor]  # the other part of an LSTM's first state, (n, H)
-    weights: Sequence[Tensor]  # w_ih and w_hh; the bias of each, if `has_biases`; w_hr, if the output is a projection
+    before: Tensor  # the hidden state before each step
+    after: Tensor | None  # the hidden state after each step, which is the output; None if it is not known
+    memory: Sequence[Tensor]  # the initial cell state of an LSTM, (n, H); empty for other cells
+    weights: Sequence[Tensor]  # w_ih, w_hh; b_ih, b_hh if `has_biases`; w_hr if the output is a projection
     has_biases: bool
 
     @property
@@ -36,16 +36,16 @@ class Run:
     def projection(self) -> Tensor | None:
         return self.weights[-1] if len(self.weights) % 2 else None
 
-    def of_input(self, gates: int) -> Tensor:
-        """What the input adds to the gates, `(n, T, gates, H)`."""
+    def compute_input_gates(self, gates: int) -> Tensor:
+        """The input part of the pre-activations, W_ih x + b_ih, as `(n, T, gates, H)`."""
         return F.linear(self.input, self.weights[0], *self.biases[:1]).unflatten(-1, (gates, -1))
 
-    def of_state(self, gates: int) -> Tensor:
-        """What the hidden state adds to them."""
+    def compute_state_gates(self, gates: int) -> Tensor:
+        """The state part of the pre-activations, W_hh h + b_hh, as `(n, T, gates, H)`."""
         return F.linear(self.before, self.weights[1], *self.biases[1:]).unflatten(-1, (gates, -1))
 
-    def of_both(self, gates: int) -> Tensor:
-        """The two together."""
+    def compute_gates(self, gates: int) -> Tensor:
+        """The pre-activations, W_ih x + b_ih + W_hh h + b_hh, as `(n, T, gates, H)`."""
         bias = [self.biases[0] + self.biases[1]] if self.has_biases else []
         rows = F.linear(self.input, self.weights[0], *bias).flatten(0, 1)
         rows.addmm_(self.before.flatten(0, 1), self.weights[1].t())
@@ -53,49 +53,50 @@ class Run:
 
 
 class Cell(ABC):
-    """The steps of a `Run`, to be gone through from the last to the first.
+    """The backward steps of one kind of cell, to be taken from the last step to the first.
 
-    `grads` has the gradients of the hidden state and of an LSTM's memory, each a `(n, T + 1, H)`: first that of the
-    state before all steps, then those of the states after each, with whatever comes from outside. `step(t)` takes the
-    gradient of the state after step t, and turns `slopes[:, t]`, which is `(n, gates, H)`, into the gradients of what
-    the hidden state adds to the gates. What goes to the state before the step by another way is added there.
+    `grads` are the gradients of the hidden state and of the memory of an LSTM, each `(n, T + 1, H)`: index 0 is the
+    initial state, index t + 1 the state after step t. At first they hold the gradients from outside of the layer.
+    `step(t)` reads the gradient of the state after step t. It turns `slopes[:, t]`, `(n, gates, H)`, into the gradients
+    of the state part of the pre-activations, and adds to the gradient of the state before the step all that does not
+    pass through W_hh.
     """
 
     slopes: Tensor
-    hidden: Tensor | None = None  # where the output is a projection: what was projected
+    hidden: Tensor | None = None  # the hidden state of each step, if the output is a projection of it
 
     @abstractmethod
-    def __init__(self, run: Run, grads: Sequence[Tensor]) -> None: ...
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None: ...
 
     @abstractmethod
     def step(self, t: int) -> None: ...
 
-    def of_input(self, of_state: Tensor) -> Tensor:
-        """After all steps: the gradients of what the input adds to the gates, given those of what the state adds."""
-        return of_state
+    def compute_input_gradients(self, state_gradients: Tensor) -> Tensor:
+        """After all steps: the gradients of the input part of the pre-activations, from those of the state part."""
+        return state_gradients
 
 
 class Lstm(Cell):
-    """`c = f c' + i g` and `h = o tanh(c)`; i, f and o are sigmoids of the gates, g is a tanh."""
+    """`c = f c' + i g` and `h = o tanh(c)`; i, f and o are sigmoids of their gates, g is the tanh of its gate."""
 
-    def __init__(self, run: Run, grads: Sequence[Tensor]) -> None:
-        gates = run.of_both(4)
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
+        gates = forward.compute_gates(4)
         i, f, g, o = gates.unbind(2)
         gates[:, :, :2].sigmoid_()
         g.tanh_()
         o.sigmoid_()
-        self._c_by_c = _steps(f.clone())  # so that the gates themselves can be freed
-        c = _memories(self._c_by_c, i, g, *run.memory)
+        self._c_by_c = _split_steps(f.clone())  # a clone, so that the gates themselves can be freed
+        c = _compute_memory(self._c_by_c, i, g, *forward.memory)
         tanh_c = c[:, 1:].tanh()
         self.slopes = torch.empty_like(gates)
         at_i, at_f, at_g, at_o = self.slopes.unbind(2)
-        _sigmoid_slope(g, i, out=at_i)
-        _sigmoid_slope(c[:, :-1], f, out=at_f)
-        _tanh_slope(i, g, out=at_g)
-        _sigmoid_slope(tanh_c, o, out=at_o)
-        self.hidden = o * tanh_c if run.projection is not None else None
+        _compute_sigmoid_slope(g, i, out=at_i)
+        _compute_sigmoid_slope(c[:, :-1], f, out=at_f)
+        _compute_tanh_slope(i, g, out=at_g)
+        _compute_sigmoid_slope(tanh_c, o, out=at_o)
+        self.hidden = o * tanh_c if forward.projection is not None else None
         self._through_c, self._through_o = self.slopes[:, :, :3].unbind(1), self.slopes[:, :, 3:].unbind(1)
-        self._h_by_c, self._dh, self._dc = map(_steps, (_tanh_slope(o, tanh_c), *grads))
+        self._h_by_c, self._dh, self._dc = map(_split_steps, (_compute_tanh_slope(o, tanh_c), *grads))
 
     def step(self, t: int) -> None:
         dh, dc = self._dh[t + 1], self._dc[t + 1]
@@ -106,41 +107,44 @@ class Lstm(Cell):
 
 
 class Gru(Cell):
-    """`h = n + u (h' - n)` and `n = tanh(x_n + r h_n)`; r and u are sigmoids of the gates, x_n and h_n two of them."""
+    """`h = n + u (h' - n)` and `n = tanh(x_n + r h_n)`.
 
-    def __init__(self, run: Run, grads: Sequence[Tensor]) -> None:
-        of_input, of_state = run.of_input(3), run.of_state(3)
-        x_n, h_n = of_input[:, :, 2], of_state[:, :, 2]
-        r, u = (of_input[:, :, :2] + of_state[:, :, :2]).sigmoid_().unbind(2)
+    r and u are sigmoids of their gates; x_n and h_n are the input part and the state part of the third gate.
+    """
+
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
+        input_gates, state_gates = forward.compute_input_gates(3), forward.compute_state_gates(3)
+        x_n, h_n = input_gates[:, :, 2], state_gates[:, :, 2]
+        r, u = (input_gates[:, :, :2] + state_gates[:, :, :2]).sigmoid_().unbind(2)
         n = torch.addcmul(x_n, r, h_n).tanh_()
-        self._at_x_n = _tanh_slope(1 - u, n)
-        self.slopes = torch.empty_like(of_state)
+        self._at_x_n = _compute_tanh_slope(1 - u, n)
+        self.slopes = torch.empty_like(state_gates)
         at_r, at_u, at_h_n = self.slopes.unbind(2)
-        _sigmoid_slope(self._at_x_n * h_n, r, out=at_r)
-        _sigmoid_slope(run.before - n, u, out=at_u)
+        _compute_sigmoid_slope(self._at_x_n * h_n, r, out=at_r)
+        _compute_sigmoid_slope(forward.before - n, u, out=at_u)
         torch.mul(self._at_x_n, r, out=at_h_n)
-        self._gates, self._h_by_h, self._grad = self.slopes.unbind(1), _steps(u.clone()), grads[0]
-        self._dh = _steps(self._grad)
+        self._gates, self._h_by_h, self._grad = self.slopes.unbind(1), _split_steps(u.clone()), grads[0]
+        self._dh = _split_steps(self._grad)
 
     def step(self, t: int) -> None:
         self._gates[t].mul_(self._dh[t + 1])
         self._dh[t].addcmul_(self._dh[t + 1], self._h_by_h[t])
 
-    def of_input(self, of_state: Tensor) -> Tensor:
+    def compute_input_gradients(self, state_gradients: Tensor) -> Tensor:
         r_and_u = self.slopes[:, :, :2].flatten(2)
         return torch.cat([r_and_u, self._at_x_n * self._grad[:, 1:]], -1)
 
 
 class Elman(Cell):
-    """`h = activation(gate)`, of which the slope is known from h itself."""
+    """`h = activation(gate)`. The slope of the activation is a function of h."""
 
     activation: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor], Tensor]
 
-    def __init__(self, run: Run, grads: Sequence[Tensor]) -> None:
-        h = self.activation(run.of_both(1)) if run.after is None else run.after.unsqueeze(2)
+    def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
+        h = self.activation(forward.compute_gates(1)) if forward.after is None else forward.after.unsqueeze(2)
         self.slopes = self.slope(h)
-        self._gates, self._dh = self.slopes.unbind(1), _steps(grads[0])
+        self._gates, self._dh = self.slopes.unbind(1), _split_steps(grads[0])
 
     def step(self, t: int) -> None:
         self._gates[t].mul_(self._dh[t + 1])
@@ -159,29 +163,29 @@ class Relu(Elman):
 CELLS: dict[Any, type[Cell]] = {torch.lstm: Lstm, torch.gru: Gru, torch.rnn_tanh: Tanh, torch.rnn_relu: Relu}
 
 
-def _memories(f: Sequence[Tensor], i: Tensor, g: Tensor, first: Tensor) -> Tensor:
-    """`c[t + 1] = f[t] c[t] + i[t] g[t]` for all steps, and before them the first: `(n, T + 1, H)`."""
-    all_steps = first.new_empty(len(first), 1 + len(f), first.shape[1])
-    all_steps[:, 0] = first
-    torch.mul(i, g, out=all_steps[:, 1:])
-    c = _steps(all_steps)
+def _compute_memory(f: Sequence[Tensor], i: Tensor, g: Tensor, first: Tensor) -> Tensor:
+    """`(n, T + 1, H)`: `c[0] = first` and `c[t + 1] = f[t] c[t] + i[t] g[t]`."""
+    memory = first.new_empty(len(first), 1 + len(f), first.shape[1])
+    memory[:, 0] = first
+    torch.mul(i, g, out=memory[:, 1:])
+    c = _split_steps(memory)
     for t, factor in enumerate(f):
         c[t + 1].addcmul_(factor, c[t])
-    return all_steps
+    return memory
 
 
-def _steps(rows: Tensor) -> tuple[Tensor, ...]:
-    """`(n, T, H)` as a `(n, 1, H)` for each step."""
+def _split_steps(rows: Tensor) -> tuple[Tensor, ...]:
+    """`(n, T, H)` as T views `(n, 1, H)`."""
     return rows.unsqueeze(2).unbind(1)
 
 
-def _sigmoid_slope(factor: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """`factor s (1 - s)`: the derivative of a factor times a sigmoid, of which s is the value."""
+def _compute_sigmoid_slope(factor: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """`factor s (1 - s)`: the derivative of factor · sigmoid, given s, the value of the sigmoid."""
     out = torch.empty_like(s) if out is None else out
     return torch.ops.aten.sigmoid_backward.grad_input(factor, s, grad_input=out)
 
 
-def _tanh_slope(factor: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
-    """`factor (1 - s²)`: that of a factor times a tanh."""
+def _compute_tanh_slope(factor: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:
+    """`factor (1 - s²)`: the derivative of factor · tanh, given s, the value of the tanh."""
     out = torch.empty_like(s) if out is None else out
     return torch.ops.aten.tanh_backward.grad_input(factor, s, grad_input=out)

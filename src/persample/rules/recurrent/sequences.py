@@ -1,4 +1,4 @@
-"""The sequences of a batch, as the samples have them and as the cells go through them."""
+"""Conversions between the sequences of each sample and one batch of all sequences."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """Each sample has `each` sequences. All are as long, or `length` says how long the one of each sample is.
+    """Sequences of `batch` samples, `each` per sample.
 
-    A sample is a `(T, each, ·)`, or a `(T, ·)` if it was packed; cells take the `(n, T, ·)` of all sequences.
+    The rule of a layer gets the tensors of a sample as `(T, each, ·)`, or as `(T, ·)` if they were packed. Cells take
+    all n = batch * each sequences as `(n, T, ·)`. For packed sequences, one per sample, `length` has their lengths;
+    otherwise it is None and all sequences have T steps.
     """
 
     batch: int
     each: int
     length: Tensor | None
 
-    def apart(self, rows: Tensor) -> Tensor:
-        """From `(batch, T, each, ·)` to `(n, T, ·)`."""
+    def split(self, rows: Tensor) -> Tensor:
+        """`(batch, T, each, ·)` to `(n, T, ·)`."""
         rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
         return rows.transpose(1, 2).flatten(0, 1)
 
-    def joined(self, rows: Tensor) -> Tensor:
-        """From `(n, T, ·)` to `(batch, T * each, ·)`."""
+    def join(self, rows: Tensor) -> Tensor:
+        """`(n, T, ·)` to `(batch, T * each, ·)`."""
         return rows.unflatten(0, (self.batch, self.each)).transpose(1, 2).flatten(1, 2)
 
-    def reversed(self, rows: Tensor) -> Tensor:
-        """The steps from each sequence's own end to its start, and what is beyond it as it is; its own inverse."""
+    def reverse(self, rows: Tensor) -> Tensor:
+        """Reverse the steps of each sequence, and leave the padding after its end unchanged."""
         if self.length is None:
             return rows.flip(1)
         step = torch.arange(rows.shape[1], device=rows.device)
@@ -40,7 +42,7 @@ class Sequences:
 
     @property
     def ends(self) -> Any:
-        """The index of what is after the last step, in `(n, 1 + T, ·)`."""
+        """The index of the state after the last step of each sequence in `(n, 1 + T, ·)`."""
         if self.length is None:
             return slice(None), -1
         return torch.arange(self.batch, device=self.length.device), self.length

@@ -1,0 +1,97 @@
+"""The rule of `recurrent_layer`: given the gradients of its gates, each weight has the term of a linear map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample._internal.recurrent import State, recurrent_layer
+from persample.rules.recurrent.bptt import GateGradients, scan_backwards
+from persample.rules.recurrent.cells import CELLS, RecurrentPass
+from persample.rules.recurrent.sequences import Sequences
+from persample.rules.registry import Terms, register_rule
+from persample.terms import Dense, Folded, Outer, Sum, Term
+
+
+@register_rule(
+    recurrent_layer,
+    accepts=lambda input, dim: True,
+    batched=("input", "state", "valid"),
+    whole=True,
+    further=False,
+)
+def compute_layer_terms(
+    grads: Sequence[Tensor | None],
+    results: Sequence[Tensor],
+    func: Callable[..., Any],
+    input: Tensor,
+    state: State,
+    weights: Sequence[Tensor],
+    sizes: Tensor | None,
+    valid: Tensor | None,
+    has_biases: bool,
+    bidirectional: bool,
+) -> Terms:
+    batch, directions, each, _ = state[0].shape
+    sequences = Sequences(batch, each, None if valid is None else valid.flatten(1).sum(1))
+
+    def split(rows: Tensor | None) -> Any:
+        """The sequences in the dtype of the weights. Under autocast, results and gradients have another dtype."""
+        return None if rows is None else sequences.split(rows).to(weights[0].dtype)
+
+    x, first, last_grads = split(input), [split(part) for part in state], [split(part) for part in grads[1:]]
+    output, output_grad = split(results[0]), split(grads[0])
+    weight_terms: list[Term] = []
+    input_terms: list[Outer] = []
+    first_grads: list[list[Tensor]] = []
+    for d in range(directions):
+        orient = sequences.reverse if d else _keep
+        own_weights = weights[d * len(weights) // directions : (d + 1) * len(weights) // directions]
+        after = orient(output.chunk(directions, -1)[d])
+        before = torch.cat([first[0][:, d : d + 1], after[:, :-1]], 1)
+        memory = [part[:, d] for part in first[1:]]
+        forward = RecurrentPass(orient(x), before, after, memory, own_weights, has_biases)
+
+        # The gradients of the initial state and of the states after each step, as a `Cell` takes them.
+        state_grads = [x.new_zeros(len(x), 1 + x.shape[1], part.shape[2]) for part in first]
+        if output_grad is not None:
+            state_grads[0][:, 1:] = orient(output_grad.chunk(directions, -1)[d])
+        for rows, last in zip(state_grads, last_grads, strict=True):
+            if last is not None:
+                rows[sequences.ends] += last[:, d]
+
+        gates = scan_backwards(CELLS[func], forward, state_grads)
+        weight_terms += _compute_weight_terms(forward, gates, state_grads[0][:, 1:], sequences)
+        input_terms.append(Outer(own_weights[0].expand(batch, -1, -1), sequences.join(orient(gates.input)).mT))
+        first_grads.append([rows[:, 0].unflatten(0, (batch, each)) for rows in state_grads])
+    shape = input.shape[1:]
+    return {
+        "input": Sum([Folded(term, shape, range(len(shape) - 1)) for term in input_terms]),
+        "state": [Dense(torch.stack(parts, 1)) for parts in zip(*first_grads, strict=True)],
+        "weights": weight_terms,
+    }
+
+
+def _compute_weight_terms(
+    forward: RecurrentPass, gates: GateGradients, output_grad: Tensor, sequences: Sequences
+) -> list[Term]:
+    """The terms of the weights of one direction; each weight belongs to a linear map."""
+    state_grad = sequences.join(gates.state)
+    input_grad = state_grad if gates.input is gates.state else sequences.join(gates.input)
+    terms: list[Term] = [
+        Outer(sequences.join(forward.input), input_grad),
+        Outer(sequences.join(forward.before), state_grad),
+    ]
+    if forward.has_biases:
+        b_hh_grad = state_grad.sum(1)
+        terms += [Dense(b_hh_grad if input_grad is state_grad else input_grad.sum(1)), Dense(b_hh_grad)]
+    if gates.unprojected is not None:
+        terms.append(Outer(sequences.join(gates.unprojected), sequences.join(output_grad)))
+    return terms
+
+
+def _keep(rows: Tensor) -> Tensor:
+    return rows
