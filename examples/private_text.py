@@ -39,7 +39,7 @@ def make_sentences(count: int, seed: int) -> Tensor:
 
 
 class Writer(nn.Module):
-    """Decoder whose embedding is also the weight of the head, which per-layer hooks compute wrongly or refuse."""
+    """Decoder with an embedding tied to the head, which per-layer hooks compute wrongly or refuse."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()

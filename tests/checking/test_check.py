@@ -31,7 +31,7 @@ IDS = torch.arange(BATCH * 5).view(BATCH, 5) % 7
 
 
 class Around(nn.Module):
-    """Module with a net of two layers, whose forward pass is a given function."""
+    """Module with a net of two layers and a given function as its forward pass."""
 
     def __init__(self, use: Callable[..., Tensor], *parts: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The command line, as a user would type it."""
+"""`persample check`, and the errors that all commands share."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "examples/check_model.py"
 
 
-def typed(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "persample", *arguments], cwd=cwd, capture_output=True, text=True)
 
 
 @pytest.fixture(autouse=True)
-def imports_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each test has a directory of its own, from which modules are found."""
+def restore_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run each test in a new directory, and restore the imports afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name in ("models", "broken", "exits", "inner"):
@@ -96,15 +96,15 @@ def models(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_example_of_the_help_as_typed() -> None:
-    done = typed("check", f"{EXAMPLE}:language_model")
+def test_example_of_the_help() -> None:
+    done = run_command("check", f"{EXAMPLE}:language_model")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("RIGHT: the gradients of 4 of 64 samples")
     assert "embedding.weight" in done.stdout and "Rows + Outer" in done.stdout
 
 
-def test_a_mistake_as_typed(models: Path) -> None:
-    done = typed("check", "models:missing", cwd=models.parent)
+def test_missing_function(models: Path) -> None:
+    done = run_command("check", "models:missing", cwd=models.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("persample check: error: models has no function 'missing'; it has right, sums")
     assert done.stderr.count("\n") == 1
@@ -124,7 +124,7 @@ def test_exit_codes(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "of 4 of 8 samples" in capsys.readouterr().out
 
 
-def test_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", f"{REPOSITORY / EXAMPLE}:classifier"]) == 0
     assert main(["check", f"{REPOSITORY / EXAMPLE}:classifier_that_is_refused"]) == 3
     assert "module '1' (BatchNorm2d)" in capsys.readouterr().out
@@ -141,29 +141,29 @@ def test_json(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 ERRORS = {
-    "models": "expected module:function, as in my_model:to_check, got 'models'",
-    "models:": "expected module:function, as in my_model:to_check, got 'models:'",
+    "models": "expected module:function, such as my_model:to_check, got 'models'",
+    "models:": "expected module:function, such as my_model:to_check, got 'models:'",
     "models:right()": "expected module:function",
     ":right": "expected module:function",
-    "no_models:right": "there is no module 'no_models', looked for from ",
-    "no.models:right": "there is no module 'no', looked for from ",
+    "no_models:right": "there is no module 'no_models' in ",
+    "no.models:right": "there is no module 'no' in ",
     "no/models.py:right": "there is no file no/models.py in ",
     "broken:right": "broken cannot be imported: ModuleNotFoundError: No module named 'no_such_module' (",
     "inner.py:f": "inner.py cannot be imported: SyntaxError: ",
     "exits:f": "exits cannot be imported: SystemExit: 4 (",
     "./data:f": "there is no file ./data in ",
-    "./data.txt:f": "./data.txt cannot be imported: ImportError: data.txt is no Python file",
+    "./data.txt:f": "./data.txt cannot be imported: ImportError: data.txt is not a Python file",
     "models:missing": "models has no function 'missing'; it has right, sums, refused",
-    "models:number": "models has a int, and no function, 'number'; it has right",
-    "models:takes": "models:takes is called without arguments, and takes (model, size=3)",
-    "models:raises": "models:raises fails: ValueError: of several lines (",
-    "models:leaves": "models:leaves fails: SystemExit: no data (",
-    "models:nothing": "models:nothing has to return (model, batch, loss_fn), and returned None",
-    "models:two": "has to return (model, batch, loss_fn), and returned a tuple of 2 (Linear, tuple)",
-    "models:no_model": "models:no_model has to return an nn.Module first, and returned a str",
-    "models:no_loss": "models:no_loss has to return a loss function last, and returned None",
-    "models:bad_shape": "models:bad_shape: the model or loss fails by itself: RuntimeError: mat1 and mat2",
-    "models:vector": "models:vector: loss_fn gave a tensor of shape (4,); one number is needed",
+    "models:number": "'number' in models is an int, not a function; it has right",
+    "models:takes": "models:takes must be callable without arguments, but takes (model, size=3)",
+    "models:raises": "models:raises failed: ValueError: of several lines (",
+    "models:leaves": "models:leaves failed: SystemExit: no data (",
+    "models:nothing": "models:nothing must return (model, batch, loss_fn), but returned None",
+    "models:two": "must return (model, batch, loss_fn), but returned a tuple of 2 (Linear, tuple)",
+    "models:no_model": "models:no_model must return an nn.Module as the model, but returned a str",
+    "models:no_loss": "models:no_loss must return a function as the loss, but returned None",
+    "models:bad_shape": "models:bad_shape: the model, the data or the loss failed: RuntimeError: mat1 and mat2",
+    "models:vector": "models:vector: loss_fn returned a tensor of shape (4,). It must return a tensor with one element",
 }
 
 
@@ -175,7 +175,7 @@ def test_errors_are_one_line(target: str, models: Path, capsys: pytest.CaptureFi
     assert printed.err.startswith("persample check: error: ") and ERRORS[target] in printed.err
 
 
-def test_the_line_of_an_error_is_named(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_line(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = MODELS.splitlines().index('    raise ValueError("of\\nseveral lines")') + 1
     main(["check", "models:raises"])
     assert f"({models}, line {line})" in capsys.readouterr().err
@@ -193,25 +193,25 @@ def test_debug_shows_the_traceback(models: Path) -> None:
         ([], "the following arguments are required: COMMAND"),
         (["chek"], "invalid choice: 'chek'"),
         (["check"], "the following arguments are required: module:function"),
-        (["check", "a:b", "--samples", "0"], "argument --samples: invalid positive number value: '0'"),
-        (["check", "a:b", "--samples", "few"], "argument --samples: invalid positive number value: 'few'"),
+        (["check", "a:b", "--samples", "0"], "argument --samples: expected a positive integer, got '0'"),
+        (["check", "a:b", "--samples", "few"], "argument --samples: expected a positive integer, got 'few'"),
     ],
 )
-def test_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["check", "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert f"python -m persample check {EXAMPLE}:language_model" in text and "exit codes: 0 right, 1 wrong" in text
+    assert f"persample check {EXAMPLE}:language_model" in text and "exit codes:\n  0    right" in text
 
 
-def test_a_file_does_not_take_the_place_of_a_module(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_does_not_replace_an_imported_module(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (models.parent / "json.py").write_text(MODELS)
     assert main(["check", "json.py:right", "--json"]) == 0
     assert sys.modules["json"] is json and sys.modules.pop("file_json")

@@ -1,4 +1,4 @@
-"""`persample scan`, `query`, `report`, `bench` and `demo`, as a user would type them."""
+"""`persample scan`, `query`, `report`, `bench` and `demo`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyarrow import csv, parquet
 
 from persample.cli import main
 from persample.scanning import Scan
-from tests.cli.test_check_command import REPOSITORY, imports_kept, typed  # noqa: F401  a fixture
+from tests.cli.test_check_command import REPOSITORY, restore_imports, run_command  # noqa: F401  a fixture
 from tests.distributed.test_distributed import torchrun
 
 TASKS = """
@@ -118,26 +118,26 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def scanned(*arguments: str, out: str = "out") -> int:
+def run_scan(*arguments: str, out: str = "out") -> int:
     return main(["scan", "tasks:plain", "--out", out, *QUICK, *arguments])
 
 
 # ---- scan ----
 
 
-def test_scan_report_and_query_as_typed(tasks: Path) -> None:
+def test_scan_report_and_query(tasks: Path) -> None:
     here = tasks.parent
-    done = typed("scan", "tasks:plain", "--out", "scans/one", *QUICK, "--report", cwd=here)
+    done = run_command("scan", "tasks:plain", "--out", "scans/one", *QUICK, "--report", cwd=here)
     assert (done.returncode, done.stderr) == (0, "")
     for line in ("24 examples", "self_influence", "batches of about", "largest self_influence", "report: scans/one"):
         assert line in done.stdout
     assert (here / "scans/one/report.html").stat().st_size > 10_000
-    done = typed("query", "scans/one", "neighbours", "3", "-k", "4", cwd=here)
+    done = run_command("query", "scans/one", "neighbours", "3", "-k", "4", cwd=here)
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 5
     assert done.stdout.split()[:2] == ["example", "cosine"]
 
 
-def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = str(REPOSITORY / "examples" / "scan_digits.py")
     assert main(["scan", f"{example}:to_scan", "--out", "digits", "--quiet"]) == 0
     assert main(["query", "digits", "influence", f"{example}:test_batch", "-k", "3", "--json"]) == 0
@@ -146,7 +146,7 @@ def test_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_scan_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scanned("--json", "--table", "csv") == 0
+    assert run_scan("--json", "--table", "csv") == 0
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert printed.err == "a line of the user's own\n"
@@ -162,7 +162,7 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
     for seed, path in enumerate(states):
         torch.save(namespace["model"](seed).state_dict(), path)
     options = ["--checkpoints", *states, "--learning-rates", "0.1", "0.2", "--quantities", "loss,norm,self_influence"]
-    assert scanned("--dtype", "float32", "--device", "cpu", *options) == 0
+    assert run_scan("--dtype", "float32", "--device", "cpu", *options) == 0
     found = Scan("out")
     assert found.settings["learning_rates"] == [0.1, 0.2] and found.settings["dtype"] == "float32"
     assert found.columns == ["id", "label", "loss", "norm", "mean_loss", "self_influence"]
@@ -171,7 +171,7 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
     assert len(json.loads(capsys.readouterr().out)) == 8
 
 
-def test_stopped_and_gone_on_with(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
     process = subprocess.Popen(command, cwd=tasks.parent, stderr=subprocess.PIPE, text=True)
     while not (tasks.parent / "out" / "scan.json").exists():
@@ -189,8 +189,8 @@ def test_stopped_and_gone_on_with(tasks: Path, capsys: pytest.CaptureFixture[str
 
 def test_two_processes(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = torchrun("persample", "scan", f"{tasks}:plain", "--out", str(tasks.parent / "two"), *QUICK)
-    assert output.count("self_influence: examples") == 1, output  # one of them tells the result
-    assert scanned() == 0
+    assert output.count("self_influence: examples") == 1, output  # only one process prints the result
+    assert run_scan() == 0
     one, two = Scan("out"), Scan("two")
     assert all(np.allclose(one.column(name), two.column(name), rtol=1e-5) for name in one.columns)
 
@@ -250,7 +250,7 @@ def test_text_from_a_table(kind: str, labelled: bool, tasks: Path) -> None:
         assert found.column("loss")[0] == pytest.approx(alone.item(), rel=1e-5)
 
 
-def test_a_saved_tokenizer(tasks: Path) -> None:
+def test_saved_tokenizer(tasks: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = sorted({word for text, _ in TEXTS for word in text.split()})
@@ -267,36 +267,36 @@ def test_a_saved_tokenizer(tasks: Path) -> None:
 
 
 def test_queries_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scanned() == 0
+    assert run_scan() == 0
     found = Scan("out")
     capsys.readouterr()
 
-    def asked(*question: str) -> list[dict[str, Any]]:
+    def query(*question: str) -> list[dict[str, Any]]:
         assert main(["query", "out", *question, "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    assert [e["example"] for e in asked("top", "-k", "3")] == found.ranked("self_influence", 3).ids.tolist()
-    assert [e["example"] for e in asked("top", "--by", "loss", "-k", "2")] == found.ranked("loss", 2).ids.tolist()
-    assert [e["example"] for e in asked("neighbours", "4")] == found.neighbours(4).ids.tolist()
-    assert [e["example"] for e in asked("outliers", "-k", "5")] == found.outliers(5).ids.tolist()
-    assert [e["examples"] for e in asked("duplicates", "--tolerance", "0.9")] == found.duplicates(0.9)[:10]
+    assert [e["example"] for e in query("top", "-k", "3")] == found.ranked("self_influence", 3).ids.tolist()
+    assert [e["example"] for e in query("top", "--by", "loss", "-k", "2")] == found.ranked("loss", 2).ids.tolist()
+    assert [e["example"] for e in query("neighbours", "4")] == found.neighbours(4).ids.tolist()
+    assert [e["example"] for e in query("outliers", "-k", "5")] == found.outliers(5).ids.tolist()
+    assert [e["examples"] for e in query("duplicates", "--tolerance", "0.9")] == found.duplicates(0.9)[:10]
     for method in ("tracin", "whitened"):
-        answer = asked("influence", "tasks:test", "-k", "2", "--method", method)
+        answer = query("influence", "tasks:test", "-k", "2", "--method", method)
         assert [(e["sample"], e["pushes"]) for e in answer] == [
             (s, way) for s in (0, 1) for way in ("for", "against") for _ in (0, 1)
         ]
         assert answer[0]["score"] > 0 > answer[2]["score"]
 
 
-# ---- what goes wrong ----
+# ---- errors ----
 
 ERRORS: dict[str, tuple[list[str], int, str]] = {
     "no module": (["scan", "nothing:plain", "--out", "o"], 2, "there is no module 'nothing'"),
     "no function": (["scan", "tasks:missing", "--out", "o"], 2, "tasks has no function 'missing'; it has data, model"),
-    "no loss": (["scan", "tasks:two", "--out", "o"], 2, "return (model, data, loss_fn), and returned a tuple of 2"),
-    "no model": (["scan", "tasks:no_model", "--out", "o"], 2, "has to return an nn.Module first, and returned a str"),
-    "loss is none": (["scan", "tasks:no_loss", "--out", "o"], 2, "return a loss function last, and returned None"),
-    "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "fails by itself: RuntimeError: mat1 and mat2"),
+    "no loss": (["scan", "tasks:two", "--out", "o"], 2, "return (model, data, loss_fn), but returned a tuple of 2"),
+    "no model": (["scan", "tasks:no_model", "--out", "o"], 2, "return an nn.Module as the model, but returned a str"),
+    "loss is none": (["scan", "tasks:no_loss", "--out", "o"], 2, "return a function as the loss, but returned None"),
+    "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "or the loss failed: RuntimeError: mat1 and mat2"),
     "mixed": (["scan", "tasks:mixed", "--out", "o"], 3, "tasks:mixed: "),
     "nan": (["scan", "tasks:with_nan", "--out", "o"], 1, "loss of examples 5, 7 is not a finite number"),
     "quantity": (["scan", "tasks:plain", "--out", "o", "--quantities", "loss,hue"], 2, "no quantities ['hue']"),
@@ -306,7 +306,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "no images": (["scan", "tasks:image_net", "--out", "o", "--images", "nowhere"], 2, "There is no folder nowhere"),
     "an empty folder": (["scan", "tasks:image_net", "--out", "o", "--images", "."], 2, "has no images"),
     "no table": (["scan", "tasks:model", "--out", "o", "--text", "n.csv", "--tokenizer", "t"], 2, "is no file n.csv"),
-    "no tokenizer": (["scan", "tasks:model", "--out", "o", "--text", "t.csv"], 2, "--text needs a --tokenizer"),
+    "no tokenizer": (["scan", "tasks:model", "--out", "o", "--text", "t.csv"], 2, "--text requires --tokenizer"),
     "tokenizer": (
         ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--tokenizer", "nowhere"], 2, "no tokenizer nowhere",
     ),
@@ -325,7 +325,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "device": (["scan", "tasks:plain", "--out", "o", "--device", "toaster"], 2, "--device toaster: "),
     "no gpu": (["scan", "tasks:plain", "--out", "o", "--device", "cuda:7"], 2, "--device cuda:7: "),
     "no place": (["scan", "tasks:plain", "--out", "t.csv/out"], 2, "t.csv/out"),
-    "both": (["scan", "tasks:model", "--out", "o", "--text", "a", "--images", "b"], 2, "do not go together"),
+    "both": (["scan", "tasks:model", "--out", "o", "--text", "a", "--images", "b"], 2, "cannot be combined"),
     "no scan": (["query", "nowhere", "outliers"], 2, "There is no scan in nowhere"),
     "no scan to report": (["report", "nowhere"], 2, "There is no scan in nowhere"),
     "no subject": (["query", "out", "neighbours"], 2, "neighbours takes the number of an example"),
@@ -343,7 +343,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("finished")
     (directory / "tasks.py").write_text(TASKS)
-    done = typed("scan", "tasks:plain", "--out", "out", *QUICK, cwd=directory)
+    done = run_command("scan", "tasks:plain", "--out", "out", *QUICK, cwd=directory)
     assert done.returncode == 0
     return directory / "out"
 
@@ -359,34 +359,34 @@ def test_errors_are_one_line(
     printed = capsys.readouterr()
     assert message in printed.err and printed.err.count("\n") == 1
     assert printed.err.startswith(f"persample {arguments[0]}: error: ")
-    assert not (tasks.parent / "o" / "summary.json").exists(), "something is left that looks whole"
+    assert not (tasks.parent / "o" / "summary.json").exists(), "the directory looks like a finished scan"
 
 
-def test_not_a_number_can_be_kept(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_losses_can_be_kept(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["scan", "tasks:with_nan", "--out", "out", *QUICK, "--nonfinite", "keep", "--json", "--report"]) == 0
     assert json.loads(capsys.readouterr().out)["not_finite"] == [5, 7]
     assert main(["query", "out", "top", "--by", "norm", "-k", "1", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [{"example": 5, "norm": None}]
 
 
-def test_a_full_disk(tasks: Path) -> None:
-    """The function that gives the model has the process write no file larger than 6 kB."""
-    done = typed("scan", "tasks:full", "--out", "out", "--project", "1000", "--quiet", cwd=tasks.parent)
+def test_full_disk(tasks: Path) -> None:
+    """The function `full` limits the files of the process to 6 kB."""
+    done = run_command("scan", "tasks:full", "--out", "out", "--project", "1000", "--quiet", cwd=tasks.parent)
     assert done.returncode == 4 and "There is no room for" in done.stderr and done.stderr.count("\n") == 1
     assert not (tasks.parent / "out" / "summary.json").exists()
     assert main(["scan", "tasks:plain", "--out", "out", "--project", "1000", "--quiet"]) == 0
 
 
 @pytest.mark.parametrize("quantities", ["noise_scale", "alignment", "loss"])
-def test_few_quantities(quantities: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert scanned("--quantities", quantities, "--report") == 0
+def test_single_quantities(quantities: str, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_scan("--quantities", quantities, "--report") == 0
     assert "24 examples" in capsys.readouterr().out
 
 
 def test_restart(tasks: Path) -> None:
-    assert scanned() == 0
-    assert scanned("--dtype", "float32") == 2
-    assert scanned("--dtype", "float32", "--restart") == 0
+    assert run_scan() == 0
+    assert run_scan("--dtype", "float32") == 2
+    assert run_scan("--dtype", "float32", "--restart") == 0
     assert Scan("out").settings["dtype"] == "float32"
 
 
@@ -403,7 +403,7 @@ def test_bench(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a plain step of 64 samples" in capsys.readouterr().out
 
 
-def test_the_demo_finds_the_flips(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_finds_the_flipped_labels(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--out", "demo", "--json"]) == 0
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
@@ -411,15 +411,14 @@ def test_the_demo_finds_the_flips(tasks: Path, capsys: pytest.CaptureFixture[str
     assert answer["scores"]["self_influence"]["recall_in_top_tenth"] >= 0.85
     assert set(answer["scores"]) == {"self_influence", "mean_loss", "norm", "loss"}
     page = Path(answer["report"]).read_text()
-    assert "flipped by us: it is a" in page and "We flipped 90 labels." in page
-    assert "ranked by loss" in printed.err and "look at " in printed.err
+    assert "label flipped by the demo: it is a" in page and "The demo flipped 90 labels." in page
+    assert "ranked by loss" in printed.err and "report      " in printed.err
 
 
 @pytest.mark.parametrize("command", ["scan", "query", "report", "bench", "demo", "check"])
-def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0 and "--json" in text
-    if command != "demo":
-        assert f"$ persample {command}" in text or f"$ python -m persample {command}" in text
+    assert f"$ persample {command}" in text and "exit codes:" in text

@@ -423,7 +423,7 @@ def test_mixed_samples_are_refused_at_the_first_step() -> None:
     before = copy.deepcopy(module.state_dict())
     optimizer = make_optimizer(module, lr=0.1, noise_multiplier=1.0)
     out = module(x)
-    with pytest.raises(SamplesMixed, match="not apart"):
+    with pytest.raises(SamplesMixed, match="samples of the batch are mixed"):
         F.cross_entropy(out @ out.T, torch.arange(B)).backward()
     with pytest.raises(SamplesMixed, match="penalty on the weights"):
         (module(x).square().sum() + module[0].weight.square().sum()).backward()

@@ -1,6 +1,9 @@
-"""The command line: a file for each subcommand."""
+"""The command line: `persample` and `python -m persample`, with one module for each subcommand.
+
+`main` runs a command. No other package imports this one.
+"""
 
 from persample.cli.commands import main
-from persample.cli.entry import UsageError
+from persample.cli.user_code import UsageError
 
 __all__ = ["UsageError", "main"]

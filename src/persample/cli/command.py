@@ -1,4 +1,4 @@
-"""What a subcommand is made of."""
+"""Parts that all subcommands share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -14,45 +14,35 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: what it is for, its arguments, and what it does, which gives the exit code."""
+    """A subcommand. `run` returns the exit code."""
 
     summary: str
     description: str
-    arguments: Callable[[ArgumentParser], None]
+    add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
+    exit_codes: Mapping[int, str]
 
 
-def apart(args: Namespace) -> AbstractContextManager[Any]:
-    """Has what the user's code prints on the error stream where the answer is JSON."""
+def redirect_user_output(args: Namespace) -> AbstractContextManager[Any]:
+    """With --json, redirect what the user's code prints to the error stream."""
     return redirect_stdout(sys.stderr) if args.json else nullcontext()
 
 
-def as_json(value: Any) -> str:
-    """For programs; what JSON has no number for is null.
+def format_json(value: Any) -> str:
+    """Format as JSON. NaN and infinity, which JSON does not have, become null.
 
-    >>> as_json({"loss": float("nan"), "ids": [1, 2]})
+    >>> format_json({"loss": float("nan"), "ids": [1, 2]})
     '{\\n  "loss": null,\\n  "ids": [\\n    1,\\n    2\\n  ]\\n}'
     """
-    return json.dumps(_without_nan(value), indent=2)
+    return json.dumps(_replace_nonfinite(value), indent=2)
 
 
-def _without_nan(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
+        return {key: _replace_nonfinite(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_without_nan(part) for part in value]
+        return [_replace_nonfinite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def positive(text: str) -> int:
-    """The type of an argument that counts something."""
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-positive.__name__ = "positive number"  # as argparse names it in its message
 
 
 def number(value: float | None) -> str:
@@ -66,11 +56,22 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def number_or_none(text: str) -> int | None:
-    """The type of an argument that counts something, or says that there is to be none of it."""
+def parse_positive(text: str) -> int:
+    """Parse an argument that is a positive integer."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ArgumentTypeError(f"expected a positive integer, got '{text}'")
+    return number
+
+
+def parse_positive_or_none(text: str) -> int | None:
+    """Parse an argument that is a positive integer or 'none'."""
     if text == "none":
         return None
     try:
-        return positive(text)
-    except ValueError:
-        raise ArgumentTypeError(f"expected a positive number or 'none', got '{text}'") from None
+        return parse_positive(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"expected a positive integer or 'none', got '{text}'") from None

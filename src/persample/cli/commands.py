@@ -1,17 +1,17 @@
-"""The command line: `python -m persample`, or `persample`."""
+"""Argument parser and entry point of `persample` and `python -m persample`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import persample
 from persample.cli import bench, check, demo, query, report, scan
-from persample.cli.entry import UsageError
+from persample.cli.user_code import UsageError
 
-BROKEN_PIPE, INTERRUPTED = 141, 130  # as of a program that the signal ends
+BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
 
 COMMANDS = {
     "scan": scan.COMMAND,
@@ -23,28 +23,14 @@ COMMANDS = {
 }
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser("persample", description=persample.__doc__)
-    parser.add_argument("--version", action="version", version=f"persample {persample.__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        own = commands.add_parser(
-            name, help=command.summary, description=command.description, formatter_class=RawDescriptionHelpFormatter
-        )
-        command.arguments(own)
-        own.add_argument("--json", action="store_true", help="print the answer as JSON")
-        own.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    return parser
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that the arguments name, and gives its exit code."""
-    args = _parser().parse_args(argv)
+    """Run the command that the arguments name, and return its exit code."""
+    args = _make_parser().parse_args(argv)
     try:
         code = COMMANDS[args.command].run(args)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has read enough: `| head`
+    except BrokenPipeError:  # the reader of a pipe has closed it, such as `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except UsageError as error:
@@ -55,3 +41,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"persample {args.command}: stopped", file=sys.stderr)
         return INTERRUPTED
+
+
+def _make_parser() -> ArgumentParser:
+    parser = ArgumentParser("persample", description=persample.__doc__)
+    parser.add_argument("--version", action="version", version=f"persample {persample.__version__}")
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            epilog=_format_exit_codes(command.exit_codes),
+            formatter_class=RawDescriptionHelpFormatter,
+        )
+        command.add_arguments(subparser)
+        subparser.add_argument("--json", action="store_true", help="print the result as JSON")
+        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def _format_exit_codes(exit_codes: Mapping[int, str]) -> str:
+    """Format exit codes for the end of a help text.
+
+    >>> print(_format_exit_codes({0: "done", 2: "wrong arguments"}))
+    exit codes:
+      0    done
+      2    wrong arguments
+    """
+    return "\n".join(["exit codes:", *(f"  {code:<3}  {meaning}" for code, meaning in exit_codes.items())])

@@ -1,4 +1,4 @@
-"""`persample demo`: finds wrong labels among scikit-learn's digits."""
+"""`persample demo`: find wrong labels in the digits of scikit-learn."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample.cli.command import Command, apart, as_json
-from persample.cli.entry import UsageError
-from persample.cli.task import needed, one_line
+from persample.cli.command import Command, format_json, redirect_user_output
+from persample.cli.task import convert_scan_errors, import_scanning
+from persample.cli.user_code import UsageError
 
-_DEMO = """\
-Flip 5 % of the labels of scikit-learn's digits, train a small convolutional net on them, scan the images with
-the checkpoints of the training, and see how many of the flips are found. Writes a report.
+_DESCRIPTION = """\
+Flip 5 % of the labels of the digits of scikit-learn, train a small convolutional net on them, scan the images
+with checkpoints of the training, and count how many flipped labels the scan finds. Writes a report.
+
+    $ persample demo --out demo
 """
 
-FLIPPED = 0.05
-LOOKED_AT = 0.10  # of the images, the most suspicious ones
-EPOCHS, EVERY = 12, 3  # and a checkpoint after every few
+_EXIT_CODES = {0: "done", 2: "wrong arguments, or scikit-learn is missing", 4: "the disk is full"}
+
+FLIPPED = 0.05  # fraction of the labels
+INSPECTED = 0.10  # fraction of the images that a user would look at, from the top of a ranking
+EPOCHS, EPOCHS_PER_CHECKPOINT = 12, 3
 BEST = "self_influence"
 SCORES = {
-    BEST: "gradient norms, squared and summed over the checkpoints",
-    "mean_loss": "losses over the checkpoints",
+    BEST: "squared gradient norm, summed over the checkpoints",
+    "mean_loss": "mean loss of the checkpoints",
     "norm": "gradient norm of the trained net",
     "loss": "loss of the trained net: the usual baseline",
 }
 
 
 @dataclass(frozen=True)
-class Flipped:
-    """Images with labels, some of which we changed; `true` are those that were right."""
+class FlippedDigits:
+    """Images with labels, some of which were flipped; `true` holds the original labels."""
 
     images: Tensor
     labels: Tensor
@@ -42,12 +46,12 @@ class Flipped:
 
     @property
     def ids(self) -> list[int]:
-        """The images whose labels are wrong."""
+        """Indices of the images with flipped labels."""
         return (self.labels != self.true).nonzero().flatten().tolist()
 
 
-def flipped_digits(seed: int = 0, part: float = FLIPPED) -> Flipped:
-    """The 1797 images as (N, 1, 8, 8) in [0, 1], with some of their labels changed to another class."""
+def load_flipped_digits(seed: int = 0, part: float = FLIPPED) -> FlippedDigits:
+    """Load the 1797 images, shape (N, 1, 8, 8) in [0, 1], and flip a part of the labels to other classes."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
@@ -58,10 +62,10 @@ def flipped_digits(seed: int = 0, part: float = FLIPPED) -> Flipped:
     chosen = torch.randperm(len(true), generator=generator)[: round(part * len(true))]
     labels = true.clone()
     labels[chosen] = (true[chosen] + torch.randint(1, 10, chosen.shape, generator=generator)) % 10
-    return Flipped(torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, labels, true)
+    return FlippedDigits(torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16, labels, true)
 
 
-def small_net() -> nn.Module:
+def make_net() -> nn.Module:
     """Two convolutions with group norm, and a linear layer."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
@@ -70,8 +74,8 @@ def small_net() -> nn.Module:
     )  # fmt: skip
 
 
-def trained(model: nn.Module, images: Tensor, labels: Tensor) -> list[dict[str, Tensor]]:
-    """Ordinary training; gives the checkpoints."""
+def train(model: nn.Module, images: Tensor, labels: Tensor) -> list[dict[str, Tensor]]:
+    """Train a model; return the state dicts of its checkpoints."""
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     checkpoints = []
     for epoch in range(1, EPOCHS + 1):
@@ -79,49 +83,52 @@ def trained(model: nn.Module, images: Tensor, labels: Tensor) -> list[dict[str, 
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[index]), labels[index]).backward()
             optimizer.step()
-        if epoch % EVERY == 0:
+        if epoch % EPOCHS_PER_CHECKPOINT == 0:
             checkpoints.append({name: value.clone() for name, value in model.state_dict().items()})
     optimizer.zero_grad()
     return checkpoints
 
 
-def found_among(ranked: list[int], wrong: list[int]) -> dict[str, float]:
-    """How good a ranking is: of the first ones, how many are wrong (precision), and how many of the wrong (recall).
+def score_ranking(ranked: list[int], wrong: list[int]) -> dict[str, float]:
+    """Precision and recall of the first tenth of a ranking, and recall of its first `len(wrong)` entries.
 
-    >>> found_among([7, 3, 1, 0, 2, 4, 5, 6, 8, 9], wrong=[7, 2])
+    >>> score_ranking([7, 3, 1, 0, 2, 4, 5, 6, 8, 9], wrong=[7, 2])
     {'recall_in_top_tenth': 0.5, 'precision_in_top_tenth': 1.0, 'recall_in_as_many': 0.5}
     """
-    first = set(ranked[: round(LOOKED_AT * len(ranked))])
-    hits, as_many = len(first & set(wrong)), len(set(ranked[: len(wrong)]) & set(wrong))
+    tenth, shortest = set(ranked[: round(INSPECTED * len(ranked))]), set(ranked[: len(wrong)])
+    hits = len(tenth & set(wrong))
     return {
         "recall_in_top_tenth": hits / len(wrong),
-        "precision_in_top_tenth": hits / len(first),
-        "recall_in_as_many": as_many / len(wrong),
+        "precision_in_top_tenth": hits / len(tenth),
+        "recall_in_as_many": len(shortest & set(wrong)) / len(wrong),
     }
 
 
-def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--out", default="demo", metavar="DIR", help="the directory of the scan and its report (demo)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the flips and the training (0)")
+def _add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--out", default="demo", metavar="DIR", help="directory of the scan and its report (default: demo)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of flips and training (default: 0)")
 
 
 def _run(args: Namespace) -> int:
-    scanning = needed()
-    with apart(args), one_line("demo"):
-        answer = _shown(args, scanning)
+    scanning = import_scanning()
+    with redirect_user_output(args), convert_scan_errors("demo"):
+        answer = _run_demo(args, scanning)
     if args.json:
-        print(as_json(answer))
+        print(format_json(answer))
     return 0
 
 
-def _shown(args: Namespace, scanning: Any) -> dict[str, Any]:
+def _run_demo(args: Namespace, scanning: Any) -> dict[str, Any]:
     torch.manual_seed(args.seed)
-    data, model, start = flipped_digits(args.seed), small_net(), time.perf_counter()
+    data, model, start = load_flipped_digits(args.seed), make_net(), time.perf_counter()
     print(f"{len(data.images)} digits, {len(data.ids)} of them with a wrong label")
-    checkpoints = trained(model, data.images, data.labels)
+    checkpoints = train(model, data.images, data.labels)
     with torch.no_grad():
-        right = float((model(data.images).argmax(1) == data.true).float().mean())
-    print(f"trained for {EPOCHS} epochs in {time.perf_counter() - start:.0f} s: tells {right:.1%} of them right")
+        accuracy = float((model(data.images).argmax(1) == data.true).float().mean())
+    seconds = time.perf_counter() - start
+    print(f"trained for {EPOCHS} epochs in {seconds:.0f} s: accuracy {accuracy:.1%} on the true labels")
 
     start = time.perf_counter()
     found = scanning.scan(
@@ -129,21 +136,22 @@ def _shown(args: Namespace, scanning: Any) -> dict[str, Any]:
     )
     print(f"scanned with {len(checkpoints)} checkpoints in {time.perf_counter() - start:.0f} s")
 
-    scores = {name: found_among(found.ranked(name).ids.tolist(), data.ids) for name in SCORES}
+    scores = {name: score_ranking(found.ranked(name).ids.tolist(), data.ids) for name in SCORES}
     lines = _table(scores, len(data.ids))
     print("\n".join(lines))
     best, loss = ([f"{part:.0%}" for part in scores[name].values()] for name in (BEST, "loss"))
     path = found.report(
         data=(data.images, data.labels),
         title="Digits with flipped labels",
-        notes={i: f"flipped by us: it is a {int(data.true[i])}" for i in data.ids},
+        notes={i: f"label flipped by the demo: it is a {int(data.true[i])}" for i in data.ids},
         remarks=[
-            f"We flipped {len(data.ids)} labels. Ranked by {BEST}, {best[0]} of them are in the first tenth of the "
-            f"images, and {best[2]} among the first {len(data.ids)}; by the trained net's loss {loss[0]} and {loss[2]}."
+            f"The demo flipped {len(data.ids)} labels. Ranked by {BEST}, {best[0]} of them are in the first tenth of "
+            f"the images, and {best[2]} in the first {len(data.ids)} images. Ranked by the loss of the trained net, "
+            f"the numbers are {loss[0]} and {loss[2]}."
         ],
     )
-    print(f"\nlook at   {path.resolve()}")
-    print(f"ask       persample query {args.out} neighbours {int(found.ranked(BEST, 1).ids)}")
+    print(f"\nreport      {path.resolve()}")
+    print(f"next query  persample query {args.out} neighbours {int(found.ranked(BEST, 1).ids)}")
     return {"flipped": len(data.ids), "scores": scores, "report": str(Path(path).resolve())}
 
 
@@ -158,4 +166,4 @@ def _table(scores: dict[str, dict[str, float]], flips: int) -> list[str]:
     return lines
 
 
-COMMAND = Command("find wrong labels among digits", _DEMO, _arguments, _run)
+COMMAND = Command("find wrong labels in the digits of scikit-learn", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

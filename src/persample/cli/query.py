@@ -6,80 +6,96 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from persample.cli.command import Command, apart, as_json, number, positive
-from persample.cli.entry import UsageError, call
-from persample.cli.task import COMMAND_FILE, needed, one_line, task_from
+from persample.cli.command import Command, format_json, number, parse_positive, redirect_user_output
+from persample.cli.task import COMMAND_FILE, add_directory_argument, convert_scan_errors, import_scanning, load_task
+from persample.cli.user_code import UsageError, call_target
 
-_QUERY = """\
-Ask a scan. Examples are known by their numbers, from 0, in the order of the dataset.
+_DESCRIPTION = """\
+Find examples in a scan. Examples are numbered from 0 in the order of the dataset.
 
-    $ persample query scans/mine top --by loss              the examples with the largest losses
-    $ persample query scans/mine neighbours 17              those that do to the model what example 17 does
-    $ persample query scans/mine duplicates                 groups of examples that do the same
-    $ persample query scans/mine outliers                   those that do what few others do
-    $ persample query scans/mine influence my_model:test    those that push these predictions, for and against
+    $ persample query scans/mine top --by loss              # the examples with the largest losses
+    $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
+    $ persample query scans/mine duplicates                 # groups of examples with the same gradient
+    $ persample query scans/mine outliers                   # the examples with the most unusual gradients
+    $ persample query scans/mine influence my_model:test    # the examples that support or oppose these predictions
 
-For `influence` the function gives a batch as the loss takes it, and the model is made as it was for the scan.
+For `influence`, the function takes no arguments and returns a batch for the loss. The model is loaded again with
+the arguments of the scan.
 """
 
-Answer = list[dict[str, Any]]
+_EXIT_CODES = {0: "answered", 2: "wrong arguments, or no finished scan", 3: "the model is refused (influence)"}
+
+# For the questions that take a subject: the kind of subject.
+_SUBJECTS = {"neighbours": "the number of an example", "influence": "a module:function that returns a batch"}
+
+Rows = list[dict[str, Any]]
 
 
-def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="the directory of a scan")
-    parser.add_argument("question", choices=list(_QUESTIONS), help="what to ask")
-    parser.add_argument("subject", nargs="?", metavar="OF", help="neighbours: an example; influence: module:function")
-    parser.add_argument("-k", type=positive, default=10, metavar="N", help="how many to tell (10)")
-    parser.add_argument("--by", default="self_influence", metavar="COLUMN", help="what top ranks by (self_influence)")
-    parser.add_argument("--tolerance", type=float, default=0.1, metavar="T", help="how different duplicates are (0.1)")
-    parser.add_argument("--method", choices=["tracin", "whitened"], default="tracin", help="of influence (tracin)")
+def _add_arguments(parser: ArgumentParser) -> None:
+    add_directory_argument(parser)
+    parser.add_argument("question", choices=list(_QUESTIONS), help="kind of question")
+    parser.add_argument(
+        "subject", nargs="?", metavar="OF", help="number of an example (neighbours), or module:function (influence)"
+    )
+    parser.add_argument(
+        "-k", type=parse_positive, default=10, metavar="N", help="number of results to print (default: 10)"
+    )
+    parser.add_argument(
+        "--by", default="self_influence", metavar="COLUMN", help="column that ranks top (default: self_influence)"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.1, metavar="T", help="allowed distance of duplicates (default: 0.1)"
+    )
+    parser.add_argument(
+        "--method", choices=["tracin", "whitened"], default="tracin", help="method of influence (default: tracin)"
+    )
 
 
 def _run(args: Namespace) -> int:
-    scanning = needed()
-    with apart(args), one_line(args.directory):
-        if (args.subject is None) == (args.question in ("neighbours", "influence")):
-            wanted = {"neighbours": "the number of an example", "influence": "a module:function that gives a batch"}
-            raise UsageError(f"{args.question} takes {wanted.get(args.question, 'no subject')}")
-        answer = _QUESTIONS[args.question](args, scanning)
-    print(as_json(answer) if args.json else _as_text(answer))
+    scanning = import_scanning()
+    with redirect_user_output(args), convert_scan_errors(args.directory):
+        if (args.subject is None) == (args.question in _SUBJECTS):
+            raise UsageError(f"{args.question} takes {_SUBJECTS.get(args.question, 'no subject')}")
+        rows = _QUESTIONS[args.question](args, scanning)
+    print(format_json(rows) if args.json else _as_text(rows))
     return 0
 
 
-def _top(args: Namespace, scanning: Any) -> Answer:
+def _find_top(args: Namespace, scanning: Any) -> Rows:
     found = scanning.Scan(args.directory).ranked(args.by, args.k)
-    return _pairs(found, args.by)
+    return _make_rows(found, args.by)
 
 
-def _neighbours(args: Namespace, scanning: Any) -> Answer:
+def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
     if not args.subject.isdecimal():
-        raise UsageError(f"neighbours takes the number of an example, got '{args.subject}'")
-    return _pairs(scanning.Scan(args.directory).neighbours(int(args.subject), args.k), "cosine")
+        raise UsageError(f"neighbours takes {_SUBJECTS['neighbours']}, got '{args.subject}'")
+    return _make_rows(scanning.Scan(args.directory).neighbours(int(args.subject), args.k), "cosine")
 
 
-def _outliers(args: Namespace, scanning: Any) -> Answer:
-    return _pairs(scanning.Scan(args.directory).outliers(args.k), "leverage")
+def _find_outliers(args: Namespace, scanning: Any) -> Rows:
+    return _make_rows(scanning.Scan(args.directory).outliers(args.k), "leverage")
 
 
-def _duplicates(args: Namespace, scanning: Any) -> Answer:
+def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
     groups = scanning.Scan(args.directory).duplicates(args.tolerance)
     return [{"size": len(group), "examples": group} for group in groups[: args.k]]
 
 
-def _influence(args: Namespace, scanning: Any) -> Answer:
+def _find_influence(args: Namespace, scanning: Any) -> Rows:
     found = scanning.Scan(args.directory)
     if not (found.directory / COMMAND_FILE).is_file():
-        raise UsageError(f"{args.directory} does not tell its model, as it was scanned in Python: use Scan(...) there")
+        raise UsageError(
+            f"{args.directory} was scanned from Python, so its model is unknown here: use persample.Scan(...) in Python"
+        )
     origin = found.store.read_json(COMMAND_FILE)
-    task = task_from(origin)
-    batch = call(args.subject)
-    answer = scanning.Scan(args.directory, task.model, task.loss_fn, origin["checkpoints"]).influence(
-        batch, args.k, args.method
-    )
+    task = load_task(origin)
+    batch = call_target(args.subject)
+    scan = scanning.Scan(args.directory, task.model, task.loss_fn, origin["checkpoints"])
+    answer = scan.influence(batch, args.k, args.method)
     return [
-        {"sample": sample, "pushes": way, "example": int(i), "score": float(score)}
+        {"sample": sample, "pushes": direction, "example": int(i), "score": float(score)}
         for sample in range(len(answer.for_ids))
-        for way, ids, scores in (
+        for direction, ids, scores in (
             ("for", answer.for_ids, answer.for_scores),
             ("against", answer.against_ids, answer.against_scores),
         )
@@ -87,21 +103,21 @@ def _influence(args: Namespace, scanning: Any) -> Answer:
     ]
 
 
-_QUESTIONS: dict[str, Callable[[Namespace, Any], Answer]] = {
-    "top": _top,
-    "neighbours": _neighbours,
-    "duplicates": _duplicates,
-    "outliers": _outliers,
-    "influence": _influence,
+_QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
+    "top": _find_top,
+    "neighbours": _find_neighbours,
+    "duplicates": _find_duplicates,
+    "outliers": _find_outliers,
+    "influence": _find_influence,
 }
 
 
-def _pairs(found: Any, score: str) -> Answer:
+def _make_rows(found: Any, score: str) -> Rows:
     pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
     return [{"example": i, score: value} for i, value in pairs]
 
 
-def _as_text(answer: Answer) -> str:
+def _as_text(answer: Rows) -> str:
     """A table with a line for each entry."""
     if not answer:
         return "none"
@@ -116,4 +132,4 @@ def _cell(value: Any) -> str:
     return number(value) if isinstance(value, float) else str(value)
 
 
-COMMAND = Command("ask a scan for examples", _QUERY, _arguments, _run)
+COMMAND = Command("find examples in a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -11,14 +11,28 @@ from typing import Any
 import torch
 from torch import distributed
 
-from persample.cli.command import Command, apart, as_json, number, number_or_none, positive
-from persample.cli.entry import UsageError, in_one_line
-from persample.cli.task import COMMAND_FILE, add_task_arguments, needed, one_line, origin_of, task_from
+from persample.cli.command import (
+    Command,
+    format_json,
+    number,
+    parse_positive,
+    parse_positive_or_none,
+    redirect_user_output,
+)
+from persample.cli.task import (
+    COMMAND_FILE,
+    add_task_arguments,
+    convert_scan_errors,
+    get_origin,
+    import_scanning,
+    load_task,
+)
+from persample.cli.user_code import UsageError, join_lines
 
-_SCAN = """\
-Go through a dataset and measure what each example does to the model: its loss, the norm of its gradient
-(whole and by layer), its influence on itself, how it points against the mean gradient, and a projection
-of its gradient, to ask for neighbours, duplicates, outliers and influence with `persample query`.
+_DESCRIPTION = """\
+Measure each example of a dataset: its loss, the norm of its gradient (in total and by layer), its
+self-influence, and the alignment of its gradient with the mean gradient. A projection of the gradient is
+stored as well; `persample query` uses it to find neighbours, duplicates, outliers and influence.
 
 The function takes no arguments and returns a model, a dataset and a loss:
 
@@ -30,53 +44,77 @@ The function takes no arguments and returns a model, a dataset and a loss:
 
     $ persample scan my_model:to_scan --out scans/mine --report
 
-Images in a folder for each class, or a table with a column of text; then the function returns the model,
-or the model and a loss:
+The data can also come from files: folders of images, one for each class, or a table with a column of text.
+Then the function returns the model, or the model and a loss:
 
     $ persample scan my_model:net --images photos/ --image-size 64 --out scans/photos
     $ persample scan my_model:net --text reviews.csv --label mood --tokenizer tokenizer/ --out scans/reviews
 
-A label that is a number is taken as it is, from 0; names are numbered in alphabetical order. Without a
-label the loss is that of the next tokens.
+Labels are class numbers from 0, or names, which are numbered in alphabetical order. Without labels, the loss
+is the loss of the next token.
 
-A scan that was stopped goes on when the same command is run again. Several processes share it:
+To resume a scan that was stopped, run the same command again. Several processes can share a scan:
 
     $ torchrun --nproc-per-node 4 -m persample scan my_model:to_scan --out scans/mine
 """
 
-_EXIT_CODES = """\
-exit codes: 0 done, 1 examples whose loss or gradient is not a number (the message tells which), 2 an
-error in what was asked, 3 the model is refused (the message names the place), 4 the disk is full,
-130 stopped; after 4 and 130 the same command goes on"""
+_EXIT_CODES = {
+    0: "done",
+    1: "the loss or gradient of some examples is not finite (the message names them)",
+    2: "wrong arguments, or the model, the data or the loss fails",
+    3: "the model is refused (the message names the place)",
+    4: "the disk is full; run the command again to resume",
+    130: "stopped; run the command again to resume",
+}
 
 
-def _arguments(parser: ArgumentParser) -> None:
-    parser.epilog = _EXIT_CODES
+def _add_arguments(parser: ArgumentParser) -> None:
     add_task_arguments(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="the directory of the scan, new or gone on with")
-    parser.add_argument("--batch-size", type=positive, metavar="B", help="examples at a time (64, or the loader's)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the scan, new or to be resumed")
     parser.add_argument(
-        "--project", type=number_or_none, default=512, metavar="K", help="numbers to keep of a gradient, or none (512)"
+        "--batch-size", type=parse_positive, metavar="B", help="examples in a batch (default: of the loader, or 64)"
     )
-    parser.add_argument("--dtype", choices=["float16", "float32"], default="float16", help="of those numbers (float16)")
-    parser.add_argument("--quantities", metavar="A,B", help="what to measure: loss,norm,... (all)")
-    parser.add_argument("--checkpoints", nargs="+", metavar="FILE", help="states of the model to sum influences over")
-    parser.add_argument("--learning-rates", nargs="+", type=float, metavar="LR", help="one for each checkpoint (1)")
-    parser.add_argument("--loss-reduction", choices=["mean", "sum"], default="mean", help="over the batch (mean)")
-    parser.add_argument("--table", choices=["parquet", "csv"], default="parquet", help="the table's kind (parquet)")
-    parser.add_argument("--nonfinite", choices=["raise", "keep"], default="raise", help="what to do with NaN (raise)")
-    parser.add_argument("--shard-size", type=positive, default=1024, metavar="N", help="examples between saves (1024)")
-    parser.add_argument("--device", metavar="NAME", help="where to compute, as in cuda:0 (where the model is)")
-    parser.add_argument("--restart", action="store_true", help="throw away what a scan in DIR has done")
-    parser.add_argument("--report", action="store_true", help="write DIR/report.html when it is done")
-    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    parser.add_argument(
+        "--project",
+        type=parse_positive_or_none,
+        default=512,
+        metavar="K",
+        help="size of the projection of a gradient, or none (default: 512)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float16", "float32"], default="float16", help="dtype of the projection (default: float16)"
+    )
+    parser.add_argument("--quantities", metavar="A,B", help="quantities to measure: loss,norm,... (default: all)")
+    parser.add_argument("--checkpoints", nargs="+", metavar="FILE", help="state dicts to sum the influence over")
+    parser.add_argument(
+        "--learning-rates", nargs="+", type=float, metavar="LR", help="learning rate of each checkpoint (default: 1)"
+    )
+    parser.add_argument(
+        "--loss-reduction", choices=["mean", "sum"], default="mean", help="reduction over the batch (default: mean)"
+    )
+    parser.add_argument(
+        "--table", choices=["parquet", "csv"], default="parquet", help="file format of the table (default: parquet)"
+    )
+    parser.add_argument(
+        "--nonfinite",
+        choices=["raise", "keep"],
+        default="raise",
+        help="whether NaN and infinity are an error, or kept in the table (default: raise)",
+    )
+    parser.add_argument(
+        "--shard-size", type=parse_positive, default=1024, metavar="N", help="examples between saves (default: 1024)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="device, such as cuda:0 (default: of the model)")
+    parser.add_argument("--restart", action="store_true", help="discard the results of an earlier scan in DIR")
+    parser.add_argument("--report", action="store_true", help="write DIR/report.html at the end")
+    parser.add_argument("--quiet", action="store_true", help="do not show progress")
 
 
 def _run(args: Namespace) -> int:
-    scanning = needed()
-    with apart(args), _processes() as rank, one_line(args.target):
+    scanning = import_scanning()
+    with redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
         _check_device(args.device)
-        task = task_from(origin_of(args))
+        task = load_task(get_origin(args))
         found = scanning.scan(
             task.model,
             task.loss_fn,
@@ -103,12 +141,12 @@ def _run(args: Namespace) -> int:
         report = found.report(data=task.data) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
-    print(as_json(answer) if args.json else "\n".join(_lines(found, files)))
+    print(format_json(answer) if args.json else "\n".join(_lines(found, files)))
     return 0
 
 
 def _lines(found: Any, files: dict[str, Any]) -> Iterator[str]:
-    """The summary, for people."""
+    """The summary as text."""
     summary = found.summary
     yield f"{summary['examples']} examples"
     width = max(map(len, summary["columns"]), default=0)
@@ -130,12 +168,12 @@ def _check_device(name: str | None) -> None:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {in_one_line(error).partition('.')[0]}") from error
+        raise UsageError(f"--device {name}: {join_lines(error).partition('.')[0]}") from error
 
 
 @contextmanager
-def _processes() -> Iterator[int]:
-    """This process's rank among those that torchrun has started."""
+def _join_processes() -> Iterator[int]:
+    """Join the processes that torchrun has started, if any; yield the rank of this process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or distributed.is_initialized():
         yield 0
         return
@@ -148,4 +186,4 @@ def _processes() -> Iterator[int]:
         distributed.destroy_process_group()
 
 
-COMMAND = Command("measure what each example of a dataset does to a model", _SCAN, _arguments, _run)
+COMMAND = Command("measure each example of a dataset", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

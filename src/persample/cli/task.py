@@ -1,4 +1,4 @@
-"""The model, the data and the loss that a command is about, from what the user types."""
+"""Model, data and loss of a scan, from the arguments of a command."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from persample.cli.command import positive
-from persample.cli.entry import UsageError, call, in_one_line, shown, told
-from persample.errors import PerSampleError
+from persample.cli.command import parse_positive
+from persample.cli.user_code import (
+    UsageError,
+    add_target_argument,
+    call_target,
+    check_loss,
+    check_model,
+    convert_errors,
+    join_lines,
+    load_model_data_and_loss,
+)
+from persample.losses import describe_value
 
-# What a scan was made of, in its directory, so that it can be made again.
+# File in the directory of a scan with the arguments that `load_task` needs to load its task again.
 COMMAND_FILE = "command.json"
 
 _ORIGIN = (
@@ -26,7 +35,7 @@ _ORIGIN = (
 
 @dataclass(frozen=True)
 class Task:
-    """What a scan takes; `origin` is what the user typed for it."""
+    """Model, data and loss of a scan. `origin` holds the arguments of the command line that define them."""
 
     model: nn.Module
     data: Any
@@ -36,33 +45,42 @@ class Task:
 
 
 def add_task_arguments(parser: ArgumentParser) -> None:
-    """The arguments that `origin_of` reads."""
-    parser.add_argument("target", metavar="module:function", help="a module (my.module) or a file (path/to/file.py)")
-    data = parser.add_argument_group("data from files, with a function that returns the model, or (model, loss)")
-    data.add_argument("--images", metavar="FOLDER", help="images, in a folder for each class")
-    data.add_argument("--image-size", type=positive, default=64, metavar="N", help="they are resized to N x N (64)")
-    data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="grey or in colours (3)")
-    data.add_argument("--text", metavar="FILE", help="a table with a column of text: .csv, .parquet or .jsonl")
-    data.add_argument("--text-column", default="text", metavar="NAME", help="the column of the text (text)")
-    data.add_argument("--label", metavar="NAME", help="the column of the class (label, if there is one)")
-    data.add_argument("--tokenizer", metavar="PATH", help="a saved tokenizer, or module:function that returns one")
-    data.add_argument("--max-length", type=positive, default=128, metavar="T", help="of a text, in tokens (128)")
+    """Add the arguments that `get_origin` reads."""
+    add_target_argument(parser)
+    data = parser.add_argument_group("data from files; the function returns the model, or (model, loss_fn)")
+    data.add_argument("--images", metavar="FOLDER", help="folder with a subfolder of images for each class")
+    data.add_argument(
+        "--image-size", type=parse_positive, default=64, metavar="N", help="size of resized images, N x N (default: 64)"
+    )
+    data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="1 for grey, 3 for colour (default: 3)")
+    data.add_argument("--text", metavar="FILE", help="table with a column of text: .csv, .parquet or .jsonl")
+    data.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
+    data.add_argument("--label", metavar="NAME", help="column of the class (default: label, if it exists)")
+    data.add_argument("--tokenizer", metavar="PATH", help="saved tokenizer, or module:function that returns one")
+    data.add_argument(
+        "--max-length", type=parse_positive, default=128, metavar="T", help="maximum tokens of a text (default: 128)"
+    )
 
 
-def origin_of(args: Namespace) -> dict[str, Any]:
-    """What of the arguments tells the model and the data."""
+def add_directory_argument(parser: ArgumentParser) -> None:
+    """Add the argument for the directory of an existing scan."""
+    parser.add_argument("directory", metavar="DIR", help="directory of a scan")
+
+
+def get_origin(args: Namespace) -> dict[str, Any]:
+    """The arguments that define the model and the data."""
     return {name: getattr(args, name) for name in _ORIGIN}
 
 
-def task_from(origin: Mapping[str, Any]) -> Task:
-    """The user's model, data and loss."""
+def load_task(origin: Mapping[str, Any]) -> Task:
+    """Call the user's function, and open the files that the arguments name."""
     target = origin["target"]
     if origin["images"] and origin["text"]:
-        raise UsageError("--images and --text do not go together")
+        raise UsageError("--images and --text cannot be combined")
     if not origin["images"] and not origin["text"]:
-        model, data, loss_fn = _three(target)
+        model, data, loss_fn = load_model_data_and_loss(target, "data")
         return Task(model, data, loss_fn, None, origin)
-    model, loss_fn = _two(target)
+    model, loss_fn = _load_model_and_loss(target)
     if origin["images"]:
         from persample.scanning.files import ImageFolder
 
@@ -71,48 +89,39 @@ def task_from(origin: Mapping[str, Any]) -> Task:
     from persample.scanning.files import TextTable, Tokenized, text_losses
 
     texts = TextTable(origin["text"], origin["text_column"], origin["label"])
-    collate = Tokenized(_tokenizer(origin["tokenizer"], origin["max_length"]))
+    collate = Tokenized(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
     return Task(model, texts, loss_fn or text_losses, collate, origin)
 
 
-def _three(target: str) -> tuple[nn.Module, Any, Any]:
-    found = call(target)
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        raise UsageError(f"{target} has to return (model, data, loss_fn), and returned {shown(found)}")
-    model, data, loss_fn = found
-    _check(target, model, loss_fn)
-    return model, data, loss_fn
-
-
-def _two(target: str) -> tuple[nn.Module, Any]:
-    found = call(target)
-    model, loss_fn = found if isinstance(found, (tuple, list)) and len(found) == 2 else (found, None)
-    _check(target, model, loss_fn or len)
+def _load_model_and_loss(target: str) -> tuple[nn.Module, Any]:
+    """Call a function that returns the model, or (model, loss_fn). Without a loss, the loss is None."""
+    result = call_target(target)
+    model, loss_fn = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, None)
+    check_model(target, model)
+    if loss_fn:
+        check_loss(target, loss_fn)
     return model, loss_fn
 
 
-def _check(target: str, model: Any, loss_fn: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{target} has to return an nn.Module first, and returned {shown(model)}")
-    if not callable(loss_fn):
-        raise UsageError(f"{target} has to return a loss function last, and returned {shown(loss_fn)}")
-
-
-def _tokenizer(given: str | None, max_length: int) -> Any:
-    if given is None:
-        raise UsageError("--text needs a --tokenizer: a folder that holds one, its tokenizer.json, or module:function")
-    if ":" in given and not Path(given).exists():
-        tokenizer = call(given)
+def _load_tokenizer(path: str | None, max_length: int) -> Any:
+    if path is None:
+        raise UsageError(
+            "--text requires --tokenizer: a folder with a tokenizer, its tokenizer.json, or module:function"
+        )
+    if ":" in path and not Path(path).exists():
+        tokenizer = call_target(path)
         if not callable(tokenizer):
-            raise UsageError(f"{given} has to return a function of a list of texts, and returned {shown(tokenizer)}")
+            raise UsageError(
+                f"{path} must return a function of a list of texts, but returned {describe_value(tokenizer)}"
+            )
         return tokenizer
     from persample.scanning.files import loaded_tokenizer
 
-    return loaded_tokenizer(given, max_length)
+    return loaded_tokenizer(path, max_length)
 
 
-def needed() -> ModuleType:
-    """The part of the library that takes an extra."""
+def import_scanning() -> ModuleType:
+    """Import `persample.scanning`, which requires the extra `scan`."""
     try:
         from persample import scanning
     except ImportError as error:
@@ -121,21 +130,17 @@ def needed() -> ModuleType:
 
 
 @contextmanager
-def one_line(subject: str) -> Iterator[None]:
-    """Tells errors in one line, each kind with its exit code."""
+def convert_scan_errors(subject: str) -> Iterator[None]:
+    """`convert_errors`, with exit codes and options of the command line for the errors of a scan."""
     from persample.scanning.errors import NoRoom, NotFinite, ScanError
 
-    try:
-        yield
-    except UsageError:
-        raise
-    except NotFinite as error:
-        raise UsageError(in_one_line(error).replace("nonfinite='keep'", "--nonfinite keep"), code=1) from error
-    except NoRoom as error:
-        raise UsageError(in_one_line(error), code=4) from error
-    except ScanError as error:
-        raise UsageError(in_one_line(error).replace("resume=False", "--restart").replace("`out`", "--out")) from error
-    except PerSampleError as error:
-        raise UsageError(f"{subject}: {in_one_line(error)}", code=3) from error
-    except Exception as error:
-        raise UsageError(f"{subject}: the model, the data or the loss fails by itself: {told(error)}") from error
+    with convert_errors(subject):
+        try:
+            yield
+        except NotFinite as error:
+            raise UsageError(join_lines(error).replace("nonfinite='keep'", "--nonfinite keep"), code=1) from error
+        except NoRoom as error:
+            raise UsageError(join_lines(error), code=4) from error
+        except ScanError as error:
+            message = join_lines(error).replace("resume=False", "--restart").replace("`out`", "--out")
+            raise UsageError(message) from error

@@ -137,7 +137,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs."""
         if len(self.accountant) > 0:
             warnings.warn(
-                "Some of the privacy budget has already been spent. It is not part of target_epsilon.", stacklevel=2
+                "Some of the privacy budget has already been spent. The total will exceed target_epsilon.", stacklevel=2
             )
         if not epochs > 0:  # the search would return almost no noise
             raise PerSampleError(

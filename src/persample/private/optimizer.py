@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from persample import _torch
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients
+from persample.gradients import StreamedClip
 from persample.recording.watch import Watch
 
 _BLOCK = 2**18  # numbers that are drawn at a time: 1 MB in float32
@@ -116,7 +116,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
     # ---- backward passes ----
 
     @torch.no_grad()
-    def _receive(self, grads: PerSampleGradients) -> None:
+    def _receive(self, grads: StreamedClip) -> None:
+        """Add the clipped sum of a backward pass to `p.grad`."""
         if self._arrived and self.poisson_sampling:
             raise PerSampleError(
                 "A second backward pass before step(): independent Poisson samples must not be added up, because the "
@@ -130,7 +131,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             )
         self._spent = False
         self._arrived += 1
-        clipped = grads.clip(own=not self._shards)  # type: ignore[call-arg]  # max_norm is an option of the recording
+        clipped = grads.clip(own=not self._shards)
         for p in self.params:
             part = clipped[self._names[id(p)]].to(p.dtype).view_as(p)
             p.grad = part if p.grad is None else p.grad + part
