@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from persample._version import __version__
 from persample.checking import check
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
@@ -24,6 +25,7 @@ __all__ = [
     "StreamedClip",
     "StreamedNorms",
     "Watch",
+    "__version__",
     "call_for_per_sample_grads",
     "check",
     "compile",
@@ -34,7 +36,6 @@ __all__ = [
     "scan",
     "watch",
 ]
-__version__ = "0.1.0"
 
 # Imported when they are first asked for: scanning needs an extra, compiling needs many private names of torch.
 _LAZY = {"CompiledStep": "compiled", "compile": "compiled", "Scan": "scanning", "scan": "scanning"}
