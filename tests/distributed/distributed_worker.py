@@ -510,15 +510,14 @@ def fsdp_cases() -> None:
     """Some of the awkward modules, each of their parts sharded by itself, with the same samples in both processes."""
     from torch.distributed.fsdp import fully_shard
 
-    from tests.recording.test_record import options_of
-    from tests.support.cases import CASES
-    from tests.support.oracle import loss_of
+    from persample.testing.oracle import compute_test_loss
+    from tests.support.cases import REAL_CASES
 
     compared = 0
-    for case in [case for case in CASES if "complex" not in case.name][::13]:
+    for case in REAL_CASES[::13]:
         plain, args, kwargs = case.build()
-        with record(plain, **options_of(case)) as alone:
-            loss_of(plain(*args, **kwargs), case.out_dim).backward()
+        with record(plain, **case.record_options) as alone:
+            compute_test_loss(plain(*args, **kwargs), case.out_dim).backward()
         net, args, kwargs = case.build()
         try:
             for part in (*net.children(), net):
@@ -528,8 +527,8 @@ def fsdp_cases() -> None:
                 net(*args, **kwargs)
         except (NotImplementedError, RuntimeError, ValueError):  # FSDP has its limits too
             continue
-        with record(net, **options_of(case)) as grads:
-            loss_of(net(*args, **kwargs), case.out_dim).backward()
+        with record(net, **case.record_options) as grads:
+            compute_test_loss(net(*args, **kwargs), case.out_dim).backward()
         same(grads.norms(), alone.norms(), case.name)
         for total, want in zip(grads.clip(1.0).values(), alone.clip(1.0).values(), strict=True):
             same(total, 2 * want, case.name, tolerance=1e-6)
