@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from persample import PerSampleError, SamplesMixed, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
 from persample.testing.oracle import compute_test_loss
-from tests.distributed.test_distributed import assert_all_pass
 from tests.support.case import Case
 from tests.support.cases import STREAMED_CASES, B
 from tests.support.modules import flatten_rows
@@ -647,13 +646,6 @@ def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
         engine.save_checkpoint(path=path, module=module, checkpoint_dict={"what": lambda: None})
     assert path.read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-# ---- several processes ----
-
-
-def test_two_processes() -> None:
-    assert_all_pass("tests.private.private_worker", at_least=5)
 
 
 # ---- examples ----
