@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import ExpandedWeight, PerSampleError, call_for_per_sample_grads, record
+from persample.testing.oracle import assert_rows_close, compute_test_loss, find_tensors
+from tests.support.case import Case
 from tests.support.cases import CASES, B, Calls, D, T, param
-from tests.support.oracle import Case, assert_rows_close, loss_of, oracle, tensors_within
 
 
 def rows_of(module: nn.Module) -> dict[str, Tensor]:
@@ -23,7 +24,7 @@ def rows_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def by_loop(module: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    return oracle(Case("", lambda: module, list), module, (x,), {}, len(x))
+    return Case("", lambda: module, list).loop_gradients(module, (x,), {}, len(x))
 
 
 def clear(module: nn.Module) -> None:
@@ -39,7 +40,7 @@ def test_a_wrapper_called_again_without_clearing_raises() -> None:
         call(torch.randn(B, D))
     clear(module)
     x = torch.randn(B + 1, D)
-    loss_of(call(x), 0).backward()
+    compute_test_loss(call(x), 0).backward()
     assert_rows_close(rows_of(module), by_loop(module, x), 1e-5)
 
 
@@ -47,7 +48,7 @@ def test_two_calls_of_one_loss_add_up() -> None:
     module = nn.Linear(D, D).double()
     call = call_for_per_sample_grads(module)
     a, b = torch.randn(2, B, D).double()
-    (loss_of(call(a), 0) + loss_of(call(b), 0)).backward()
+    (compute_test_loss(call(a), 0) + compute_test_loss(call(b), 0)).backward()
     first, second = by_loop(module, a), by_loop(module, b)
     assert_rows_close(rows_of(module), {name: first[name] + second[name] for name in first})
 
@@ -68,7 +69,7 @@ def test_a_second_backward_raises_as_usual() -> None:
 
 def test_a_second_backward_over_a_retained_graph_adds_as_usual() -> None:
     module, x = nn.Linear(D, D).double(), torch.randn(B, D).double()
-    loss = loss_of(call_for_per_sample_grads(module)(x), 0)
+    loss = compute_test_loss(call_for_per_sample_grads(module)(x), 0)
     loss.backward(retain_graph=True)
     loss.backward()
     assert_rows_close(rows_of(module), {name: 2 * rows for name, rows in by_loop(module, x).items()})
@@ -105,7 +106,7 @@ def test_a_gradient_penalty_is_refused() -> None:
 def test_a_gradient_of_the_input_alone_leaves_no_grad_sample() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)).double()
     x = torch.randn(B, D, requires_grad=True, dtype=torch.float64)
-    loss = loss_of(call_for_per_sample_grads(module)(x), 0)
+    loss = compute_test_loss(call_for_per_sample_grads(module)(x), 0)
     torch.autograd.grad(loss, x, retain_graph=True)
     assert not rows_of(module)
     loss.backward()
@@ -123,7 +124,7 @@ def test_a_failed_backward_leaves_nothing_behind() -> None:
 
     middle: list[Tensor] = []
     hook = module[1].register_forward_hook(lambda m, args, output: middle.append(output))
-    loss = loss_of(call_for_per_sample_grads(module)(x), 0)
+    loss = compute_test_loss(call_for_per_sample_grads(module)(x), 0)
     hook.remove()
     middle[0].register_hook(fail)
     with pytest.raises(ValueError, match="for this test"):
@@ -146,10 +147,10 @@ def test_activations_are_freed_after_backward(case: Case) -> None:
         if (
             not isinstance(m, nn.Embedding) or output.shape[0] == B
         ):  # a position embedding is a weight, not an activation
-            made.extend(map(weakref.ref, tensors_within(output)))
+            made.extend(map(weakref.ref, find_tensors(output)))
 
     hooks = [m.register_forward_hook(remember) for m in module.modules()]
-    loss = loss_of(call_for_per_sample_grads(module, **case.options)(*args, **kwargs), case.out_dim)
+    loss = compute_test_loss(call_for_per_sample_grads(module, **case.options)(*args, **kwargs), case.out_dim)
     loss.backward()
     for hook in hooks:
         hook.remove()
@@ -177,7 +178,7 @@ def test_lower_precision(module: Any, shape: tuple[int, ...], dtype: torch.dtype
     case = Case("", module, lambda: [torch.randn(shape)], double=False)
     built, (x,), _ = case.build()
     built, x = built.to(dtype), x.to(dtype)
-    loss_of(call_for_per_sample_grads(built)(x), 0).backward()
+    compute_test_loss(call_for_per_sample_grads(built)(x), 0).backward()
     actual = {name: rows.double() for name, rows in rows_of(built).items()}
     assert all(rows.dtype == dtype for rows in rows_of(built).values())
     exact = module().double()
@@ -200,7 +201,7 @@ def test_autocast() -> None:
         plain = module(x)
         output = call_for_per_sample_grads(module)(x)
     assert torch.equal(output, plain)
-    loss_of(output.float(), 0).backward()
+    compute_test_loss(output.float(), 0).backward()
     assert_rows_close(rows_of(module), by_loop(module, x), 0.1)
 
 
@@ -233,7 +234,7 @@ def test_same_model_again_with_another_batch_size() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double()
     for batch in (3, 5, 1, 3):
         x = torch.randn(batch, T, D).double()
-        loss_of(call_for_per_sample_grads(module)(x), 0).backward()
+        compute_test_loss(call_for_per_sample_grads(module)(x), 0).backward()
         assert_rows_close(rows_of(module), by_loop(module, x))
         clear(module)
 

@@ -23,7 +23,7 @@ from persample import PerSampleError, SamplesMixed, check
 from persample.checking import Report
 from persample.rules.registry import FURTHER_RULES, register_rule
 from persample.terms import Dense
-from tests.expanded_weights.test_call_for_per_sample_grads import state_of
+from tests.support.modules import read_state
 
 BATCH = 16
 X, Y = torch.randn(BATCH, 6), torch.arange(BATCH) % 3
@@ -459,7 +459,7 @@ def test_refusal_with_dropout() -> None:
 
 
 def capture_state(model: nn.Module) -> dict[str, Any]:
-    state = state_of(model)
+    state = read_state(model)
     grads = {name: None if g is None else (id(g), g.tolist()) for name, g in state.pop("grads").items()}
     parameters = {name: (identity, value.tolist()) for name, (identity, value) in state.pop("parameters").items()}
     rng = (torch.get_rng_state().tolist(), random.getstate(), [*map(str, np.random.get_state())])

@@ -19,7 +19,7 @@ from pyarrow import csv, parquet
 from persample.cli import main
 from persample.scanning import Scan
 from tests.cli.test_check_command import REPOSITORY, restore_imports, run_command  # noqa: F401  a fixture
-from tests.distributed.test_distributed import torchrun
+from tests.support.processes import torchrun
 
 TASKS = """
 import time

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import persample
 from persample import PerSampleError, SamplesMixed
+from persample.testing.oracle import assert_rows_close, compute_test_loss, perturb, stack_gradients
+from tests.support.case import Case
 from tests.support.cases import CASES
-from tests.support.oracle import Case, assert_rows_close, disturb, loss_of, oracle
 
 B = 4
 Rows = dict[str, Tensor]
@@ -28,12 +29,8 @@ Rows = dict[str, Tensor]
 
 def loop(model: nn.Module, loss_fn: Callable[..., Tensor], *args: Tensor) -> Rows:
     """The gradient of each sample's own loss, by plain autograd."""
-    parameters = dict(model.named_parameters())
-    rows = []
-    for n in range(len(args[0])):
-        loss = loss_fn(model, *(arg[n : n + 1] for arg in args))
-        rows.append(torch.autograd.grad(loss, list(parameters.values())))
-    return {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
+    losses = (loss_fn(model, *(arg[n : n + 1] for arg in args)) for n in range(len(args[0])))
+    return stack_gradients(losses, dict(model.named_parameters()))
 
 
 def clipped(rows: Rows, limit: float) -> Rows:
@@ -44,7 +41,7 @@ def clipped(rows: Rows, limit: float) -> Rows:
 
 def mlp() -> nn.Module:
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    disturb(model)
+    perturb(model)
     return model
 
 
@@ -327,7 +324,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 def built(name: str) -> tuple[nn.Module, Any, Any]:
     make, data, loss_fn = MODELS[name]
     model = make().double()
-    disturb(model)
+    perturb(model)
     return model, data(), loss_fn
 
 
@@ -372,12 +369,16 @@ def test_awkward_cases(case: Case) -> None:
     module, args, kwargs = case.build()
     batch_dim = 0 if case.options.get("batch_first", True) else 1
     size = case.options.get("batch_size") or args[0].shape[batch_dim]
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, size)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, size)
     step = persample.compile(
-        module, lambda m, *a, **k: loss_of(m(*a, **k), case.out_dim), lambda grads: grads.dense(), backend="eager",
-        loss_reduction="sum", batch_size=case.options.get("batch_size"),
+        module,
+        lambda m, *a, **k: compute_test_loss(m(*a, **k), case.out_dim),
+        lambda grads: grads.dense(),
+        backend="eager",
+        loss_reduction="sum",
+        batch_size=case.options.get("batch_size"),
         batch_dim=batch_dim,
-    )  # fmt: skip
+    )
     rows = step(*args, **kwargs)[1]
     assert_rows_close({name: rows[name] for name in expected}, expected)
 

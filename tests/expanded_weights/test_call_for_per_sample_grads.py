@@ -6,48 +6,33 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from persample import call_for_per_sample_grads
+from persample.testing.oracle import assert_rows_close, compute_test_loss, find_tensors
+from tests.support.case import Case
 from tests.support.cases import CASES
-from tests.support.oracle import Case, assert_rows_close, loss_of, oracle, tensors_within
-
-
-def batch_size_of(case: Case, args: tuple) -> int:
-    return case.options.get("batch_size") or args[0].shape[1 if case.options.get("batch_first") is False else 0]
-
-
-def state_of(module: nn.Module) -> dict:
-    return {
-        "parameters": {
-            name: (id(p), p.detach().clone()) for name, p in module.named_parameters(remove_duplicate=False)
-        },
-        "grads": {name: p.grad for name, p in module.named_parameters()},
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in module.modules()],
-        "training": [m.training for m in module.modules()],
-        "keys": list(module.state_dict()),
-    }
+from tests.support.modules import read_state
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_loop(case: Case) -> None:
     module, args, kwargs = case.build()
-    batch = batch_size_of(case, args)
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, batch)
+    batch = case.find_batch_size(args)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
     plain = copy.deepcopy(module)
     torch.manual_seed(1)
-    plain_outputs = list(tensors_within(plain(*args, **kwargs)))
+    plain_outputs = list(find_tensors(plain(*args, **kwargs)))
 
-    before = state_of(module)
+    before = read_state(module)
     torch.manual_seed(1)
     outputs = call_for_per_sample_grads(module, **case.options)(*args, **kwargs)
-    loss_of(outputs, case.out_dim).backward()
+    compute_test_loss(outputs, case.out_dim).backward()
 
-    for ours, theirs in zip(tensors_within(outputs), plain_outputs, strict=True):
+    for ours, theirs in zip(find_tensors(outputs), plain_outputs, strict=True):
         assert torch.equal(ours, theirs), f"the output is off by {(ours - theirs).abs().max()}"
     actual = {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
     assert_rows_close(actual, expected)
-    after = state_of(module)
+    after = read_state(module)
     assert before.keys() == after.keys()
     for key in ("grads", "hooks", "training", "keys"):
         assert before[key] == after[key], key
@@ -60,9 +45,9 @@ def test_against_the_loop(case: Case) -> None:
 def test_the_oracle_itself(case: Case) -> None:
     """Rows differ between samples, and add up to the ordinary gradient: a case that hides a bug is none."""
     module, args, kwargs = case.build()
-    batch = batch_size_of(case, args)
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, batch)
-    loss_of(module(*args, **kwargs), case.out_dim).backward()
+    batch = case.find_batch_size(args)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
+    compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     for name, p in module.named_parameters():
         if name in expected:
             if "scale" not in case.name or "embedding" not in case.name:
@@ -74,10 +59,10 @@ def test_the_oracle_itself(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_mean_undoes_the_mean(case: Case) -> None:
     module, args, kwargs = case.build()
-    batch = batch_size_of(case, args)
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, batch)
+    batch = case.find_batch_size(args)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
     outputs = call_for_per_sample_grads(module, loss_reduction="mean", **case.options)(*args, **kwargs)
-    (loss_of(outputs, case.out_dim) / batch).backward()
+    (compute_test_loss(outputs, case.out_dim) / batch).backward()
     actual = {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
     assert_rows_close(actual, expected)
 
@@ -88,7 +73,9 @@ def test_gradient_of_the_input_is_the_plain_one(case: Case) -> None:
     if not isinstance(args[0], torch.Tensor) or not args[0].dtype.is_floating_point or "out=" in case.name:
         pytest.skip("no gradient of the first argument to compare")
     inputs = args[0].detach().clone().requires_grad_()
-    loss_of(copy.deepcopy(module)(inputs, *args[1:], **kwargs), case.out_dim).backward()
+    compute_test_loss(copy.deepcopy(module)(inputs, *args[1:], **kwargs), case.out_dim).backward()
     expected, inputs.grad = inputs.grad, None
-    loss_of(call_for_per_sample_grads(module, **case.options)(inputs, *args[1:], **kwargs), case.out_dim).backward()
+    compute_test_loss(
+        call_for_per_sample_grads(module, **case.options)(inputs, *args[1:], **kwargs), case.out_dim
+    ).backward()
     torch.testing.assert_close(inputs.grad, expected)

@@ -25,6 +25,7 @@ from persample.expanded_weights import (
     sum_over_all_but_batch_and_last_n,
     unpack_expanded_weight_or_tensor,
 )
+from persample.testing.oracle import stack_gradients
 
 BATCH = 3
 every_reduction = pytest.mark.parametrize("reduction", ["sum", "mean"])
@@ -70,10 +71,9 @@ def loop(
     function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], batch_dim: int = 0
 ) -> list[Tensor]:
     """The weights' per-sample gradients by plain autograd, sample after sample."""
-    each = []
-    for parts in zip(*(x.detach().split(1, batch_dim) for x in inputs), strict=True):
-        each.append(torch.autograd.grad(sample_loss(function(*parts, *weights)), weights))
-    return [torch.stack(grads) for grads in zip(*each, strict=True)]
+    samples = zip(*(x.detach().split(1, batch_dim) for x in inputs), strict=True)
+    losses = (sample_loss(function(*parts, *weights)) for parts in samples)
+    return list(stack_gradients(losses, {str(i): weight for i, weight in enumerate(weights)}).values())
 
 
 # ---- names ----

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 from persample import ExpandedWeight, call_for_per_sample_grads
-from tests.support.oracle import Grads, assert_rows_close, loss_of
+from persample.testing.oracle import Gradients, assert_rows_close, compute_test_loss, stack_gradients
 
 OPS = {op.name.rpartition(".")[2]: op for op in op_db if op.supports_expanded_weight}
 STATISTICS = ("running_mean", "running_var")
@@ -177,7 +177,7 @@ def wrapped(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
 each_way = pytest.mark.parametrize("way", [bare, wrapped])
 
 
-def grad_samples(call: Call) -> Grads:
+def grad_samples(call: Call) -> Gradients:
     found = {}
     for i, weight in enumerate(call.weights):
         owner = getattr(weight, "holder", weight)
@@ -186,15 +186,11 @@ def grad_samples(call: Call) -> Grads:
     return found
 
 
-def looped(call: Call) -> Grads:
+def looped(call: Call) -> Gradients:
     """The gradient of each sample's own loss with plain autograd, each sample being a batch of one."""
-    rows = []
-    for n in range(call.batch):
-        own = call.fresh()
-        loss = loss_of(own(call.input[n : n + 1], own.weights), 0)
-        grads = torch.autograd.grad(loss, own.weights)
-        rows.append([grad.to_dense() for grad in grads])
-    expected = {f"weight {i}": torch.stack(parts) for i, parts in enumerate(zip(*rows, strict=True))}
+    weights = call.fresh().weights
+    losses = (compute_test_loss(call.fresh()(call.input[n : n + 1], weights)) for n in range(call.batch))
+    expected = stack_gradients(losses, {f"weight {i}": weight for i, weight in enumerate(weights)})
     assert all(rows.isfinite().all() for rows in expected.values())
     return expected
 
@@ -204,11 +200,11 @@ def check(call: Call, way: Callable[..., Tensor], reduction: str = "sum", input_
     share = 1 / call.batch if reduction == "mean" else 1
     subject, plain = call.fresh(), call.fresh()
     input = call.input.clone().requires_grad_(input_grad and is_differentiable(call.input))
-    (share * loss_of(way(subject, input, reduction), 0)).backward()
+    (share * compute_test_loss(way(subject, input, reduction), 0)).backward()
     assert_rows_close(grad_samples(subject), looped(call))
     if input.requires_grad:
         same = call.input.clone().requires_grad_()
-        (share * loss_of(plain(same, plain.weights), 0)).backward()
+        (share * compute_test_loss(plain(same, plain.weights), 0)).backward()
         torch.testing.assert_close(input.grad, same.grad, rtol=1e-9, atol=1e-9)
     else:
         assert input.grad is None

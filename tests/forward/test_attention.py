@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from persample import SamplesMixed, call_for_per_sample_grads, record
+from persample.testing.oracle import Gradients, assert_rows_close, compute_test_loss, find_tensors
+from tests.support.case import Case
 from tests.support.cases import Calls
-from tests.support.oracle import Case, Grads, assert_rows_close, loss_of, oracle, tensors_within
 
 B, D, HEADS = 3, 4, 2
 LENGTHS = [(5, 4), (B, B)]  # of the queries and of the keys
@@ -26,24 +27,24 @@ pytestmark = pytest.mark.filterwarnings(
 # ---- the two front ends ----
 
 
-def compute_by_call(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+def compute_by_call(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Gradients]:
     outputs = call_for_per_sample_grads(module, **case.options)(*args, **kwargs)
-    loss_of(outputs, case.out_dim).backward()
+    compute_test_loss(outputs, case.out_dim).backward()
     return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
 
 
-def compute_by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Grads]:
+def compute_by_record(module: nn.Module, args: Any, kwargs: Any, case: Case) -> tuple[Any, Gradients]:
     batch_dim = 0 if case.options.get("batch_first", True) else 1
     with record(module, batch_dim=batch_dim, loss_reduction="sum") as grads:
         outputs = module(*args, **kwargs)
-        loss_of(outputs, case.out_dim).backward()
+        compute_test_loss(outputs, case.out_dim).backward()
     return outputs, grads.dense()
 
 
 FRONT_ENDS = [compute_by_call, compute_by_record]
 
 
-def fill_with_zeros(rows: Grads, module: nn.Module) -> Grads:
+def fill_with_zeros(rows: Gradients, module: nn.Module) -> Gradients:
     """Add rows of zeros for trained parameters that were not used."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     return {name: rows.get(name, p.detach().new_zeros(B, *p.shape)) for name, p in trained.items()}
@@ -51,13 +52,13 @@ def fill_with_zeros(rows: Grads, module: nn.Module) -> Grads:
 
 def check(case: Case, same_bits: bool = True) -> None:
     module, args, kwargs = case.build()
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
-    plain = list(tensors_within(copy.deepcopy(module)(*args, **kwargs)))
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
+    plain = list(find_tensors(copy.deepcopy(module)(*args, **kwargs)))
     assert all(rows.isfinite().all() for rows in expected.values())
     for front_end in FRONT_ENDS:
         subject = copy.deepcopy(module)
         outputs, rows = front_end(subject, args, kwargs, case)
-        for ours, theirs in zip(tensors_within(outputs), plain, strict=True):
+        for ours, theirs in zip(find_tensors(outputs), plain, strict=True):
             torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if same_bits else {}))
         assert_rows_close(fill_with_zeros(rows, subject), fill_with_zeros(expected, subject))
 
@@ -69,22 +70,22 @@ def check_by_slices(case: Case) -> None:
     for n in range(B):
         own = copy.deepcopy(module)
         torch.manual_seed(5)
-        outputs = [output.narrow(case.out_dim, n, 1) for output in tensors_within(own(*args, **kwargs))]
-        loss_of(outputs, case.out_dim).backward()
+        outputs = [output.narrow(case.out_dim, n, 1) for output in find_tensors(own(*args, **kwargs))]
+        compute_test_loss(outputs, case.out_dim).backward()
         by_slice.append({name: p.grad for name, p in own.named_parameters()})
     expected = {name: torch.stack([rows[name] for rows in by_slice]) for name in by_slice[0]}
     for front_end in FRONT_ENDS:
         subject, plain = copy.deepcopy(module), copy.deepcopy(module)
         torch.manual_seed(5)
-        theirs = list(tensors_within(plain(*args, **kwargs)))
+        theirs = list(find_tensors(plain(*args, **kwargs)))
         after = torch.get_rng_state()
         torch.manual_seed(5)
         outputs, rows = front_end(subject, args, kwargs, case)
         assert torch.equal(torch.get_rng_state(), after)
-        for got, want in zip(tensors_within(outputs), theirs, strict=True):
+        for got, want in zip(find_tensors(outputs), theirs, strict=True):
             assert torch.equal(got, want)
         assert_rows_close(rows, expected)
-        loss_of(theirs, case.out_dim).backward()
+        compute_test_loss(theirs, case.out_dim).backward()
         for name, p in plain.named_parameters():
             torch.testing.assert_close(rows[name].sum(0), p.grad)
 

@@ -15,9 +15,9 @@ from persample import record
 from persample.backward.collector import Collector
 from persample.forward.tracker import Tracker
 from persample.gradients import buffers
-from tests.recording.test_record import options_of
+from persample.testing.oracle import compute_test_loss
+from tests.support.case import Case
 from tests.support.cases import CASES
-from tests.support.oracle import Case, loss_of
 
 CPU = torch.device("cpu")
 
@@ -96,8 +96,8 @@ def test_nothing_waits_for_the_garbage_collector(case: Case, keep: Any) -> None:
 
     def step() -> None:
         options = {"max_norm": 1.0} if keep == "clip" else {}
-        with record(module, **options_of(case), keep=keep, **options) as grads:
-            loss_of(module(*args, **kwargs), case.out_dim).backward()
+        with record(module, **case.record_options, keep=keep, **options) as grads:
+            compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
         grads.norms()
 
     step()

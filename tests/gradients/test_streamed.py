@@ -13,21 +13,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, record
-from tests.recording.test_record import options_of
-from tests.support.cases import CASES, B, Calls, D
-from tests.support.oracle import Case, loss_of
-
-STREAMED = [case for case in CASES if "reentrant" not in case.name and "complex" not in case.name]
+from persample.testing.oracle import compute_test_loss
+from tests.support.case import Case
+from tests.support.cases import STREAMED_CASES, B, Calls, D
 
 
 def run(case: Case, **keep: Any) -> Any:
     module, args, kwargs = case.build()
-    with record(module, **options_of(case), **keep) as grads:
-        loss_of(module(*args, **kwargs), case.out_dim).backward()
+    with record(module, **case.record_options, **keep) as grads:
+        compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     return grads
 
 
-@pytest.mark.parametrize("case", STREAMED, ids=str)
+@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
 def test_norms(case: Case) -> None:
     everything, norms = run(case), run(case, keep="norms")
     torch.testing.assert_close(norms.norms(), everything.norms())
@@ -37,7 +35,7 @@ def test_norms(case: Case) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("case", STREAMED, ids=str)
+@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
 def test_clip(case: Case, passes: int) -> None:
     everything = run(case)
     limit = float(everything.norms().median()) / 2

@@ -13,7 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from persample import SamplesMixed, record
 from persample.layouts import CACHE, find
-from tests.support.oracle import assert_rows_close
+from persample.testing.oracle import assert_rows_close
 
 D, T = 4, 5
 

@@ -19,8 +19,9 @@ from persample._internal.tree import find_tensors
 from persample.layouts import Op, motion_of
 from persample.layouts import cache as motion_cache
 from persample.layouts.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
+from persample.testing.oracle import assert_rows_close, compute_test_loss
+from tests.support.case import Case
 from tests.support.cases import B, Calls, D, T, param, x
-from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
 
 
 def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
@@ -223,8 +224,8 @@ MORE: list[Case] = [
 @pytest.mark.parametrize("case", MORE, ids=str)
 def test_more_ways_to_use_a_weight(case: Case) -> None:
     module, args, kwargs = case.build()
-    expected = oracle(case, module, args, kwargs, B)
-    loss_of(call_for_per_sample_grads(module)(*args), 0).backward()
+    expected = case.loop_gradients(module, args, kwargs, B)
+    compute_test_loss(call_for_per_sample_grads(module)(*args), 0).backward()
     assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)
 
 
@@ -256,6 +257,6 @@ def test_an_output_of_weights_that_was_expanded_to_the_batch_is_each_samples() -
 
     case = Case("", lambda: Calls(forward, w=param(D, D), v=param(D)), lambda: [torch.randn(B, D)])
     module, args, kwargs = case.build()
-    expected = oracle(case, module, args, kwargs, B)
-    loss_of(call_for_per_sample_grads(module)(*args), 0).backward()
+    expected = case.loop_gradients(module, args, kwargs, B)
+    compute_test_loss(call_for_per_sample_grads(module)(*args), 0).backward()
     assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)

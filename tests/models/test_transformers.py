@@ -13,7 +13,7 @@ from torch import nn
 
 import persample
 from persample.errors import SamplesMixed
-from tests.support.oracle import Grads, assert_rows_close, loss_of, oracle, tensors_within
+from persample.testing.oracle import Gradients, assert_rows_close, compute_test_loss, find_tensors
 
 pytest.importorskip("transformers")
 
@@ -21,7 +21,7 @@ import transformers
 
 from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, cases_of
 
-FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Grads]]
+FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Gradients]]
 
 CASES = list(cases_of(MODELS))
 CHECKPOINTED = [
@@ -32,16 +32,16 @@ CHECKPOINTED = [
 NO_GRADIENT = re.compile(r"\bk(ey|_proj|_lin)?\.bias|before_norm\.bias")
 
 
-def recorded(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Grads]:
+def recorded(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
     with persample.record(module, loss_reduction="sum") as grads:
         outputs = module(**kwargs)
-        loss_of(outputs, 0).backward()
+        compute_test_loss(outputs, 0).backward()
     return outputs, {name: rows for name, rows in grads.dense().items() if rows.any()}
 
 
-def called(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Grads]:
+def called(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
     outputs = persample.call_for_per_sample_grads(module, loss_reduction="sum")(**kwargs)
-    loss_of(outputs, 0).backward()
+    compute_test_loss(outputs, 0).backward()
     return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
 
 
@@ -52,11 +52,11 @@ both_front_ends = pytest.mark.parametrize("front_end", [recorded, called])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_loop(case: TinyModel, front_end: FrontEnd) -> None:
     module, args, kwargs = case.build()
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     plain_outputs = copy.deepcopy(module)(**kwargs)
     outputs, actual = front_end(module, kwargs)
     assert_rows_close(actual, expected, case.tolerance)
-    for ours, theirs in zip(tensors_within(outputs), tensors_within(plain_outputs), strict=True):
+    for ours, theirs in zip(find_tensors(outputs), find_tensors(plain_outputs), strict=True):
         assert torch.equal(ours, theirs), f"the output is off by {(ours - theirs).abs().max()}"
 
 
@@ -64,8 +64,8 @@ def test_against_the_loop(case: TinyModel, front_end: FrontEnd) -> None:
 def test_the_oracle_itself(case: TinyModel) -> None:
     """Rows differ between samples, and add up to the ordinary gradient."""
     module, args, kwargs = case.build()
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
-    loss_of(module(**kwargs), 0).backward()
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
+    compute_test_loss(module(**kwargs), 0).backward()
     plain = {name: p.grad[None] for name, p in module.named_parameters() if p.grad is not None}
     assert_rows_close({name: rows.sum(0, keepdim=True) for name, rows in expected.items()}, plain, case.tolerance)
     for name, rows in expected.items():
@@ -79,7 +79,7 @@ def test_the_oracle_itself(case: TinyModel) -> None:
 @pytest.mark.parametrize("case", CHECKPOINTED, ids=str)
 def test_with_gradient_checkpointing(case: TinyModel, reentrant: bool, front_end: FrontEnd) -> None:
     module, args, kwargs = case.build()
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})
     assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
 
@@ -106,7 +106,7 @@ def test_embeddings_beside_unused_contrastive_logits(front_end: FrontEnd) -> Non
     (case,) = cases_of([CLIP_EMBEDDINGS])
     module, args, kwargs = case.build()
     module.logit_scale.requires_grad_(False)  # else a weight would meet the logits
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, B)
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
 
 

@@ -22,12 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, SamplesMixed, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
-from tests.distributed.test_distributed import assert_all_pass
-from tests.expanded_weights.test_call_for_per_sample_grads import batch_size_of
-from tests.gradients.test_streamed import STREAMED
-from tests.recording.test_record import flat, options_of
-from tests.support.cases import B
-from tests.support.oracle import Case, loss_of, oracle
+from persample.testing.oracle import compute_test_loss
+from tests.support.case import Case
+from tests.support.cases import STREAMED_CASES, B
+from tests.support.modules import flatten_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
@@ -53,11 +51,11 @@ def make_optimizer(module: nn.Module, lr: float = 0.0, **options: Any) -> Privat
 
 
 def compute_private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, **options: Any) -> Tensor:
-    recording = options_of(case)
+    recording = case.record_options
     recording.pop("loss_reduction")
     optimizer = make_optimizer(module, recording={**recording, **options.pop("recording", {})}, **options)
     optimizer.zero_grad()
-    loss_of(module(*args, **kwargs), case.out_dim).backward()
+    compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     optimizer.step()
     optimizer.release()
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.requires_grad])  # type: ignore[union-attr]
@@ -66,31 +64,31 @@ def compute_private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, *
 # ---- the bound ----
 
 
-@pytest.mark.parametrize("case", STREAMED, ids=str)
+@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
 def test_clipped_sums_equal_the_loop(case: Case) -> None:
     module, args, kwargs = case.build()
-    batch = batch_size_of(case, args)
-    rows = oracle(case, copy.deepcopy(module), args, kwargs, batch)
+    batch = case.find_batch_size(args)
+    rows = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
     for name, p in module.named_parameters():
         if p.requires_grad and name not in rows:
             rows[name] = torch.zeros(batch, *p.shape).double()
     rows = {name: rows[name] for name, p in module.named_parameters() if p.requires_grad}
-    norms = flat(rows).norm(dim=1)
+    norms = flatten_rows(rows).norm(dim=1)
     bound = float(norms.median()) / 2
-    expected = (bound / norms.clamp(min=1e-300)).clamp(max=1) @ flat(rows)
+    expected = (bound / norms.clamp(min=1e-300)).clamp(max=1) @ flatten_rows(rows)
     torch.testing.assert_close(
         compute_private_sum(case, module, args, kwargs, max_grad_norm=bound), expected, rtol=1e-6, atol=1e-7
     )
 
 
-@pytest.mark.parametrize("case", STREAMED, ids=str)
+@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
 def test_no_sample_contributes_more_than_the_bound(case: Case) -> None:
     """Single samples in float32, with a bound far below the norm of the gradient and one near it."""
     module, args, kwargs = case.build()
     if not is_dataclass(args[0]):
         module, (args, kwargs) = module.float(), pytree.tree_map(_to_float, (args, kwargs))
     own_batch = {"batch_size": 1} if "batch_size" in case.options else {}
-    for n in range(batch_size_of(case, args)):
+    for n in range(case.find_batch_size(args)):
         own_args, own_kwargs = case.sample(n, args, kwargs)
         for bound in (1e-4, 1.0):
             total = compute_private_sum(case, module, own_args, own_kwargs, max_grad_norm=bound, recording=own_batch)
@@ -259,7 +257,7 @@ def test_variance_of_the_private_gradient() -> None:
 def compute_rows(module: nn.Module, x: Tensor) -> Tensor:
     with record(module, loss_reduction="sum") as grads:
         module(x).square().sum().backward()
-    return flat(grads.dense())
+    return flatten_rows(grads.dense())
 
 
 def test_automatic_clipping() -> None:
@@ -648,13 +646,6 @@ def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
         engine.save_checkpoint(path=path, module=module, checkpoint_dict={"what": lambda: None})
     assert path.read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-# ---- several processes ----
-
-
-def test_two_processes() -> None:
-    assert_all_pass("tests.private.private_worker", at_least=5)
 
 
 # ---- examples ----

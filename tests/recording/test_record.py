@@ -12,27 +12,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample import PerSampleError, SamplesMixed, call_for_per_sample_grads, record
-from tests.expanded_weights.test_call_for_per_sample_grads import batch_size_of, state_of
-from tests.support.cases import CASES, B, Calls, D, T, param
-from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
-
-REAL = [case for case in CASES if "complex" not in case.name]
-
-
-def options_of(case: Case) -> dict[str, Any]:
-    options = dict(case.options)
-    return {"batch_dim": 0 if options.pop("batch_first", True) else 1, "loss_reduction": "sum", **options}
-
-
-def flat(rows: dict[str, Tensor]) -> Tensor:
-    return torch.cat([r.reshape(len(r), -1) for r in rows.values()], 1)
+from persample.testing.oracle import assert_rows_close, compute_test_loss
+from tests.support.case import Case
+from tests.support.cases import CASES, REAL_CASES, B, Calls, D, T, param
+from tests.support.modules import flatten_rows, read_state
 
 
 def recorded(case: Case) -> tuple[Any, dict[str, Tensor], nn.Module]:
     module, args, kwargs = case.build()
-    expected = oracle(case, copy.deepcopy(module), args, kwargs, batch_size_of(case, args))
-    with record(module, **options_of(case)) as grads:
-        loss_of(module(*args, **kwargs), case.out_dim).backward()
+    expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, case.find_batch_size(args))
+    with record(module, **case.record_options) as grads:
+        compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     unused = [name for name in grads.names if name not in expected]
     for name in unused:
         expected[name] = torch.zeros(grads.batch_size, *dict(module.named_parameters())[name].shape).double()
@@ -43,17 +33,17 @@ def recorded(case: Case) -> tuple[Any, dict[str, Tensor], nn.Module]:
 def test_dense_and_norms(case: Case) -> None:
     grads, expected, module = recorded(case)
     assert_rows_close(grads.dense(), expected)
-    torch.testing.assert_close(grads.norms(), flat(expected).abs().square().sum(1).sqrt())
+    torch.testing.assert_close(grads.norms(), flatten_rows(expected).abs().square().sum(1).sqrt())
     for name, norms in grads.norms(per_parameter=True).items():
-        torch.testing.assert_close(norms, flat({name: expected[name]}).abs().square().sum(1).sqrt())
+        torch.testing.assert_close(norms, flatten_rows({name: expected[name]}).abs().square().sum(1).sqrt())
     assert all(p.grad is None for p in module.parameters())
     assert not any(hasattr(p, "grad_sample") for p in module.parameters())
 
 
-@pytest.mark.parametrize("case", REAL, ids=str)
+@pytest.mark.parametrize("case", REAL_CASES, ids=str)
 def test_sums(case: Case) -> None:
     grads, expected, _ = recorded(case)
-    rows, batch = flat(expected), grads.batch_size
+    rows, batch = flatten_rows(expected), grads.batch_size
     weights = torch.linspace(-1, 2, batch).double()
     norms = rows.norm(dim=1)
     limit = float(norms.median())
@@ -64,7 +54,9 @@ def test_sums(case: Case) -> None:
         (grads.sum(weights), weights),
         (grads.clip(limit), factors),
     ):
-        torch.testing.assert_close(flat({n: a[None] for n, a in answer.items()})[0], scale @ rows, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            flatten_rows({n: a[None] for n, a in answer.items()})[0], scale @ rows, rtol=1e-6, atol=1e-7
+        )
     clipped = grads.clip(limit, per_parameter=True)
     for name, part in expected.items():
         part = part.reshape(batch, -1)
@@ -72,19 +64,19 @@ def test_sums(case: Case) -> None:
         torch.testing.assert_close(clipped[name].reshape(-1), own @ part, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", REAL[::2], ids=str)
+@pytest.mark.parametrize("case", REAL_CASES[::2], ids=str)
 def test_products_and_moments(case: Case) -> None:
     grads, expected, _ = recorded(case)
-    rows, batch = flat(expected), grads.batch_size
+    rows, batch = flatten_rows(expected), grads.batch_size
     direction = {name: torch.randn(r.shape[1:]).double() for name, r in expected.items()}
-    flat_direction = flat({n: d[None] for n, d in direction.items()})[0]
+    flat_direction = flatten_rows({n: d[None] for n, d in direction.items()})[0]
     torch.testing.assert_close(grads.dot(direction), rows @ flat_direction)
     torch.testing.assert_close(grads.gram(), rows @ rows.T)
     torch.testing.assert_close(grads.gram(memory=64), rows @ rows.T)
-    second = flat({n: s[None] for n, s in grads.second_moment().items()})[0]
+    second = flatten_rows({n: s[None] for n, s in grads.second_moment().items()})[0]
     torch.testing.assert_close(second, rows.square().mean(0))
     if batch > 1:
-        variance = flat({n: v[None] for n, v in grads.variance().items()})[0]
+        variance = flatten_rows({n: v[None] for n, v in grads.variance().items()})[0]
         torch.testing.assert_close(variance, rows.var(0), rtol=1e-5, atol=1e-8 * float(rows.abs().max()) ** 2)
         m, s = rows.square().sum(1).mean(), rows.mean(0).square().sum()
         noise = (m - s) / (1 - 1 / batch) / ((batch * s - m) / (batch - 1))
@@ -94,7 +86,7 @@ def test_products_and_moments(case: Case) -> None:
         assert grads.project(32, method=method).shape == (batch, 32)
 
 
-@pytest.mark.parametrize("case", REAL[::3], ids=str)
+@pytest.mark.parametrize("case", REAL_CASES[::3], ids=str)
 def test_invariants(case: Case) -> None:
     grads, _, _ = recorded(case)
     norms, total = grads.norms(), grads.sum()
@@ -107,14 +99,14 @@ def test_invariants(case: Case) -> None:
     assert size <= grads.batch_size * limit * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("case", REAL[::3], ids=str)
+@pytest.mark.parametrize("case", REAL_CASES[::3], ids=str)
 def test_a_sample_alone_is_clipped_to_the_bound(case: Case) -> None:
     module, args, kwargs = case.build()
     own_args, own_kwargs = case.sample(0, args, kwargs)
-    options = options_of(case)
+    options = case.record_options
     options.pop("batch_size", None)
     with record(module, **options, batch_size=1) as grads:
-        loss_of(module(*own_args, **own_kwargs), case.out_dim).backward()
+        compute_test_loss(module(*own_args, **own_kwargs), case.out_dim).backward()
     limit = float(grads.norms()[0]) / 3
     size = sum(part.square().sum() for part in grads.clip(limit).values()).sqrt()
     torch.testing.assert_close(size, torch.tensor(limit).double(), rtol=1e-5, atol=0)
@@ -141,9 +133,9 @@ def test_backward_after_the_block_and_keep_grad() -> None:
     module, x, y = small()
     with record(module, keep_grad=True) as grads:
         loss = F.cross_entropy(module(x), y)
-    before = state_of(module)["hooks"]
+    before = read_state(module)["hooks"]
     loss.backward()
-    assert state_of(module)["hooks"] == before
+    assert read_state(module)["hooks"] == before
     kept = module[0].weight.grad.clone()
     module.zero_grad()
     F.cross_entropy(module(x), y).backward()
@@ -245,7 +237,7 @@ def test_two_recordings_can_be_compared() -> None:
         with record(module) as grads:
             F.cross_entropy(module(x[part]), y[part]).backward()
         both.append(grads)
-        rows.append(flat(grads.dense()))
+        rows.append(flatten_rows(grads.dense()))
     torch.testing.assert_close(both[0].gram(both[1]), rows[0] @ rows[1].T)
     projected = both[0].project(4096, seed=3) @ both[1].project(4096, seed=3).T
     torch.testing.assert_close(

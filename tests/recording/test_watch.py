@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from persample import PerSampleError, SamplesMixed, Watch, record
 from persample import watch as watch_
-from tests.expanded_weights.test_call_for_per_sample_grads import state_of
-from tests.recording.test_record import options_of
+from persample.testing.oracle import compute_test_loss
+from tests.support.case import Case
 from tests.support.cases import CASES, B, Calls, D
-from tests.support.oracle import Case, loss_of
+from tests.support.modules import read_state
 
 STARTED: list[Watch] = []
 
@@ -37,12 +37,12 @@ def stopped() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
 def test_as_in_a_block(case: Case) -> None:
     module, args, kwargs = case.build()
-    with record(module, **options_of(case)) as grads:
-        loss_of(module(*args, **kwargs), case.out_dim).backward()
+    with record(module, **case.record_options) as grads:
+        compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     expected, found = grads.dense(), []
-    watched = watch(module, lambda grads: found.append(grads.dense()), options_of(case))
+    watched = watch(module, lambda grads: found.append(grads.dense()), case.record_options)
     for _ in range(2):
-        loss_of(module(*args, **kwargs), case.out_dim).backward()
+        compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
     watched.stop()
     assert len(found) == 2
     for rows in found:
@@ -171,7 +171,7 @@ def test_ordinary_gradients_are_refused() -> None:
 def test_errors_leave_everything_as_it_was() -> None:
     model = Calls(lambda m, x, wrong: m.b(x @ x) if wrong else m.a(x), a=nn.Linear(D, D), b=nn.BatchNorm1d(D))
     x = torch.randn(B, D)
-    before = state_of(model)
+    before = read_state(model)
     found: list[Tensor] = []
     watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
     with pytest.raises(RuntimeError):
@@ -188,7 +188,7 @@ def test_errors_leave_everything_as_it_was() -> None:
     watched.stop()
     assert len(found) == 1
     assert not _get_current_function_mode_stack()
-    assert str(state_of(model)) == str(before)
+    assert str(read_state(model)) == str(before)
 
 
 def test_the_options_of_the_next_step() -> None:

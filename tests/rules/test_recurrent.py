@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 import persample
 from persample import ExpandedWeight, call_for_per_sample_grads
 from persample.terms import Folded
-from tests.support.oracle import Grads, assert_rows_close
+from persample.testing.oracle import Gradients, assert_rows_close, stack_gradients
 
 WIDTH, HIDDEN, PROJECTED = 5, 4, 3
 LENGTHS = (2, 4, 3)
@@ -154,23 +154,19 @@ def compute_losses(output: Any, states: Any, batch_first: bool) -> Tensor:
     return total
 
 
-def loop_over_samples(module: nn.Module, batch: Batch, compute_sample_loss: Callable[[Batch], Tensor]) -> Grads:
+def loop_over_samples(module: nn.Module, batch: Batch, compute_sample_loss: Callable[[Batch], Tensor]) -> Gradients:
     """The gradient of the loss of each sample, by plain autograd with one sample at a time."""
-    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    rows = [
-        torch.autograd.grad(compute_sample_loss(batch.select_sample(n)), list(parameters.values()))
-        for n in range(len(batch))
-    ]
-    return {name: torch.stack(parts) for name, parts in zip(parameters, zip(*rows, strict=True), strict=True)}
+    losses = (compute_sample_loss(batch.select_sample(n)) for n in range(len(batch)))
+    return stack_gradients(losses, dict(module.named_parameters()))
 
 
-def loop_over_rnn(rnn: nn.RNNBase, batch: Batch, form: str = "tensor") -> Grads:
+def loop_over_rnn(rnn: nn.RNNBase, batch: Batch, form: str = "tensor") -> Gradients:
     return loop_over_samples(
         rnn, batch, lambda sample: compute_loss(*rnn(*make_arguments(rnn, sample, form)), rnn.batch_first)
     )
 
 
-def take_grad_samples(module: nn.Module) -> Grads:
+def take_grad_samples(module: nn.Module) -> Gradients:
     """Remove `grad_sample` from all parameters and return it."""
     found = {}
     for name, parameter in module.named_parameters():

@@ -14,8 +14,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 import persample
 from persample.rules.registry import FURTHER_RULES
 from persample.terms import Dense
+from persample.testing.oracle import assert_rows_close, compute_test_loss
+from tests.support.case import Case
 from tests.support.cases import Calls, param
-from tests.support.oracle import Case, assert_rows_close, loss_of, oracle
 
 B, T, D = 3, 5, 4
 
@@ -49,14 +50,14 @@ scale.register_autograd(
 
 def record(module: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
     with persample.record(module, loss_reduction="sum") as grads:
-        loss_of(module(*inputs), 0).backward()
+        compute_test_loss(module(*inputs), 0).backward()
     return grads.dense()
 
 
 def make_case(function: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Tensor]]:
     case = Case("", lambda: Calls(lambda m, h: function(h.sin(), m.w), w=param(D)), lambda: [torch.randn(B, T, D)])
     module, args, kwargs = case.build()
-    return module, args, oracle(case, module, args, kwargs, B)
+    return module, args, case.loop_gradients(module, args, kwargs, B)
 
 
 @pytest.mark.parametrize("function", [shift, scale], ids=["torch function", "library operator"])
@@ -123,7 +124,7 @@ def test_the_generic_rule_is_used_if_an_unexpected_argument_has_samples() -> Non
     """The second argument is a weight to the rule, but here it depends on the samples."""
     case = Case("", lambda: Calls(lambda m, h: shift(m.w.expand(len(h), T, D), h[:, 0, :1].unsqueeze(1)), w=param(D)), lambda: [torch.randn(B, T, D)])  # fmt: skip # noqa: E501
     module, args, kwargs = case.build()
-    expected = oracle(case, module, args, kwargs, B)
+    expected = case.loop_gradients(module, args, kwargs, B)
     persample.register_rule(shift)(lambda grad, input, weight, steps=1: {"weight": Dense(weight)})
     assert_rows_close(record(module, *args), expected)
 

@@ -22,7 +22,7 @@ import persample
 from persample.scanning import NotFinite, ScanError, run
 from persample.scanning.measure import grouped
 from persample.scanning.store import Store
-from tests.distributed.test_distributed import torchrun
+from tests.support.processes import TwoProcesses
 
 N, WORDS = 23, 11
 QUICK: dict[str, Any] = {"batch_size": 4, "shard_size": 8, "project": 16, "progress": False}
@@ -518,15 +518,22 @@ def test_a_full_disk(tmp_path: Path) -> None:
 # ---- several processes ----
 
 
+def scan_in_this_process(directory: str) -> None:
+    """The part of one of two processes in the scans of `by_two`."""
+    model, data, loss_fn, _ = built("images")
+    for name, given in {"data": data, "stream": Stream(data)}.items():
+        persample.scan(model, loss_fn, given, out=Path(directory) / name, **QUICK)
+
+
 @pytest.fixture(scope="module")
-def by_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def by_two(processes: TwoProcesses, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes have scanned."""
     directory = tmp_path_factory.mktemp("two")
-    output = torchrun("tests.scanning.scan_worker", str(directory))
-    assert "scanned on 0" in output and "scanned on 1" in output, output
+    processes.run(scan_in_this_process, directory=str(directory))
     return directory
 
 
+@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("stream", [False, True])
 def test_two_processes_give_what_one_does(stream: bool, by_two: Path, tmp_path: Path) -> None:
     model, data, loss_fn, _ = built("images")

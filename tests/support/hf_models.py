@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.support.oracle import Case
+from tests.support.case import Case
 
 B = 3
 HIDDEN = 24

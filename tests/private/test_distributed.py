@@ -1,4 +1,4 @@
-"""Checks of private training under DDP and FSDP2 that each of two processes runs; test_private.py starts them.
+"""Private training under DDP and FSDP2, in two processes.
 
 Steps of a wrapped model, with the samples of this process, are compared with steps of a plain model that has the
 samples of all processes and the same noise.
@@ -6,10 +6,9 @@ samples of all processes and the same noise.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from persample.private import PrivacyEngine, PrivateOptimizer
-from tests.distributed.distributed_worker import Batch, Net, batch_of, plain_net, run, same
+from tests.support.distributed import Batch, Net, assert_same, make_batch, make_net
+from tests.support.processes import in_two_processes
 
 
 def make_optimizer(model: nn.Module, distributed: bool, **options: Any) -> PrivateOptimizer:
@@ -35,26 +35,27 @@ def make_optimizer(model: nn.Module, distributed: bool, **options: Any) -> Priva
 
 def make_step(model: nn.Module, optimizer: PrivateOptimizer, batch: Batch, own: slice | None) -> None:
     optimizer.zero_grad()
-    batch.loss(model, own).backward()
+    batch.compute_loss(model, own).backward()
     optimizer.step()
 
 
 def compare(wrapped: nn.Module, **options: Any) -> None:
     """Compare steps. In one a process has no samples; in another a process uses a layer that the other does not use."""
-    alone = plain_net()
+    alone = make_net()
     shared, single = make_optimizer(wrapped, True, **options), make_optimizer(alone, False, **options)
-    for batch in (batch_of(4, 2), batch_of(0, 4), batch_of(4, 2, routed=1)):
+    for batch in (make_batch(4, 2), make_batch(0, 4), make_batch(4, 2, routed=1)):
         make_step(wrapped, shared, batch, None)
         make_step(alone, single, batch, slice(None))
         for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
-            same(p.detach(), want.detach(), f"{name} after {batch.sizes}, {options}")
-    shared.release()
+            assert_same(p.detach(), want.detach(), f"{name} after {batch.sizes}, {options}")
+    for optimizer in (shared, single):
+        optimizer.release()
 
 
 def make_sharded() -> Net:
     from torch.distributed.fsdp import fully_shard
 
-    net = plain_net()
+    net = make_net()
     for block in net.blocks:
         fully_shard(block)
     return fully_shard(net)
@@ -64,37 +65,37 @@ def make_partly_sharded() -> Net:
     """Net with some parameters that are not sharded."""
     from torch.distributed.fsdp import fully_shard
 
-    net = plain_net()
+    net = make_net()
     return fully_shard(net, ignored_params={net.head.bias, net.places, net.unused.weight})
 
 
 def make_replicated() -> nn.Module:
-    return DistributedDataParallel(plain_net())
+    return DistributedDataParallel(make_net())
 
 
-def compare_all_options(make: Callable[[], nn.Module]) -> None:
-    bounds = [0.05 * (1 + i % 3) for i, _ in enumerate(plain_net().parameters())]
-    compare(make())
-    compare(make(), recording={"passes": 2})
-    compare(make(), clipping="per_layer", max_grad_norm=bounds)
-    compare(make(), clipping="automatic", noise_multiplier=0.0)
+WRAPPERS = {"DDP": make_replicated, "FSDP2": make_sharded, "FSDP2, partly sharded": make_partly_sharded}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "flat clipping": {},
+    "two passes": {"recording": {"passes": 2}},
+    "clipping per layer": {"clipping": "per_layer", "max_grad_norm": [0.05, 0.1, 0.15]},  # repeated for all parameters
+    "automatic clipping": {"clipping": "automatic", "noise_multiplier": 0.0},
+}
 
 
-def ddp_steps() -> None:
-    compare_all_options(make_replicated)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@in_two_processes
+def test_steps_equal_one_process(wrapper: str, options: str) -> None:
+    given = dict(OPTIONS[options])
+    if options == "clipping per layer":
+        given["max_grad_norm"] = [given["max_grad_norm"][i % 3] for i, _ in enumerate(make_net().parameters())]
+    compare(WRAPPERS[wrapper](), **given)
 
 
-def fsdp_steps() -> None:
-    compare_all_options(make_sharded)
-
-
-def fsdp_with_whole_parameters() -> None:
-    compare_all_options(make_partly_sharded)
-
-
-def ddp_parts_of_batches() -> None:
-    """One process splits its samples into two parts, the other does not: no process waits."""
-    wrapped, alone, batch = make_replicated(), plain_net(), batch_of(4, 2)
+@in_two_processes
+def test_one_process_splits_its_batch() -> None:
+    """The other process does not split its batch, and no process waits."""
+    wrapped, alone, batch = make_replicated(), make_net(), make_batch(4, 2)
     shared, single = make_optimizer(wrapped, True), make_optimizer(alone, False)
     parts = [slice(0, 1), slice(1, 4)] if dist.get_rank() == 0 else [slice(4, 6)]
     for i, part in enumerate(parts):
@@ -102,10 +103,13 @@ def ddp_parts_of_batches() -> None:
         make_step(wrapped, shared, batch, part)
     make_step(alone, single, batch, slice(None))
     for (name, p), want in zip(wrapped.named_parameters(), alone.parameters(), strict=True):
-        same(p.detach(), want.detach(), name)
+        assert_same(p.detach(), want.detach(), name)
+    for optimizer in (shared, single):
+        optimizer.release()
 
 
-def ddp_engine() -> None:
+@in_two_processes
+def test_engine_from_the_loader_to_the_accountant() -> None:
     """From the data loader to the accountant, with so few samples that some batches are empty."""
     torch.manual_seed(0)
     net = DistributedDataParallel(nn.Linear(4, 2))
@@ -134,8 +138,4 @@ def ddp_engine() -> None:
     weight = net.module.weight.detach().clone()
     dist.broadcast(weight, 0)
     assert torch.equal(weight, net.module.weight)
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    run(globals())
+    optimizer.release()

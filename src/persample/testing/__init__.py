@@ -1,0 +1,8 @@
+"""Tools for testing per-sample gradients: the loop oracle, and the batteries for a new rule or a new term.
+
+Everything here raises AssertionError on a difference and needs torch alone, so that it works in any test runner.
+"""
+
+from persample.testing.oracle import assert_rows_close, loop_gradients
+
+__all__ = ["assert_rows_close", "loop_gradients"]

@@ -1,0 +1,27 @@
+"""Helpers for modules and their per-sample gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def read_state(module: nn.Module) -> dict[str, Any]:
+    """Everything about a module that a recording must not change."""
+    return {
+        "parameters": {
+            name: (id(p), p.detach().clone()) for name, p in module.named_parameters(remove_duplicate=False)
+        },
+        "grads": {name: p.grad for name, p in module.named_parameters()},
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in module.modules()],
+        "training": [m.training for m in module.modules()],
+        "keys": list(module.state_dict()),
+    }
+
+
+def flatten_rows(rows: Mapping[str, Tensor]) -> Tensor:
+    """`{name: (batch, *shape)}` as one matrix with a row for each sample."""
+    return torch.cat([r.reshape(len(r), -1) for r in rows.values()], 1)
