@@ -7,11 +7,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from persample.testing import loop_gradients
 from torch import Tensor, nn
 
 from persample import record
 from persample.layouts import CACHE
+from persample.testing import loop_gradients
 
 
 class Mixed(nn.Module):
@@ -43,7 +43,7 @@ def check_steps(model: nn.Module, seed: int, barrier: threading.Barrier) -> int:
         x = torch.randn(2 + (seed + step) % 3, 5, 4, generator=generator, dtype=torch.float64)
         with record(model, loss_reduction="sum") as grads:
             model(x).square().sum().backward()
-        expected = loop_gradients(model, lambda model, x: model(x).square().sum(), x)
+        expected = loop_gradients(model, x, lambda model, x: model(x).square().sum())
         for name, rows in grads.dense().items():
             torch.testing.assert_close(rows, expected[name])
     return step + 1
