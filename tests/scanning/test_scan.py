@@ -255,7 +255,7 @@ def test_whatever_the_data_come_as(source: str, tmp_path: Path) -> None:
         (lambda d: (d[0], d[1][:-1]), "different numbers of examples"),
         (lambda d: 3, "got an int"),
         (lambda d: (d[0][:0], d[1][:0]), "no examples"),
-        (lambda d: (d[0],), "CrossEntropyLoss is a loss of outputs and targets"),
+        (lambda d: (d[0],), "CrossEntropyLoss takes outputs and targets"),
     ],
 )
 def test_data_that_cannot_be_scanned(data: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
