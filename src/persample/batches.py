@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from persample import _torch
 from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
-from persample.layouts.layout import Layout
-from persample.layouts.recurrent import packed_layout
+from persample.layouts import Layout, make_packed_layout
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -125,7 +124,7 @@ class Arguments:
             if isinstance(leaf, PackedSequence):
                 if int(leaf.batch_sizes[0]) != batch_size:
                     raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
-                tracker.add_input(leaf.data, packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size))
+                tracker.add_input(leaf.data, make_packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size))
                 continue
             if dim is None:
                 continue
@@ -164,7 +163,7 @@ def _make_layout(tensor: Tensor, batch_size: int, found: int, dim: int) -> Layou
     if found != dim:
         return Layout(found)
     others = [d for d, size in enumerate(tensor.shape) if size == batch_size and d != dim]
-    return Layout(found, others=tuple(map(Layout, others)))
+    return Layout(found, alternatives=tuple(map(Layout, others)))
 
 
 # The names of each function's arguments, for as long as the function exists.

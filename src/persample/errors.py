@@ -1,4 +1,4 @@
-"""The errors of this library, and the words in which they name a place in the user's model."""
+"""The errors of persample, and how they name a place in the user's model."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from torch import nn
 
 
 class PerSampleError(RuntimeError):
-    """Per-sample gradients cannot be given; the message says where, why, and what can be done."""
+    """Per-sample gradients cannot be computed. The message says where, why, and what can be done."""
 
 
 class SamplesMixed(PerSampleError):
     """Samples of the batch were combined, so that no sample has a gradient of its own."""
 
 
-# Where no module of the model is running.
+# The place of an op that runs while no module of the model is running.
 ELSEWHERE = "the forward pass"
 
 
-def place_in(names: Mapping[nn.Module, str]) -> str:
-    """The innermost module of `names` whose code is running now, as words for an error message."""
+def find_place(names: Mapping[nn.Module, str]) -> str:
+    """The innermost module of `names` whose code is running, in words for an error message.
+
+    `names` maps the modules of a model to their paths.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
@@ -32,11 +35,11 @@ def place_in(names: Mapping[nn.Module, str]) -> str:
     return ELSEWHERE
 
 
-def op_name(func: object) -> str:
+def get_op_name(func: object) -> str:
     """The name of a torch function as a user would write it.
 
     >>> import torch
-    >>> op_name(torch.add)
+    >>> get_op_name(torch.add)
     'add'
     """
     return getattr(func, "__name__", None) or repr(func)

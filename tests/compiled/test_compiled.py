@@ -598,7 +598,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "tolist": (lambda m, x: m.a(x) * x.tolist()[0][0], "cannot be compiled"),
     "numpy": (lambda m, x: m.a(x) * float(x.detach().numpy().max()), "cannot be compiled"),
     "a mask": (lambda m, x: m.a(x[x[:, 0] > 0]), "goes by the values"),
-    "a permutation": (lambda m, x: m.a(x[torch.randperm(len(x))]), "values say that are not known"),
+    "a permutation": (lambda m, x: m.a(x[torch.randperm(len(x))]), "whose values are not known"),
     "an order of the samples": (lambda m, x: m.a(x[x[:, 0].argsort()]), "not apart|mixed"),
     "random of Python": (lambda m, x: m.a(x) * random.random(), "random numbers of Python's"),
     "a seed": (seeds, "sets a seed"),

@@ -51,13 +51,13 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops that are tried, in a process that knows nothing."""
     CACHE.clear()
     tried: list[str] = []
-    trial = find.by_trial
+    trial = find.find_motion_by_trial
 
     def noted(op: Any, results: Any) -> Any:
         tried.append(op.func.__name__)
         return trial(op, results)
 
-    monkeypatch.setattr(find, "by_trial", noted)
+    monkeypatch.setattr(find, "find_motion_by_trial", noted)
     return tried
 
 

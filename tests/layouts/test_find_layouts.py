@@ -16,9 +16,20 @@ from torch import Tensor, nn
 from persample import SamplesMixed, call_for_per_sample_grads
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
-from persample.layouts import Op, motion_of
-from persample.layouts import cache as motion_cache
-from persample.layouts.layout import Layout, Lost, Reduced, from_ids, joined, place, regular, samples
+from persample.layouts import (
+    CACHE,
+    Call,
+    Layout,
+    Lost,
+    Reduced,
+    cache,
+    find_layout_of_ids,
+    find_motion,
+    join_samples,
+    make_layout,
+    place_rows,
+    split_samples,
+)
 from persample.testing.oracle import assert_rows_close, compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import B, Calls, D, T, param, x
@@ -27,15 +38,15 @@ from tests.support.cases import B, Calls, D, T, param, x
 def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
     """Where the samples lie in the first result of a call, given where they lie in its tensors."""
     tensors = tuple(find_tensors((args, kwargs)))
-    op = Op(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
+    call = Call(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
     result = func(*[a.clone() if isinstance(a, Tensor) else a for a in args], **kwargs)
-    return motion_of(op, find_results(result, args)).results[0]
+    return find_motion(call, find_results(result, args)).results[0]
 
 
 def numbered(shape: tuple[int, ...], layout: Layout, batch: int) -> Tensor:
     """A tensor in which every entry is the number of its sample."""
     size = shape[layout.dim]
-    row = torch.tensor(layout.sample_of(size, batch))
+    row = torch.tensor(layout.get_ids(size, batch))
     return row.view(size, *[1] * (len(shape) - layout.dim - 1)).expand(shape)
 
 
@@ -53,31 +64,31 @@ def test_samples_are_told_apart_and_put_together_again(drawn: tuple[int, int, in
     shape[dim] = outer * batch * inner
     layout = Layout(dim, inner)
     numbers = numbered(tuple(shape), layout, batch)
-    rows = samples(numbers, layout, batch)
+    rows = split_samples(numbers, layout, batch)
     assert all((rows[n] == n).all() for n in range(batch))
     assert rows[0].shape[dim] == outer * inner
     values = torch.arange(numbers.numel()).view(shape)
-    explicit = Layout(dim, ids=layout.sample_of(shape[dim], batch))
+    explicit = Layout(dim, ids=layout.get_ids(shape[dim], batch))
     for same in (layout, explicit):
-        apart = samples(values, same, batch)
-        assert torch.equal(joined(apart, same, values.shape, batch), values)
-        assert torch.equal(place(apart, same, values.shape, batch).sum(0), values)
-    assert batch == 1 or from_ids(numbers, batch) == layout
-    assert batch == 1 or regular(dim, layout.sample_of(shape[dim], batch), batch) == layout
+        apart = split_samples(values, same, batch)
+        assert torch.equal(join_samples(apart, same, values.shape, batch), values)
+        assert torch.equal(place_rows(apart, same, values.shape, batch).sum(0), values)
+    assert batch == 1 or find_layout_of_ids(numbers, batch) == layout
+    assert batch == 1 or make_layout(dim, layout.get_ids(shape[dim], batch), batch) == layout
 
 
 def test_samples_of_different_lengths_are_filled_up_with_zeros() -> None:
     ids = (2, 0, 2, -1, 2)
     values = torch.arange(1.0, 11.0).view(5, 2)
-    rows = samples(values, Layout(0, ids=ids), 3)
+    rows = split_samples(values, Layout(0, ids=ids), 3)
     assert rows[:, :, 0].tolist() == [[3, 0, 0], [0, 0, 0], [1, 5, 9]]
-    back = joined(rows, Layout(0, ids=ids), values.shape, 3)
+    back = join_samples(rows, Layout(0, ids=ids), values.shape, 3)
     assert back[:, 0].tolist() == [1, 3, 5, 0, 9]
 
 
 def test_entries_that_lie_along_no_dim_are_lost() -> None:
-    assert isinstance(from_ids(torch.tensor([[0, 0], [0, 1], [1, 1]]), 2), Lost)
-    assert from_ids(torch.full((2, 3), -1), 2) is None
+    assert isinstance(find_layout_of_ids(torch.tensor([[0, 0], [0, 1], [1, 1]]), 2), Lost)
+    assert find_layout_of_ids(torch.full((2, 3), -1), 2) is None
 
 
 RESHAPES = [
@@ -142,7 +153,7 @@ def test_motion_agrees_with_changing_one_sample(name: str, op: Callable[[Tensor]
 
 
 def test_what_was_found_is_remembered_by_shape() -> None:
-    motion_cache.CACHE.clear()
+    CACHE.clear()
     calls = []
 
     def op(t: Tensor) -> Tensor:
@@ -158,10 +169,10 @@ def test_what_was_found_is_remembered_by_shape() -> None:
 
 
 def test_the_memory_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(motion_cache, "_MOST_REMEMBERED", 3)
+    monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
     for size in range(2, 12):
         motion(torch.sin, torch.randn(B, size), where={0: Layout(0)})
-    assert len(motion_cache.CACHE) <= 3
+    assert len(CACHE) <= 3
 
 
 def test_arguments_that_cannot_be_remembered_are_no_obstacle() -> None:
@@ -231,7 +242,7 @@ def test_more_ways_to_use_a_weight(case: Case) -> None:
 
 def test_numbers_of_one_sample_are_refused_not_shared() -> None:
     module = Calls(lambda m, h: m.a(h * h[0, 0]), a=nn.Linear(D, D))
-    with pytest.raises(SamplesMixed, match="combines samples"):
+    with pytest.raises(SamplesMixed, match="mixes the samples"):
         call_for_per_sample_grads(module)(torch.randn(B, D))
 
 

@@ -27,7 +27,7 @@ from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors, map_tensors
 from persample.backward.collector import Collector
 from persample.forward.tracker import Tracker
-from persample.layouts.layout import Layout, Lost, Reduced, Where, samples
+from persample.layouts import Layout, Lost, Reduced, Where, split_samples
 
 DECLINED = Path(__file__).parent / "declined_ops.txt"
 INPUTS = 2  # of each function, how many of torch's sample inputs, of the first LOOKED_AT
@@ -153,7 +153,7 @@ def rows_of(result: Tensor, layout: Layout, sample: int, batch: int) -> Tensor:
     """What a layout says to be of one sample (-1: of none), in the order in which it stands there."""
     if not result.dim():
         return result if (layout.ids or (0,))[0] == sample else result.new_empty(0)
-    ids = layout.sample_of(result.shape[layout.dim], batch)
+    ids = layout.get_ids(result.shape[layout.dim], batch)
     return result.index_select(
         layout.dim, torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long)
     )
@@ -186,7 +186,7 @@ def contradiction(call: Call, number: int, where: Where | None) -> str | None:
                 parts = [call.run(call.mixed(base, other, part, False))[number] for part in ([n], rest)]
                 if not same(before + everybody, parts[0] + parts[1]):
                     return "is no sum over the samples, and is said to be one"
-        elif isinstance(where, Layout) and not where.places:
+        elif isinstance(where, Layout) and not where.loose_index:
             loose = [where, *(where for _ in others)]
             if where.loose:  # where the rows stand depends on the values
                 loose = [call.told(tensors)[1][number] for tensors in (base, *after.values())]
@@ -220,7 +220,7 @@ def possible(call: Call, number: int, result: Tensor) -> bool:
     if not result.dim() and result.is_floating_point():
         return same(result, torch.stack(alone).sum(0)) and contradiction(call, number, Reduced("")) is None
     return any(
-        all(same(samples(result, layout, call.batch)[n], a) for n, a in enumerate(alone))
+        all(same(split_samples(result, layout, call.batch)[n], a) for n, a in enumerate(alone))
         for layout in layouts(result, call.batch)
     )
 

@@ -700,7 +700,7 @@ class PackedPairs(nn.Module):
 def test_several_packed_sequences_per_sample_are_refused(kind: str, count: int) -> None:
     model = PackedPairs(kind)
     with (
-        pytest.raises(persample.PerSampleError, match="packed sequences of which several are of one sample"),
+        pytest.raises(persample.PerSampleError, match="several packed sequences of one sample"),
         persample.record(model),
     ):
         model(torch.randn(count, 2, 4, WIDTH, dtype=torch.float64))

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from persample.layouts.layout import Owners
+from persample.layouts import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import compute_einsum_term

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.tree import find_tensors
-from persample.errors import op_name
+from persample.errors import get_op_name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
@@ -23,7 +23,7 @@ def is_inplace(func: Callable[..., Any]) -> bool:
     >>> is_inplace(Tensor.add_), is_inplace(Tensor.__add__)
     (True, False)
     """
-    name = op_name(func)
+    name = get_op_name(func)
     return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -15,10 +15,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
-from persample.layouts import Op
-from persample.layouts.by_index import Indexing
-from persample.layouts.functions import MOVES, PICKS, WRITES
-from persample.layouts.layout import regular, samples
+from persample.layouts import MOVES, PICKS, WRITES, Call, Indexing, make_layout, split_samples
 from persample.terms import Dense, Rows, Term
 
 
@@ -42,16 +39,20 @@ class MovedEntries:
         return Dense(dense[:, : weight.numel()].view(batch, *weight.shape).to(weight.dtype))
 
 
-def is_entry_move(op: Op) -> bool:
+def is_entry_move(call: Call) -> bool:
     """Whether an op only moves entries. A write with `reduce=` also changes them."""
-    return op.func in MOVES or (op.func in WRITES and "reduce" not in op.kwargs and "reduce" not in op.func.__name__)
+    return call.func in MOVES or (
+        call.func in WRITES and "reduce" not in call.kwargs and "reduce" not in call.func.__name__
+    )
 
 
-def compute_moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor) -> dict[int, Term] | None:
+def compute_moved_terms(
+    call: Call, weights: Mapping[int, Tensor], grad: Tensor, owner: Tensor
+) -> dict[int, Term] | None:
     """The terms of the weights of an op that only moves entries, by the positions of the weights.
 
     Args:
-        op: The call.
+        call: The call.
         weights: The weights by their positions among the tensors of the call.
         grad: The gradient of the result.
         owner: The sample of each entry of the result, -1 for none.
@@ -60,53 +61,58 @@ def compute_moved_terms(op: Op, weights: Mapping[int, Tensor], grad: Tensor, own
     """
     terms: dict[int, Term] = {}
     traced = tracing.get_trace() is not None
-    moved_count = len(list(find_tensors(op.args[0])))  # the tensors after these are indices
+    moved_count = len(list(find_tensors(call.args[0])))  # the tensors after these are indices
     for position in weights:
-        tensor = op.tensors[position]
+        tensor = call.tensors[position]
         with tracing.suspend():
             numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        if op.func in WRITES and not traced:
+        if call.func in WRITES and not traced:
             entries = _find_written_entries(
-                Indexing(op), position == 0, numbers, owner, grad, op.kwargs.get("alpha", 1)
+                Indexing(call), position == 0, numbers, owner, grad, call.kwargs.get("alpha", 1)
             )
-            terms[position] = entries.make_term(tensor, op.batch)
-        elif op.func in PICKS and (rows := _find_picked_rows(Indexing(op), owner, grad, op.batch)) is not None:
+            terms[position] = entries.make_term(tensor, call.batch)
+        elif call.func in PICKS and (rows := _find_picked_rows(Indexing(call), owner, grad, call.batch)) is not None:
             terms[position] = rows
-        elif traced and (op.func in WRITES or len(op.tensors) > moved_count):
+        elif traced and (call.func in WRITES or len(call.tensors) > moved_count):
             return None
         else:
             with tracing.suspend():
-                origins = [torch.full(t.shape, -1, device=t.device) for t in op.tensors[:moved_count]]
+                origins = [torch.full(t.shape, -1, device=t.device) for t in call.tensors[:moved_count]]
                 origins[position] = numbers
-                args, kwargs = op.fill([*origins, *op.tensors[moved_count:]])
-                (origin,) = find_results(op.func(*args, **kwargs), args)
-            terms[position] = MovedEntries(origin, owner, grad).make_term(tensor, op.batch)
+                args, kwargs = call.fill([*origins, *call.tensors[moved_count:]])
+                (origin,) = find_results(call.func(*args, **kwargs), args)
+            terms[position] = MovedEntries(origin, owner, grad).make_term(tensor, call.batch)
     return terms
 
 
 def _find_written_entries(
-    call: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad: Tensor, alpha: float
+    indexing: Indexing, is_base: bool, numbers: Tensor, owner: Tensor, grad: Tensor, alpha: float
 ) -> MovedEntries:
     """The entries of a weight after a write: of the tensor written into (`is_base`), or of the written value."""
     if is_base:  # entries that were not overwritten are still in their places
         origin = numbers.clone()
-        if not call.adds:
-            origin[call.item] = -1
+        if not indexing.adds:
+            origin[indexing.item] = -1
         return MovedEntries(origin, owner, grad)
-    region = grad[call.item]
-    if call.in_order:
-        numbers = torch.zeros_like(owner, dtype=numbers.dtype).masked_scatter(call.item[0], numbers)[call.item]
+    region = grad[indexing.item]
+    if indexing.in_order:
+        numbers = torch.zeros_like(owner, dtype=numbers.dtype).masked_scatter(indexing.item[0], numbers)[indexing.item]
     # torch does not take the conjugate of alpha here
-    return MovedEntries(numbers.expand(region.shape), owner[call.item], region * alpha)
+    return MovedEntries(numbers.expand(region.shape), owner[indexing.item], region * alpha)
 
 
-def _find_picked_rows(call: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:
+def _find_picked_rows(indexing: Indexing, owner: Tensor, grad: Tensor, batch: int) -> Term | None:
     """The term of a table, if the call picks rows of it by one tensor of indices."""
-    (index,) = call.item if len(call.item) == 1 else (None,)
-    if not isinstance(index, Tensor) or index.is_floating_point() or index.dtype == torch.bool or call.base.dim() != 2:
+    (index,) = indexing.item if len(indexing.item) == 1 else (None,)
+    if (
+        not isinstance(index, Tensor)
+        or index.is_floating_point()
+        or index.dtype == torch.bool
+        or indexing.base.dim() != 2
+    ):
         return None
     with tracing.suspend():
         ids = tuple(owner.reshape(index.numel(), -1).amax(1).tolist()) if index.numel() else ()
-    layout = regular(0, ids, batch)
-    rows = samples(grad.reshape(index.numel(), -1), layout, batch)
-    return Rows(samples(index.reshape(-1) % len(call.base), layout, batch), rows, len(call.base))
+    layout = make_layout(0, ids, batch)
+    rows = split_samples(grad.reshape(index.numel(), -1), layout, batch)
+    return Rows(split_samples(index.reshape(-1) % len(indexing.base), layout, batch), rows, len(indexing.base))

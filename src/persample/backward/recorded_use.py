@@ -14,9 +14,8 @@ from persample._internal import tracing
 from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import compute_moved_terms
-from persample.errors import PerSampleError, op_name
-from persample.layouts import Op
-from persample.layouts.layout import Layout, Owners, joined, place, sample_ids, samples
+from persample.errors import PerSampleError, get_op_name
+from persample.layouts import Call, Layout, Owners, join_samples, make_sample_ids, place_rows, split_samples
 from persample.rules.generic import compute_generic_gradients
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term, is_complex
@@ -27,7 +26,7 @@ class Plan:
     """What all uses of a function with arguments of the same types and shapes have in common."""
 
     func: Callable[..., Any]
-    call: tuple[Any, Any]  # the arguments without their tensors
+    arguments: tuple[Any, Any]  # the arguments without their tensors
     layouts: tuple[Layout | None, ...]  # of each tensor in the arguments
     results: tuple[Layout | None, ...]  # of each tensor in the result
     tapped: tuple[int, ...]  # the results that can have a gradient
@@ -48,13 +47,13 @@ class Plan:
     def positions(self) -> dict[str, tuple[int, ...]]:
         """The positions of the tensors in each argument, by the argument's name."""
         assert self.rule is not None
-        return {name: tuple(find_slots(value)) for name, value in self.rule.bind(*self.call).items()}
+        return {name: tuple(find_slots(value)) for name, value in self.rule.bind(*self.arguments).items()}
 
     @property
     def source(self) -> str:
         """The name of the rule, for reports; a recurrent layer passes the function that it stands for."""
-        first = self.call[0][0] if self.call[0] else None
-        name = op_name(first if callable(first) else self.func).strip("_")
+        first = self.arguments[0][0] if self.arguments[0] else None
+        name = get_op_name(first if callable(first) else self.func).strip("_")
         return name if self.rule is not None else f"moves ({name})" if self.moves else f"generic ({name})"
 
 
@@ -100,9 +99,9 @@ class RecordedUse:
             return
         is_reached = grad.index_select(layout.dim, torch.tensor(rows, device=grad.device)).any()
         cause = (
-            f"{op_name(self.plan.func)}: the loss depends on rows {rows} of a result, which belong to no sample. They "
-            "were made of constants and put beside samples in the batch dimension. Leave these rows out of the loss, "
-            "or give each sample one."
+            f"{get_op_name(self.plan.func)}: the loss depends on rows {rows} of a result, which belong to no sample. "
+            "They were made of constants and put beside samples in the batch dimension. Leave these rows out of the "
+            "loss, or give each sample one."
         )
         trace = tracing.get_trace()
         if trace is not None:
@@ -115,22 +114,22 @@ class RecordedUse:
         layout, weight = self.plan.layouts[position], self.weights[position]
         if not weight.is_complex() and is_complex(term):
             term = Dense(term.dense().real)
-        return term if layout is None else Dense(place(term.dense(), layout, weight.shape, self.batch))
+        return term if layout is None else Dense(place_rows(term.dense(), layout, weight.shape, self.batch))
 
     def _join(self, term: Term, position: int, shape: torch.Size) -> Tensor:
         layout = self.plan.layouts[position]
         assert layout is not None
-        return joined(term.dense(), layout, shape, self.batch)
+        return join_samples(term.dense(), layout, shape, self.batch)
 
     def _compute_moved_terms(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term]:
-        args, kwargs = put_in_tensors(self.plan.call, tensors)
-        op = Op(self.plan.func, args, kwargs, tuple(tensors), self.plan.layouts, self.batch)
+        args, kwargs = put_in_tensors(self.plan.arguments, tensors)
+        call = Call(self.plan.func, args, kwargs, tuple(tensors), self.plan.layouts, self.batch)
         (grad,) = grads
         if grad is None:
             return {}
         with tracing.suspend():
-            owner = sample_ids(grad, self.plan.results[0], self.batch)
-        terms = compute_moved_terms(op, self.weights, grad, owner)
+            owner = make_sample_ids(grad, self.plan.results[0], self.batch)
+        terms = compute_moved_terms(call, self.weights, grad, owner)
         return self._compute_terms(tensors, grads) if terms is None else terms
 
     def _compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
@@ -138,17 +137,19 @@ class RecordedUse:
         plan = self.plan
         if plan.rule is not None and plan.rule.as_they_lie:
             with tracing.suspend():
-                owners = Owners(sample_ids(own_grads[0], plan.results[0], self.batch), self.batch)  # type: ignore[arg-type]
+                owners = Owners(make_sample_ids(own_grads[0], plan.results[0], self.batch), self.batch)  # type: ignore[arg-type]
             return self._apply_rule(plan.rule, [own_grads[0] if len(own_grads) == 1 else own_grads, owners], tensors)
         whole = plan.rule is not None and plan.rule.whole  # then `tensors` includes the results
         layouts = (*plan.layouts, *plan.results) if whole else plan.layouts
         # Samples with fewer rows than others are filled up. Padding rows get zero gradient, so they add nothing.
         rows = [
-            t if layout is None else samples(t, layout, self.batch, zeros=not (t.is_floating_point() or t.is_complex()))
+            t
+            if layout is None
+            else split_samples(t, layout, self.batch, zeros=not (t.is_floating_point() or t.is_complex()))
             for t, layout in zip(tensors, layouts, strict=True)
         ]
         grads = [
-            samples(grad, layout, self.batch) if grad is not None and layout is not None else None
+            split_samples(grad, layout, self.batch) if grad is not None and layout is not None else None
             for grad, layout in zip(own_grads, plan.results, strict=True)
         ]
         if plan.rule is not None:
@@ -160,12 +161,12 @@ class RecordedUse:
         batched = [layout is not None for layout in plan.layouts]
         device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
         with torch.autocast(device, dtype, enabled=self.autocast is not None):
-            found = compute_generic_gradients(plan.func, plan.call, rows, batched, positions, grads)
+            found = compute_generic_gradients(plan.func, plan.arguments, rows, batched, positions, grads)
         return dict(zip(positions, map(Dense, found), strict=True))
 
     def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""
-        args, kwargs = put_in_tensors(self.plan.call, tensors)
+        args, kwargs = put_in_tensors(self.plan.arguments, tensors)
         found: dict[int, Term] = {}
         for name, term in rule.terms(*given, *args, **kwargs).items():
             positions = self.plan.positions.get(name, ())
@@ -174,6 +175,7 @@ class RecordedUse:
         if without:
             missing = [name for name, positions in self.plan.positions.items() if without & {*positions}]
             raise PerSampleError(
-                f"The rule of {op_name(self.plan.func)} returns no term for {missing}, which are weights in this call."
+                f"The rule of {get_op_name(self.plan.func)} returns no term for {missing}, which are weights in this "
+                "call."
             )
         return found

@@ -12,7 +12,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.backward.recorded_use import RecordedUse
-from persample.errors import PerSampleError, op_name
+from persample.errors import PerSampleError, get_op_name
 
 
 class Tap(torch.autograd.Function):
@@ -49,7 +49,7 @@ class Tap(torch.autograd.Function):
             )
         if torch.is_grad_enabled():
             raise PerSampleError(
-                f"{op_name(use.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
+                f"{get_op_name(use.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
                 "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
             )
         # The anchor is not reached by autograd.grad(loss, inputs), which must leave no per-sample gradients.

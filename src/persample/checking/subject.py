@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from persample import _torch
 from persample._internal.dtypes import to_double
 from persample._internal.graph import preserve_grads
+from persample._internal.rng import fork_rng, seed_torch
 from persample._internal.tree import find_tensors
 from persample.backward.collector import asked_sources
 from persample.batches import Batch
@@ -177,7 +178,7 @@ def preserve_state(*modules: Any) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())):
+        with fork_rng():
             yield
     finally:
         random.setstate(of_python)
@@ -190,10 +191,8 @@ def preserve_state(*modules: Any) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds whatever draws random numbers; as `torch.manual_seed`, which takes a hundred times as long."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    """Seed the generators of torch, Python and numpy."""
+    seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)

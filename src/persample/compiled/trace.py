@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.tree import find_tensors, map_tensors
-from persample.errors import PerSampleError, place_in
-from persample.layouts.call import Op
+from persample.errors import PerSampleError, find_place
+from persample.layouts import Call
 
 _LARGEST_CONSTANT = 2**20
 _PACKAGES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["persample"]))  # type: ignore[arg-type]
@@ -88,7 +87,7 @@ class Trace(_torch.TorchDispatchMode):
         return result
 
     def _refuse(self, cause: str, error: Exception | None = None) -> None:
-        self.refused = PerSampleError(f"This step cannot be compiled: {place_in(self._names)}{_line()} {cause}.")
+        self.refused = PerSampleError(f"This step cannot be compiled: {find_place(self._names)}{_line()} {cause}.")
         raise self.refused from error
 
     def _of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -102,12 +101,10 @@ class Trace(_torch.TorchDispatchMode):
 
     # ---- for those who look for the samples ----
 
-    def stand_in(self, op: Op) -> Op:
+    def stand_in(self, call: Call) -> Call:
         """The same call with tensors that have values: their own if these are known, else made-up ones."""
         self._made_up = set()
-        tensors = [self._stand_in(t) for t in op.tensors]
-        args, kwargs = op.fill(tensors)
-        return replace(op, args=args, kwargs=kwargs, tensors=tuple(tensors))
+        return call.with_tensors([self._stand_in(t) for t in call.tensors])
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         value = self._value(tensor)

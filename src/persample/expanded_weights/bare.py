@@ -23,8 +23,7 @@ from persample.expanded_weights.helpers import (
 )
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.forward.tracker import Tracker
-from persample.layouts.layout import Layout
-from persample.layouts.recurrent import packed_layout
+from persample.layouts import Layout, make_packed_layout
 from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
 
 
@@ -40,9 +39,7 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         batch, layouts = _input_layout(func, handler, handler.bind(args, kwargs))
     first = expanded[0]
     collector = Collector([w.orig_weight for w in expanded], to_grad_sample(first.batch_size, first.loss_reduction))
-    tracker = Tracker(
-        collector, batch=batch, loss_reduction=first.loss_reduction, layout_options=LAYOUT_OPTIONS
-    )
+    tracker = Tracker(collector, batch=batch, loss_reduction=first.loss_reduction, layout_options=LAYOUT_OPTIONS)
     for tensor, layout in layouts:
         tracker.add_input(tensor, layout)
     args, kwargs = map_tensors(original, (args, kwargs))
@@ -106,7 +103,7 @@ def _recurrent_layouts(func: Callable[..., Any], call: dict[str, Any], weight: E
     if plain and packed:
         batch, layout = (
             int(call["batch_sizes"][0]),
-            packed_layout(call["batch_sizes"], None, int(call["batch_sizes"][0])),
+            make_packed_layout(call["batch_sizes"], None, int(call["batch_sizes"][0])),
         )
     elif plain:
         layout = Layout(0 if call["batch_first"] else 1)

@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.autograd.function import FunctionMeta
 
 from persample.backward.collector import Deliver
-from persample.errors import PerSampleError, op_name
+from persample.errors import PerSampleError, get_op_name
 from persample.expanded_weights.helpers import add_grad_sample
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.forward.tracker import Tracker
-from persample.layouts import Op
-from persample.layouts.layout import Layout
+from persample.layouts import Call, Layout
 from persample.rules import register_adapter
 from persample.terms import Dense, Term, sum_dense
 
@@ -28,16 +27,16 @@ def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
     return deliver
 
 
-def run_registered_function(tracker: Tracker, function: Any, op: Op, weights: Mapping[int, Tensor]) -> Any:
+def run_registered_function(tracker: Tracker, function: Any, call: Call, weights: Mapping[int, Tensor]) -> Any:
     """Run a use by an `autograd.Function` that was registered with `implements_per_sample_grads`."""
-    layouts = [(t, where) for t, where in zip(op.tensors, op.where, strict=True) if isinstance(where, Layout)]
+    layouts = [(t, where) for t, where in zip(call.tensors, call.where, strict=True) if isinstance(where, Layout)]
     dims = {where.dim for _, where in layouts if where.inner == 1 and where.ids is None}
     if tracker.batch == 1:  # any dimension of size 1 may be the batch dimension
         dims = {next((dim for dim in (0, 1) if layouts[0][0].shape[dim : dim + 1] == (1,)), 2)}
     if len(dims) != 1 or not dims <= {0, 1}:
         raise PerSampleError(
-            f"The rule {function.__name__} registered for {op_name(op.func)} expects the batch in dim 0 or 1 of its "
-            f"input, but in {tracker.place()} the samples lie elsewhere."
+            f"The rule {function.__name__} registered for {get_op_name(call.func)} expects the batch in dim 0 or 1 of "
+            f"its input, but in {tracker.place()} the samples lie elsewhere."
         )
 
     def expand(weight: Tensor) -> ExpandedWeight:
@@ -46,9 +45,9 @@ def run_registered_function(tracker: Tracker, function: Any, op: Op, weights: Ma
         result.receive = lambda rows: tracker.collector.receive(weight, Dense(rows))
         return result
 
-    given: list[Tensor] = [expand(t) if i in weights else t for i, t in enumerate(op.tensors)]
-    args, kwargs = op.fill(given)
-    return function.apply(tuple(kwargs), op.func, *args, *kwargs.values())
+    given: list[Tensor] = [expand(t) if i in weights else t for i, t in enumerate(call.tensors)]
+    args, kwargs = call.fill(given)
+    return function.apply(tuple(kwargs), call.func, *args, *kwargs.values())
 
 
 register_adapter(FunctionMeta, run_registered_function)

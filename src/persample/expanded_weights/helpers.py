@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.tree import find_tensors, map_tensors
-from persample.errors import op_name
+from persample.errors import get_op_name
 from persample.expanded_weights.tensor import ExpandedWeight
 from persample.rules import HANDLED_FUNCTIONS
 
@@ -68,7 +68,7 @@ def original(tensor: Tensor) -> Tensor:
 def check_call(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """The checks that hold for every rule; the first argument is the input."""
     input = args[0] if args else next(iter(kwargs.values()), None)
-    name = op_name(func)
+    name = get_op_name(func)
     if isinstance(input, ExpandedWeight):
         raise RuntimeError(
             "Expanded Weights do not support inputs that are also ExpandedWeights. "

@@ -7,6 +7,7 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,11 +17,17 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
-from persample.layouts import Motion, Op
-from persample.layouts.by_trial import by_trial, in_other_orders
-from persample.layouts.find import described
-from persample.layouts.layout import Layout, Lost, Reduced
-from persample.layouts.motion import everywhere
+from persample.layouts import (
+    Call,
+    Layout,
+    Lost,
+    Motion,
+    Reduced,
+    find_motion_by_trial,
+    has_different_orders,
+    make_uniform_motion,
+    without_function,
+)
 
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -56,31 +63,33 @@ class WholeModules:
         tensors = tuple(find_tensors((args, kwargs)))
         where = tuple(map(self.tracker.find_layout, tensors))
         if any(where):
-            op = Op(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
+            call = Call(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
             results = find_results(output, args)
             with torch.no_grad():
-                motion = self._find_motion(module, op, results)
+                motion = self._find_motion(module, call, results)
             for made, layout in zip(results, motion.results, strict=True):
                 self.tracker.set_layout(made, layout)
 
-    def _find_motion(self, module: nn.Module, op: Op, results: tuple[Tensor, ...]) -> Motion:
+    def _find_motion(self, module: nn.Module, call: Call, results: tuple[Tensor, ...]) -> Motion:
         """How the module moves the samples, found once for arguments of these shapes."""
-        for where in op.where:
+        for where in call.where:
             if isinstance(where, (Lost, Reduced)):
-                return everywhere(Lost(where.cause, where.place), results)
-        if in_other_orders(op):
+                return make_uniform_motion(Lost(where.cause, where.place), results)
+        if has_different_orders(call):
             cause = f"{type(module).__name__} has the samples in different orders in its arguments"
-            return everywhere(Lost(cause), results)
+            return make_uniform_motion(Lost(cause), results)
         found = _found.setdefault(module, {})
-        key = described(op)[1:]  # without the module: the value of a weak map must not refer to its key
+        key = without_function(call.key)  # the function refers to the module, and a value of a weak map must not
         if key not in found:
             # Masks are not changed in trials: whether torch takes the fast path depends on the whole mask.
-            without_masks = [None if t.dtype == torch.bool else w for t, w in zip(op.tensors, op.where, strict=True)]
+            without_masks = [
+                None if t.dtype == torch.bool else w for t, w in zip(call.tensors, call.where, strict=True)
+            ]
             layouts = [w for w in without_masks if isinstance(w, Layout)]
-            found[key] = by_trial(Op(op.func, op.args, op.kwargs, op.tensors, tuple(without_masks), op.batch), results)
+            found[key] = find_motion_by_trial(replace(call, where=tuple(without_masks)), results)
             if not layouts:
                 cause = f"{type(module).__name__} depends on the samples only through its mask"
-                found[key] = everywhere(Lost(cause), results)
+                found[key] = make_uniform_motion(Lost(cause), results)
         return found[key]
 
 

@@ -11,20 +11,22 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample._internal.tree import map_tensors
-from persample.layouts import Op
+from persample.layouts import Call
 
 
-def run_detached(op: Op, weights: Container[int], without_graph: bool) -> Any:
-    """The result of `op`, connected by autograd to the activations but not to the weights.
+def run_detached(call: Call, weights: Container[int], without_graph: bool) -> Any:
+    """The result of `call`, connected by autograd to the activations but not to the weights.
 
-    `weights` are positions among the op's tensors. With `without_graph` the result is connected to nothing.
+    `weights` are positions among the tensors of the call. With `without_graph` the result is connected to nothing.
     """
-    has_graph = any(t.requires_grad for i, t in enumerate(op.tensors) if i not in weights)
-    if op.inplace or (has_graph and not without_graph):
-        changed = 0 if op.inplace else None
-        args, kwargs = op.fill([t.detach() if i in weights and i != changed else t for i, t in enumerate(op.tensors)])
-        return choose_kernel(op.func, weights)(*args, **kwargs)
-    return map_tensors(Tensor.detach, op.func(*op.args, **op.kwargs))
+    has_graph = any(t.requires_grad for i, t in enumerate(call.tensors) if i not in weights)
+    if call.is_inplace or (has_graph and not without_graph):
+        changed = 0 if call.is_inplace else None
+        args, kwargs = call.fill(
+            [t.detach() if i in weights and i != changed else t for i, t in enumerate(call.tensors)]
+        )
+        return choose_kernel(call.func, weights)(*args, **kwargs)
+    return map_tensors(Tensor.detach, call.func(*call.args, **call.kwargs))
 
 
 def choose_kernel(func: Callable[..., Any], weights: Container[int]) -> Callable[..., Any]:

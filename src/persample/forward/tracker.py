@@ -21,15 +21,29 @@ from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
-from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, place_in
+from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
 from persample.forward.fastpath import WholeModules
 from persample.forward.inline import make_inline
 from persample.forward.known_tensors import TensorMap
 from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
-from persample.layouts import CACHE, CountedSizes, Motion, Op, call_simple, motion_of, op_of
-from persample.layouts.functions import MOVES
-from persample.layouts.layout import Layout, Lost, Reduced, Where, from_ids, laid_out_ids, sample_ids
+from persample.layouts import (
+    CACHE,
+    MOVES,
+    Call,
+    CountedSizes,
+    Layout,
+    Lost,
+    Motion,
+    Reduced,
+    Where,
+    find_layout_of_ids,
+    find_motion,
+    make_call,
+    make_sample_ids,
+    make_strided_ids,
+    mark_simple,
+)
 from persample.rules import Rewrite, find_adapter, get_handler, get_rules
 
 # Functions that return their argument itself, unchanged.
@@ -179,7 +193,7 @@ class Tracker(TorchFunctionMode):
         """The module whose code is running, in words."""
         if self._module_names is None:
             self._module_names = {} if self.model is None else {m: name for name, m in self.model.named_modules()}
-        return place_in(self._module_names)
+        return find_place(self._module_names)
 
     # ---- each op ----
 
@@ -199,95 +213,95 @@ class Tracker(TorchFunctionMode):
             return self.run_backward(func, args, kwargs)
         if func is torch.autograd.grad:
             self._refuse_parameter_gradients(args, kwargs)
-        op = op_of(func, args, kwargs, self.batch, self.find_layout, self._counted)
+        call = make_call(func, args, kwargs, self.batch, self.find_layout, self._counted)
         # The fast path: a call like this one was seen before, and is known to do nothing else.
-        known = CACHE.get(op.kind)
+        known = CACHE.get(call.key)
         if known is not None and torch.is_grad_enabled():
             if known.simple is not None:
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
                     self.set_layout(result, known.simple)
                 return result
-            if known.use is not None and func not in _UPDATING and can_repeat(op, known.use, self):
+            if known.use is not None and func not in _UPDATING and can_repeat(call, known.use, self):
                 prepare_recomputation(self)
-                result = repeat_use(op, known.use, self)
+                result = repeat_use(call, known.use, self)
                 self.set_layout(result, known.results[0])
                 return result
-        return self._run(self._without_unread_tensor(op))
+        return self._run(self._without_unread_tensor(call))
 
-    def _without_unread_tensor(self, op: Op) -> Op:
+    def _without_unread_tensor(self, call: Call) -> Call:
         """The same call without a second tensor of which only the dtype and device, or the shape, is read."""
         args: tuple[Any, ...]
-        if op.func in _TYPED and len(op.tensors) > 1:
-            func, args, kwargs = Tensor.to, (op.args[0], op.tensors[1].device, op.tensors[1].dtype), op.kwargs
-        elif op.func in _SHAPED:
-            func, args, kwargs = _SHAPED[op.func], (op.tensors[0], op.tensors[1].shape), {}
+        if call.func in _TYPED and len(call.tensors) > 1:
+            func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
+        elif call.func in _SHAPED:
+            func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
         else:
-            return op
-        return op_of(func, args, kwargs, self.batch, self.find_layout, self._counted)
+            return call
+        return make_call(func, args, kwargs, self.batch, self.find_layout, self._counted)
 
-    def _run(self, op: Op) -> Any:
+    def _run(self, call: Call) -> Any:
         """Run an op: a rewrite, a use, an op of weights alone, or an op without weights."""
-        has_samples = any(op.where)
-        handler = get_handler(op.func)
+        has_samples = any(call.where)
+        handler = get_handler(call.func)
         if has_samples and isinstance(handler, Rewrite):
             with self:
-                result = handler.function(*op.args, **op.kwargs)
+                result = handler.function(*call.args, **call.kwargs)
             if result is not NotImplemented:
                 return result
-        weights = {i: t for i, t in enumerate(op.tensors) if op.where[i] is None and self.is_weight(t)}
+        weights = {i: t for i, t in enumerate(call.tensors) if call.where[i] is None and self.is_weight(t)}
         if weights and has_samples and torch.is_grad_enabled():
-            return self._run_use(op, weights)
-        self._save_buffers(op)
-        func, args, kwargs = op.func, op.args, op.kwargs
-        if func in MOVES and op.inplace:  # its argument has another shape afterwards
-            unchanged = op.tensors[0].detach()
-            op = replace(op, args=(unchanged, *args[1:]), tensors=(unchanged, *op.tensors[1:]))
+            return self._run_use(call, weights)
+        self._save_buffers(call)
+        func, args, kwargs = call.func, call.args, call.kwargs
+        if func in MOVES and call.is_inplace:  # its argument has another shape afterwards
+            unchanged = call.tensors[0].detach()
+            call = replace(call, args=(unchanged, *args[1:]), tensors=(unchanged, *call.tensors[1:]))
         if weights and not has_samples:
             with self.processes.saving_weights():
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in op.tensors)):
+        if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in call.tensors)):
             for made in find_tensors(result):
                 self._of_hidden_weights[made] = True
         if has_samples and func in _LEAVING:
             self._counted.add(result)
         elif has_samples:
-            self._follow(op, result)
+            self._follow(call, result)
             if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
-                call_simple(op, result)
+                mark_simple(call, result)
         elif weights:
             for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
         return result
 
-    def _run_use(self, op: Op, weights: dict[int, Tensor]) -> Any:
-        handler, rules = get_handler(op.func), get_rules(op.func)
+    def _run_use(self, call: Call, weights: dict[int, Tensor]) -> Any:
+        handler, rules = get_handler(call.func), get_rules(call.func)
         adapter = find_adapter(handler)
-        if not rules and adapter is None and isinstance(op.func, FunctionType):
+        if not rules and adapter is None and isinstance(call.func, FunctionType):
             with self:
-                return make_inline(op.func)(*op.args, **op.kwargs)
-        self._save_buffers(op)
+                return make_inline(call.func)(*call.args, **call.kwargs)
+        self._save_buffers(call)
         if adapter is not None:
-            check_not_mixed(op, self)
-            result = adapter(self, handler, op, weights)
-            self._follow(op, result)
+            check_not_mixed(call, self)
+            result = adapter(self, handler, call, weights)
+            self._follow(call, result)
             return result
         prepare_recomputation(self)
-        result, motion = run_use(op, weights, rules, self)
-        for made, layout in zip(find_results(result, op.args), motion.results, strict=True):
+        result, motion = run_use(call, weights, rules, self)
+        for made, layout in zip(find_results(result, call.args), motion.results, strict=True):
             self.set_layout(made, layout)
         return result
 
-    def _follow(self, op: Op, result: Any) -> None:
+    def _follow(self, call: Call, result: Any) -> None:
         """Find the layout of each result."""
-        results = find_results(result, op.args) if result is not None or op.inplace else ()
-        if not results or op.func in _UNCHANGING:
+        results = find_results(result, call.args) if result is not None or call.is_inplace else ()
+        if not results or call.func in _UNCHANGING:
             return
-        for made, layout in zip(results, motion_of(op, results).results, strict=True):
-            if op.inplace and made._base is not None and layout != op.where[0]:
+        for made, layout in zip(results, find_motion(call, results).results, strict=True):
+            if call.is_inplace and made._base is not None and layout != call.where[0]:
                 self._update_base(made, layout)
             if layout is not None or made._base is not None:
                 self.set_layout(made, layout)
@@ -308,19 +322,21 @@ class Tracker(TorchFunctionMode):
         assert base is not None
         if not isinstance(layout, (Lost, Reduced)):
             with tracing.suspend():
-                ids = laid_out_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
+                ids = make_strided_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
                 of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
-                of_view.copy_(sample_ids(view, layout, self.batch))
-                layout = from_ids(ids, self.batch, isinstance(layout, Layout) and layout.loose)
+                of_view.copy_(make_sample_ids(view, layout, self.batch))
+                layout = find_layout_of_ids(ids, self.batch, isinstance(layout, Layout) and layout.loose)
         self.set_layout(base, layout)
 
     def _find_layout_of_view(self, view: Tensor, base: Tensor, layout: Where | None) -> Where | None:
         """The layout of a view that was made before samples were written into its base."""
         if not isinstance(layout, Layout):
-            return None if isinstance(layout, Lost) and layout.listed else layout
+            return None if isinstance(layout, Lost) and layout.listing else layout
         with tracing.suspend():
-            ids = laid_out_ids(base, layout, self.batch)
-            return from_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, layout.loose)
+            ids = make_strided_ids(base, layout, self.batch)
+            return find_layout_of_ids(
+                ids.as_strided(view.shape, view.stride(), view.storage_offset()), self.batch, layout.loose
+            )
 
     # ---- buffers ----
 
@@ -328,10 +344,10 @@ class Tracker(TorchFunctionMode):
     def _buffers(self) -> dict[int, Tensor]:
         return {} if self.model is None else {id(b): b for b in self.model.buffers()}
 
-    def _save_buffers(self, op: Op) -> None:
+    def _save_buffers(self, call: Call) -> None:
         """Copy the model's buffers before an op changes them, for `restore_buffers`."""
-        if (op.inplace or op.func in _UPDATING) and self._buffers:
-            for tensor in op.tensors:
+        if (call.is_inplace or call.func in _UPDATING) and self._buffers:
+            for tensor in call.tensors:
                 if id(tensor) in self._buffers and id(tensor) not in self._buffers_before:
                     self._buffers_before[id(tensor)] = tensor.clone()
 
@@ -406,8 +422,8 @@ class Tracker(TorchFunctionMode):
 
     def _give_to_each_sample(self, output: Tensor) -> Tensor:
         """A tensor of weights that was expanded to the batch, with row n as sample n's."""
-        op = Op(Tensor.clone, (output,), {}, (output,), (None,), self.batch)
-        return run_use(op, {0: output}, (), self, Motion((Layout(0),)))[0]
+        call = Call(Tensor.clone, (output,), {}, (output,), (None,), self.batch)
+        return run_use(call, {0: output}, (), self, Motion((Layout(0),)))[0]
 
     def _make_refusal(self, cause: str) -> Callable[[Tensor], None]:
         advice = self.advice  # not self: the hook must not keep the tracker alive

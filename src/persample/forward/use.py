@@ -16,11 +16,9 @@ from persample.backward.collector import Collector
 from persample.backward.entry_moves import is_entry_move
 from persample.backward.recorded_use import Plan, RecordedUse
 from persample.backward.tap import Tap
-from persample.errors import PerSampleError, SamplesMixed, op_name
+from persample.errors import PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
-from persample.layouts import Motion, Op, motion_of
-from persample.layouts.functions import WRITES
-from persample.layouts.layout import Layout, Reduced
+from persample.layouts import WRITES, Call, Layout, Motion, Reduced, find_motion
 from persample.rules import Rule, get_rules
 
 
@@ -38,57 +36,57 @@ class ForwardPass(Protocol):
 
 
 def run_use(
-    op: Op, weights: dict[int, Tensor], rules: Sequence[Rule], forward: ForwardPass, motion: Motion | None = None
+    call: Call, weights: dict[int, Tensor], rules: Sequence[Rule], forward: ForwardPass, motion: Motion | None = None
 ) -> tuple[Any, Motion]:
     """Run an op that uses `weights` (by position among its tensors); returns its result and how the samples moved.
 
     `motion` is given if it is known already.
     """
-    check_not_mixed(op, forward)
-    if op.func in WRITES and not is_entry_move(op):
+    check_not_mixed(call, forward)
+    if call.func in WRITES and not is_entry_move(call):
         raise PerSampleError(
-            f"{op_name(op.func)}, in {forward.place()}, combines weights with samples while it writes them into a "
-            "tensor (reduce=...). Combine them first, then write the result."
+            f"{get_op_name(call.func)}, in {forward.place()}, combines weights with samples while it writes them into "
+            "a tensor (reduce=...). Combine them first, then write the result."
         )
-    saved = [t.detach() if i in weights else t for i, t in enumerate(op.tensors)]
-    if op.inplace:
+    saved = [t.detach() if i in weights else t for i, t in enumerate(call.tensors)]
+    if call.is_inplace:
         saved[0] = saved[0].clone()
         if 0 in weights:
-            weights = {**weights, 0: _move_aside(op, forward)}
+            weights = {**weights, 0: _move_aside(call, forward)}
     trace = tracing.get_trace()
     rng_state = None if rules or trace else torch.get_rng_state()
     drawn = trace.drawn if trace else 0
-    result = run_detached(op, weights, without_graph=any(rule.whole for rule in rules))
-    is_random = trace.drawn > drawn and not rules if trace else _is_random(op, rng_state)
+    result = run_detached(call, weights, without_graph=any(rule.whole for rule in rules))
+    is_random = trace.drawn > drawn and not rules if trace else _is_random(call, rng_state)
     if is_random:
         raise PerSampleError(
-            f"{op_name(op.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The same "
-            "numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does."
+            f"{get_op_name(call.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The "
+            "same numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does."
         )
 
-    results = find_results(result, op.args)
-    motion = motion or motion_of(op, results)
+    results = find_results(result, call.args)
+    motion = motion or find_motion(call, results)
     key = tuple(weights)
     plan = motion.plans.get(key)
     if plan is None or plan.rules is not rules:
-        plan = motion.plans[key] = _make_plan(op, results, weights, rules, motion, forward)
-        motion.use = plan if _can_repeat_later(op, result, weights, plan) else None
+        plan = motion.plans[key] = _make_plan(call, results, weights, rules, motion, forward)
+        motion.use = plan if _can_repeat_later(call, result, weights, plan) else None
     if not plan.tapped:
         return result, motion
 
     shapes = tuple([r.shape for r in results])
-    autocast = _get_autocast(op.tensors[0].device.type)
+    autocast = _get_autocast(call.tensors[0].device.type)
     use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector, forward.anchor_node)
     forward.collector.expect(weights.values())
     if forward.collector.early:
-        factors = [t for i, t in enumerate(op.tensors) if i not in weights] + [results[i] for i in plan.tapped]
+        factors = [t for i, t in enumerate(call.tensors) if i not in weights] + [results[i] for i in plan.tapped]
         forward.collector.expect_bytes(sum(t.nbytes for t in factors))
     if plan.rule is not None and plan.rule.whole:
         saved += results
-    chosen = [results[i] if op.inplace else _find_base(results[i]) for i in plan.tapped]
+    chosen = [results[i] if call.is_inplace else _find_base(results[i]) for i in plan.tapped]
     shared = plan.moves and any(_shares_memory(c, w) for c in chosen for w in weights.values())
-    copy = not op.inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
-    tapped_results = Tap.apply(use, saved, copy, *chosen, *(op.tensors[i] for i in plan.inputs), forward.anchor)
+    copy = not call.is_inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
+    tapped_results = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), forward.anchor)
     pairs = zip(plan.tapped, tapped_results, strict=True)
     seen = {i: tapped if tapped.shape == shapes[i] else tapped.view(shapes[i]) for i, tapped in pairs}
     if isinstance(result, Tensor):
@@ -97,22 +95,22 @@ def run_use(
     return map_tensors(lambda _: next(supply), result), motion
 
 
-def can_repeat(op: Op, plan: Plan, forward: ForwardPass) -> bool:
+def can_repeat(call: Call, plan: Plan, forward: ForwardPass) -> bool:
     """Whether `plan`, made for an earlier call with the same key, holds for this call."""
     parameters = forward.collector.parameters
-    return all([id(op.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(op.func)
+    return all([id(call.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(call.func)
 
 
-def repeat_use(op: Op, plan: Plan, forward: ForwardPass) -> Tensor:
+def repeat_use(call: Call, plan: Plan, forward: ForwardPass) -> Tensor:
     """`run_use` for a call with a plan, without the cases that cannot occur. This is the hot path."""
-    saved, weights = list(op.tensors), {i: op.tensors[i] for i, _ in plan.weights_at}
+    saved, weights = list(call.tensors), {i: call.tensors[i] for i, _ in plan.weights_at}
     if plan.has_graph:
-        args, kwargs = list(op.args), dict(op.kwargs)
+        args, kwargs = list(call.args), dict(call.kwargs)
         for position, argument in plan.weights_at:
             (args if isinstance(argument, int) else kwargs)[argument] = saved[position].detach()  # type: ignore[index]
         result = plan.kernel(*args, **kwargs)
     else:
-        result = plan.kernel(*op.args, **op.kwargs).detach()
+        result = plan.kernel(*call.args, **call.kwargs).detach()
     collector = forward.collector
     use = RecordedUse(
         plan, (result.shape,), weights, _get_autocast(result.device.type), forward.batch, collector, forward.anchor_node
@@ -127,22 +125,22 @@ def repeat_use(op: Op, plan: Plan, forward: ForwardPass) -> Tensor:
     return seen if seen.shape == result.shape else seen.view(result.shape)
 
 
-def _can_repeat_later(op: Op, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
+def _can_repeat_later(call: Call, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
     """Whether later calls with the same key can skip `run_use`: a rule, one result, no other possible weights."""
-    possible_weights = {i for i, t in enumerate(op.tensors) if t.requires_grad and op.where[i] is None}
-    is_plain = plan.rule is not None and not plan.rule.whole and not op.inplace and isinstance(result, Tensor)
+    possible_weights = {i for i, t in enumerate(call.tensors) if t.requires_grad and call.where[i] is None}
+    is_plain = plan.rule is not None and not plan.rule.whole and not call.is_inplace and isinstance(result, Tensor)
     return is_plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and possible_weights == {*weights}
 
 
-def _find_arguments(op: Op, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
+def _find_arguments(call: Call, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
     """For each weight: its position among the tensors, and its argument's position or name; empty if one is nested."""
-    given: list[tuple[int | str, Any]] = [*enumerate(op.args), *op.kwargs.items()]
+    given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     arguments = [key for key, arg in given if isinstance(arg, Tensor)]
-    return [(i, arguments[i]) for i in weights] if len(arguments) == len(op.tensors) else []
+    return [(i, arguments[i]) for i in weights] if len(arguments) == len(call.tensors) else []
 
 
 def _make_plan(
-    op: Op,
+    call: Call,
     results: Sequence[Tensor],
     weights: dict[int, Tensor],
     rules: Sequence[Rule],
@@ -150,31 +148,31 @@ def _make_plan(
     forward: ForwardPass,
 ) -> Plan:
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
-    _check_results(op, [motion.results[i] for i in tapped], forward)
-    layouts = tuple(motion.follows(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(op.where))
-    call = take_out_tensors((op.args, op.kwargs))
+    _check_results(call, [motion.results[i] for i in tapped], forward)
+    layouts = tuple(motion.get_aligned(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(call.where))
+    arguments = take_out_tensors((call.args, call.kwargs))
     # In an empty batch, layouts are not known and make no difference.
-    rule = next((r for r in rules if not forward.batch or _is_for(r, op, call, layouts, weights)), None)
+    rule = next((r for r in rules if not forward.batch or _is_for(r, call, arguments, layouts, weights)), None)
     whole = any(r.whole for r in rules)
     if rule is None and whole:
         raise PerSampleError(
-            f"{op_name(op.func)}, in {forward.place()}, has samples in an argument where its rule expects none."
+            f"{get_op_name(call.func)}, in {forward.place()}, has samples in an argument where its rule expects none."
         )
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
-    with_graph = [i for i, t in enumerate(op.tensors) if t.requires_grad and i not in weights]
+    with_graph = [i for i, t in enumerate(call.tensors) if t.requires_grad and i not in weights]
     return Plan(
-        func=op.func,
-        call=call,
+        func=call.func,
+        arguments=arguments,
         layouts=layouts,
         results=where,
         tapped=tapped,
         inputs=with_graph if whole else [],
         rule=rule,
         rules=rules,
-        moves=rule is None and is_entry_move(op),
-        kernel=choose_kernel(op.func, weights) if with_graph else op.func,
+        moves=rule is None and is_entry_move(call),
+        kernel=choose_kernel(call.func, weights) if with_graph else call.func,
         has_graph=bool(with_graph),
-        weights_at=_find_arguments(op, weights),
+        weights_at=_find_arguments(call, weights),
     )
 
 
@@ -183,27 +181,27 @@ def _get_autocast(device: str) -> tuple[str, torch.dtype] | None:
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
-def _move_aside(op: Op, forward: ForwardPass) -> Tensor:
+def _move_aside(call: Call, forward: ForwardPass) -> Tensor:
     """A copy of a derived weight that samples are about to be written into: the tensor itself becomes the samples'."""
-    weight = op.tensors[0]
+    weight = call.tensors[0]
     if weight.is_leaf or weight._base is not None or forward.collector.count_uses(weight):
         raise PerSampleError(
-            f"{op_name(op.func)}, in {forward.place()}, writes samples into a tensor of shape {tuple(weight.shape)} "
-            "that was computed from weights and has another use. Write into a clone of it."
+            f"{get_op_name(call.func)}, in {forward.place()}, writes samples into a tensor of shape "
+            f"{tuple(weight.shape)} that was computed from weights and has another use. Write into a clone of it."
         )
     copy = weight.clone()
     weight.detach_()
     return copy
 
 
-def _is_random(op: Op, rng_state: Tensor | None) -> bool:
+def _is_random(call: Call, rng_state: Tensor | None) -> bool:
     """Whether an op that has just run drew random numbers; `rng_state` is the state before it."""
     if rng_state is None or torch.equal(torch.get_rng_state(), rng_state):
         return False
     # Another thread may have drawn them: run the op once more to see.
-    args, kwargs = op.fill([t.detach().clone() for t in op.tensors])
+    args, kwargs = call.fill([t.detach().clone() for t in call.tensors])
     with torch.no_grad(), _torch.DisableTorchFunction(), torch.random.fork_rng([]):
-        return _torch.draws_random_numbers(lambda: op.func(*args, **kwargs))
+        return _torch.draws_random_numbers(lambda: call.func(*args, **kwargs))
 
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
@@ -217,47 +215,47 @@ def _find_base(result: Tensor) -> Tensor:
     return base if is_whole and base is not None and not base.is_leaf else result
 
 
-def check_not_mixed(op: Op, forward: ForwardPass) -> None:
+def check_not_mixed(call: Call, forward: ForwardPass) -> None:
     """Refuse arguments in which the samples are mixed."""
-    if not all([t.layout is torch.strided for t in op.tensors]):  # a list is faster than a generator for so few
+    if not all([t.layout is torch.strided for t in call.tensors]):  # a list is faster than a generator for so few
         raise PerSampleError(
-            f"{op_name(op.func)}, in {forward.place()}, uses weights with sparse tensors, which is not supported: make "
-            "them dense."
+            f"{get_op_name(call.func)}, in {forward.place()}, uses weights with sparse tensors, which is not "
+            "supported. Make them dense."
         )
-    for where in op.where:
+    for where in call.where:
         if isinstance(where, Reduced):
             raise SamplesMixed(
-                f"{op_name(op.func)}, in {forward.place()}, combines weights with a sum over the samples "
+                f"{get_op_name(call.func)}, in {forward.place()}, combines weights with a sum over the samples "
                 f"({where.cause}, in {where.place}), as a penalty on the weights does. The result belongs to no "
                 "single sample. Leave a penalty to the optimizer (weight_decay), or call its backward() outside the "
                 "recording."
             )
         if where is not None and not isinstance(where, Layout):
             raise SamplesMixed(
-                f"{op_name(op.func)}, in {forward.place()}, uses weights on a tensor in which the samples of the batch "
-                f"are mixed: {where.cause}, in {where.place}. {forward.advice}"
+                f"{get_op_name(call.func)}, in {forward.place()}, uses weights on a tensor in which the samples of the "
+                f"batch are mixed: {where.cause}, in {where.place}. {forward.advice}"
             )
 
 
-def _check_results(op: Op, results: Sequence[Any], forward: ForwardPass) -> None:
+def _check_results(call: Call, results: Sequence[Any], forward: ForwardPass) -> None:
     for where in results:
         if not isinstance(where, Layout):
-            cause = where.cause if where else f"the result of {op_name(op.func)} belongs to no sample"
+            cause = where.cause if where else f"the result of {get_op_name(call.func)} belongs to no sample"
             raise SamplesMixed(f"The samples of the batch are mixed in {forward.place()}: {cause}. {forward.advice}")
 
 
 def _is_for(
-    rule: Rule, op: Op, call: tuple[Any, Any], layouts: Sequence[Layout | None], weights: Container[int]
+    rule: Rule, call: Call, arguments: tuple[Any, Any], layouts: Sequence[Layout | None], weights: Container[int]
 ) -> bool:
     """Whether a rule is for this call, with samples in the arguments and dimensions that the rule expects."""
-    named = rule.bind(*call)
-    if not named.keys() <= rule.known or not rule.when(*op.args, **op.kwargs):
+    named = rule.bind(*arguments)
+    if not named.keys() <= rule.known or not rule.when(*call.args, **call.kwargs):
         return False
     for name, value in named.items() if not rule.as_they_lie else ():
         for slot in find_slots(value):
             layout = layouts[slot]
             if (layout is not None) != (name in rule.batched) or (slot in weights and layout and not rule.whole):
                 return False
-            if layout is not None and not rule.accepts(op.tensors[slot], layout.dim):
+            if layout is not None and not rule.accepts(call.tensors[slot], layout.dim):
                 return False
     return True

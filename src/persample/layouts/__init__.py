@@ -1,35 +1,65 @@
-"""How an op moves the samples of a batch: from where they lie in its arguments to where they lie in its result.
+"""Where the samples of a batch lie in a tensor (a layout), and how a call of a torch function moves them (a motion).
 
-There is no table of ops. An op that only moves entries (`MOVES`) is applied to a tensor that holds, for every entry,
-the number of its sample: the result says exactly where each sample went. Any other op is tried:
+There is no table of functions. A function that only moves entries is applied to a tensor of sample ids (`by_ids`), one
+that takes an index or a mask too (`by_index`). Any other function is tried with a larger batch and with other values
+for some samples (`by_trial`). Sums over the samples are followed as losses (`reductions`). A motion is cached under the
+key of the call, which holds its function, shapes, dtypes and layouts (`cache`).
 
-1.  on shapes: run on the meta device with a batch of B and of B + 1, one dim of the result grows: the samples lie
-    there. None: they were reduced together. Two: they were crossed.
-2.  on values: run with invented numbers, and again with half of the samples changed. The entries that are said to be
-    of the others must stay the same. This is what notices a softmax over the batch, a `cumsum` along it, or
-    attention from one sample to the others, all of which keep their shapes.
-
-What was found holds for the shapes it was found for, so it is remembered by them (`motion_of`). If it was found alike
-for two sizes of the batch, and nothing else in the call goes with that size, it holds for all sizes (`general`).
+Other packages use the names below.
 """
 
-from persample.layouts import embedding_bag, known, recurrent
+from persample.layouts import declared, embedding_bag  # noqa: F401  they declare motions
+from persample.layouts.by_index import Indexing
+from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
-from persample.layouts.call import Op, op_of
+from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import CountedSizes
-from persample.layouts.find import call_simple, motion, motion_of
-from persample.layouts.motion import Motion
+from persample.layouts.find import find_motion, mark_simple
+from persample.layouts.functions import MOVES, PICKS, WRITES
+from persample.layouts.layout import (
+    Layout,
+    Lost,
+    Owners,
+    Reduced,
+    Where,
+    find_layout_of_ids,
+    join_samples,
+    make_layout,
+    make_sample_ids,
+    make_strided_ids,
+    place_rows,
+    split_samples,
+)
+from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.recurrent import make_packed_layout
 
 __all__ = [
     "CACHE",
+    "MOVES",
+    "PICKS",
+    "WRITES",
+    "Call",
     "CountedSizes",
+    "Indexing",
+    "Layout",
+    "Lost",
     "Motion",
-    "Op",
-    "call_simple",
-    "embedding_bag",
-    "known",
-    "motion",
-    "motion_of",
-    "op_of",
-    "recurrent",
+    "Owners",
+    "Reduced",
+    "Where",
+    "find_layout_of_ids",
+    "find_motion",
+    "find_motion_by_trial",
+    "has_different_orders",
+    "join_samples",
+    "make_call",
+    "make_layout",
+    "make_packed_layout",
+    "make_sample_ids",
+    "make_strided_ids",
+    "make_uniform_motion",
+    "mark_simple",
+    "place_rows",
+    "split_samples",
+    "without_function",
 ]

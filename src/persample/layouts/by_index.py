@@ -1,11 +1,11 @@
-"""How an op moves the samples that puts entries where an index says; and whose index it is.
+"""The motion of functions that select or write entries by an index or a mask.
 
-Every such op is `source[item]` or `base[item] = value` (or `+=`), with an item of slices, masks and tensors of indices.
-The numbers of the samples are moved in the same way. Where the samples themselves give the index or the mask, each may
-choose among its own entries only: the owner of an entry and of the index that chose it must be the same.
+Every such call is `base[item]` or `base[item] = value` (or `+=`), with an item of slices, masks and index tensors. The
+sample ids of the base and of the value are moved in the same way. If samples provide the index or the mask, a sample
+may select only its own entries: an entry and the index that selects it must belong to the same sample.
 
-Rows that a mask picked, or a sort ordered, are *loose*: at which index they stand depends on everybody. An index of
-such rows (the `places` of a sort's inverse, `nonzero` of a loose mask) may be used for them alone.
+Rows that were selected by a mask, or sorted, are *loose*: their order depends on all samples. Indices of loose rows
+(the inverse of a sort, `nonzero` of a loose mask) may only be used to index loose rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample.errors import op_name
-from persample.layouts.call import Op
-from persample.layouts.layout import Layout, Lost, Where, from_ids, sample_ids
+from persample.errors import get_op_name
+from persample.layouts.call import Call
+from persample.layouts.layout import Layout, Lost, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion
 
-# Of each function that goes by an index: the names of its arguments.
+# The arguments of each indexing function, by the function's name without a trailing underscore.
 _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "__getitem__": ("input", "item"),
     "index_select": ("input", "dim", "index"),
@@ -41,112 +41,161 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "scatter_reduce": ("input", "dim", "index", "value", "reduce"),
     "masked_scatter": ("input", "item", "value"),
 }
-_OTHER_NAMES = {"mask": "item", "indices": "index", "source": "value", "src": "value", "values": "value"}
+
+# Other names that torch uses for these arguments.
+_SYNONYMS = {"mask": "item", "indices": "index", "source": "value", "src": "value", "values": "value"}
+
+# Part of an error message, after the name of the function.
+UNKNOWN_VALUES = "moves samples by an index or mask whose values are not known when a step is compiled"
+
+
+# ---- calls in the form base[item] ----
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The entries that an item chose of a tensor: who told it to (-1: nobody), and along which dims."""
+class Selection:
+    """The entries that an item selects from a base.
 
-    told: Tensor
+    Attributes:
+        selected_by: for each entry of `base[item]` the sample whose index selects it; -1 if no sample provides the
+            index, and the batch size if indices of several samples do.
+        dims: the dimensions of the base that are indexed by tensors.
+        loose: whether an index has loose rows.
+        loose_index: whether an index consists of indices of loose rows.
+        by_mask: whether a mask of samples selects only some entries.
+    """
+
+    selected_by: Tensor
     dims: frozenset[int]
     loose: bool
-    places: bool
+    loose_index: bool
     by_mask: bool
+
+    def has_conflict(self, batch: int) -> bool:
+        """Whether indices of several samples select one entry."""
+        return bool((self.selected_by == batch).any())
 
 
 class Indexing:
-    """A call in its normal form: `base[item]`, or `base[item] = value`."""
+    """A call in the form `base[item]`, or `base[item] = value`.
 
-    def __init__(self, op: Op) -> None:
-        self.op = op
-        self.owner = {id(t): where for t, where in zip(op.tensors, op.where, strict=True)}
-        name = op_name(op.func)
+    Attributes:
+        writes: whether the call writes `value` into `base`.
+        adds: whether it adds to the entries that are there, or combines them in another way.
+        in_order: whether it uses the entries of `value` one after the other, as `masked_scatter` does.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._layouts = {id(t): where for t, where in zip(call.tensors, call.where, strict=True)}
+        name = get_op_name(call.func)
         name = name if name in _ARGUMENTS else name.rstrip("_")
-        given = dict(zip(_ARGUMENTS[name], op.args, strict=False)) | op.kwargs
-        call = {_OTHER_NAMES.get(key, key): value for key, value in given.items()}
-        self.base: Tensor = call["input"]
-        self.value = call.get("value")
+        given = dict(zip(_ARGUMENTS[name], call.args, strict=False)) | call.kwargs
+        arguments = {_SYNONYMS.get(key, key): value for key, value in given.items()}
+        self.base: Tensor = arguments["input"]
+        self.value = arguments.get("value")
         self.writes = "value" in _ARGUMENTS[name]
-        self.adds = name in ("index_add", "scatter_add") or bool(call.get("accumulate")) or "reduce" in call
-        self.in_order = name == "masked_scatter"  # the value's entries are used up one after the other
-        self.item = self._item(name, call)
+        is_sum = name in ("index_add", "scatter_add")
+        self.adds = is_sum or bool(arguments.get("accumulate")) or "reduce" in arguments
+        self.in_order = name == "masked_scatter"
+        self.item = self._make_item(name, arguments)
 
-    def _item(self, name: str, call: dict[str, Any]) -> tuple[Any, ...]:
+    def get_layout(self, tensor: Any) -> Where | None:
+        """Where the samples lie in the base, the value or a part of the item."""
+        return self._layouts.get(id(tensor))
+
+    def _make_item(self, name: str, arguments: dict[str, Any]) -> tuple[Any, ...]:
         if name == "copy_":
             return (...,)
         if name in ("masked_select", "masked_scatter"):
-            return (self._known(call["item"].expand(self.base.shape), call["item"]),)
-        if "item" in call:
-            item = call["item"]
-            return tuple(item) if isinstance(item, (tuple, list)) and _is_nested(item, name) else (item,)
-        if call.get("dim") is None:
-            raise NotImplementedError("an index of the flattened tensor")
-        dim = call["dim"] % max(1, self.base.dim())
+            mask = arguments["item"]
+            return (self._add_view(mask.expand(self.base.shape), mask),)
+        if "item" in arguments:
+            item = arguments["item"]
+            # x[0, 2] has an item of two parts, x[[0, 2]] of one.
+            has_parts = isinstance(item, tuple) or (isinstance(item, list) and name == "index_put")
+            return tuple(item) if has_parts else (item,)
+        if arguments.get("dim") is None:
+            raise NotImplementedError("an index into the flattened tensor is not supported")
+        dim = arguments["dim"] % max(1, self.base.dim())
         if name == "repeat_interleave":
-            return (*[slice(None)] * dim, self._repeated(call["repeats"]))
-        index = call["index"]
+            return (*[slice(None)] * dim, self._make_repeat_index(arguments["repeats"]))
+        index = arguments["index"]
         if name in ("index_select", "index_copy", "index_add"):
-            return (*[slice(None)] * dim, self._known(index.reshape(-1), index))
+            return (*[slice(None)] * dim, self._add_view(index.reshape(-1), index))
         if name == "take_along_dim":
             shape = [index.shape[d] if d == dim else self.base.shape[d] for d in range(self.base.dim())]
-            index = self._known(index.expand(shape), index)
+            index = self._add_view(index.expand(shape), index)
         if self.writes and isinstance(self.value, Tensor) and self.value.dim():
             part = tuple(slice(size) for size in index.shape)
-            self.value = self._known(self.value[part], self.value)
+            self.value = self._add_view(self.value[part], self.value)
         grid = [torch.arange(size, device=index.device) for size in index.shape]
-        return tuple(
-            index if d == dim else row.view(-1, *[1] * (index.dim() - d - 1)) for d, row in enumerate(grid)
-        )
+        return tuple(index if d == dim else row.view(-1, *[1] * (index.dim() - d - 1)) for d, row in enumerate(grid))
 
-    def _known(self, made: Tensor, like: Tensor) -> Tensor:
-        """A tensor of the same samples as `like`, of which it is a view: grown in front, or cut at its ends."""
-        where = self.owner.get(id(like))
+    def _add_view(self, view: Tensor, tensor: Tensor) -> Tensor:
+        """Set the layout of a view of `tensor` that has more dimensions in front, or is cut at its ends."""
+        where = self.get_layout(tensor)
         if isinstance(where, Layout):
-            where = replace(where, dim=where.dim + made.dim() - like.dim()) if like.dim() else where
-        self.owner[id(made)] = where
-        return made
+            where = replace(where, dim=where.dim + view.dim() - tensor.dim()) if tensor.dim() else where
+        self._layouts[id(view)] = where
+        return view
 
-    def _repeated(self, repeats: Any) -> Tensor:
-        size = len(repeats)
-        index = torch.arange(size, device=repeats.device).repeat_interleave(repeats)
-        where = self.owner.get(id(repeats))
+    def _make_repeat_index(self, repeats: Tensor) -> Tensor:
+        """The index by which `repeat_interleave` selects rows."""
+        index = torch.arange(len(repeats), device=repeats.device).repeat_interleave(repeats)
+        where = self.get_layout(repeats)
         if isinstance(where, Layout):
-            ids = sample_ids(repeats, where, self.op.batch)[index]
-            self.owner[id(index)] = Layout(0, ids=tuple(ids.tolist()), loose=True)
+            ids = make_sample_ids(repeats, where, self.call.batch)[index]
+            self._layouts[id(index)] = Layout(0, ids=tuple(ids.tolist()), loose=True)
         return index
 
-    def chosen(self) -> Chosen:
-        """Who chose each entry of `base[item]`."""
+    def iterate_parts(self) -> Iterator[Any]:
+        """The parts of the item, with slices in place of `...` and tensors in place of lists."""
+        parts = [torch.tensor(p, device=self.base.device) if isinstance(p, (list, range)) else p for p in self.item]
+        if any(isinstance(p, bool) or (isinstance(p, Tensor) and _is_mask(p) and not p.dim()) for p in parts):
+            raise NotImplementedError("a bool as an index is not supported")
+        indexing = [p for p in parts if p is not None and p is not ...]
+        dims = sum(p.dim() if isinstance(p, Tensor) and _is_mask(p) else 1 for p in indexing)
+        for part in parts:
+            if part is ...:
+                yield from [slice(None)] * (self.base.dim() - dims)
+            else:
+                yield part
+
+    def find_selection(self) -> Selection:
+        """Which samples select the entries of `base[item]`."""
         parts: list[Any] = []
-        dims: list[int] = []  # of the base, that indices go along
-        told = torch.full((), -1, dtype=torch.int32, device=self.base.device)  # of each entry of the indices
-        kinds: list[Layout] = []
+        dims: list[int] = []
+        selected_by = torch.full((), -1, dtype=torch.int32, device=self.base.device)  # for each entry of the indices
+        layouts: list[Layout] = []
         by_mask = False
-        for part in self._spelled_out():
+        for part in self.iterate_parts():
             if not isinstance(part, Tensor):
                 parts.append(part)
                 continue
-            where = self.owner.get(id(part))
+            where = self.get_layout(part)
             indices: Sequence[Tensor] = (part,)
-            owner = sample_ids(part, where, self.op.batch)
+            owner = make_sample_ids(part, where, self.call.batch)
             if _is_mask(part):
                 indices, owner = part.nonzero(as_tuple=True), owner[part.bool()]
-                by_mask |= isinstance(where, Layout) and not bool(part.all())  # who all stay, stay in their places
-            told = torch.where(told < 0, owner, torch.where((owner < 0) | (owner == told), told, self.op.batch))
-            kinds += [where] if isinstance(where, Layout) else []
+                by_mask |= isinstance(where, Layout) and not bool(part.all())  # a mask of all rows keeps their order
+            agrees = (owner < 0) | (owner == selected_by)
+            selected_by = torch.where(selected_by < 0, owner, torch.where(agrees, selected_by, self.call.batch))
+            layouts += [where] if isinstance(where, Layout) else []
             before = sum(p is not None for p in parts)
             dims += range(before, before + len(indices))
             parts += indices
         if dims:
-            told = told.flatten()[self._numbers_of_index(parts, dims[0], told.shape)]
-        return Chosen(told, frozenset(dims), any(w.loose for w in kinds), any(w.places for w in kinds), by_mask)
+            selected_by = selected_by.flatten()[self._find_index_entries(parts, dims[0], selected_by.shape)]
+        loose = any(where.loose for where in layouts)
+        loose_index = any(where.loose_index for where in layouts)
+        return Selection(selected_by, frozenset(dims), loose, loose_index, by_mask)
 
-    def _numbers_of_index(self, parts: Sequence[Any], dim: int, shape: torch.Size) -> Tensor:
-        """For each entry of `base[item]` the number of the entry of the indices that chose it.
+    def _find_index_entries(self, parts: Sequence[Any], dim: int, shape: torch.Size) -> Tensor:
+        """For each entry of `base[item]` the number of the index entry that selects it.
 
-        Found by choosing in the same way, with the numbers for the first index, from a tensor that has them along the
-        dim that this index goes along; all other indices are zeros.
+        `shape` is the shape of the indices. The first index is replaced by numbers 0, 1, ..., and all others by zeros.
+        This item is applied to a tensor that holds its own index along `dim`, the dimension of the first index.
         """
         numbers = torch.arange(shape.numel(), device=self.base.device).view(shape)
         first = next(i for i, part in enumerate(parts) if isinstance(part, Tensor))
@@ -157,196 +206,195 @@ class Indexing:
         along = torch.arange(sizes[dim], device=self.base.device).view(-1, *[1] * (len(sizes) - dim - 1))
         return along.expand(sizes)[tuple(item)]
 
-    def _spelled_out(self) -> Iterator[Any]:
-        """The parts of the item, with `...` as slices and lists as tensors."""
-        parts = [torch.tensor(p, device=self.base.device) if isinstance(p, (list, range)) else p for p in self.item]
-        if any(isinstance(p, bool) or (isinstance(p, Tensor) and _is_mask(p) and not p.dim()) for p in parts):
-            raise NotImplementedError("a single truth value as an index")
-        named = [p for p in parts if p is not None and p is not ...]
-        dims = sum(p.dim() if isinstance(p, Tensor) and _is_mask(p) else 1 for p in named)
-        for part in parts:
-            if part is ...:
-                yield from [slice(None)] * (self.base.dim() - dims)
-            else:
-                yield part
-
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _is_nested(item: Sequence[Any], name: str) -> bool:
-    """Whether a sequence is an item of several parts; `x[[0, 2]]` is one of a single part."""
-    return name == "index_put" or isinstance(item, tuple)
+# ---- selecting and writing ----
 
 
-UNKNOWN_VALUES = "puts samples where values say that are not known when a step is compiled"
-
-
-def by_index(op: Op) -> Motion:
-    """How the samples move in an op that goes by an index."""
-    call = Indexing(op)
+def find_motion_by_index(call: Call) -> Motion:
+    """The motion of a call that selects or writes entries by an index."""
+    indexing = Indexing(call)
     trace = tracing.get_trace()
-    if trace is not None and _depends_on(call, trace):
-        return Motion((_masked(call) or Lost(f"{op_name(op.func)} {UNKNOWN_VALUES}"),))
-    return Motion((_written(call) if call.writes else _picked(call),), by_values=True)
+    if trace is not None and _depends_on_invented(indexing, trace):
+        lost = Lost(f"{get_op_name(call.func)} {UNKNOWN_VALUES}")
+        return Motion((_find_masked_fill_layout(indexing) or lost,))
+    where = _find_written_layout(indexing) if indexing.writes else _find_selected_layout(indexing)
+    return Motion((where,), depends_on_values=True)
 
 
-def _depends_on(call: Indexing, trace: tracing.Trace) -> bool:
-    """Whether made-up values say whose an entry is: a mask, or an index along the samples."""
-    owners = [call.owner.get(id(t)) for t in (call.base, call.value) if isinstance(t, Tensor)]
-    along: set[int] = set()  # the dims that must not go by such values
+def _depends_on_invented(indexing: Indexing, trace: tracing.Trace) -> bool:
+    """Whether a mask, or an index along the batch dimension, has invented values."""
+    layouts = [indexing.get_layout(t) for t in (indexing.base, indexing.value) if isinstance(t, Tensor)]
+    invented: set[int] = set()  # the dimensions that are indexed by invented values
     dim = 0
-    for part in call._spelled_out():
+    for part in indexing.iterate_parts():
         if isinstance(part, Tensor) and trace.is_invented(part):
             if _is_mask(part):
                 return True
-            along.add(dim)
-            owners += [call.owner.get(id(part))] if call.writes else []
+            invented.add(dim)
+            layouts += [indexing.get_layout(part)] if indexing.writes else []
         dim += part.dim() if isinstance(part, Tensor) and _is_mask(part) else part is not None
-    if call.writes and not op_name(call.op.func).startswith("scatter"):  # what is written has a shape of its own
-        return bool(along) and any(isinstance(where, Layout) for where in owners[1:])
-    return any(isinstance(where, Layout) and where.dim in along for where in owners)
+    if indexing.writes and not get_op_name(indexing.call.func).startswith("scatter"):
+        # The dimensions of the value are not those of the base.
+        return bool(invented) and any(isinstance(where, Layout) for where in layouts[1:])
+    return any(isinstance(where, Layout) and where.dim in invented for where in layouts)
 
 
-def _masked(call: Indexing) -> Layout | None:
-    """Where the samples stay, whatever a mask says, if one constant is written over entries of their own."""
-    (mask,) = call.item if len(call.item) == 1 else (None,)
-    where = call.owner.get(id(call.base))
-    one = not isinstance(call.value, Tensor) or (call.value.numel() == 1 and call.owner.get(id(call.value)) is None)
-    if not (call.writes and one and isinstance(mask, Tensor) and _is_mask(mask) and isinstance(where, Layout)):
+def _find_masked_fill_layout(indexing: Indexing) -> Layout | None:
+    """The layout of the base, if a mask writes one constant into it: then no value of the mask moves a sample."""
+    (mask,) = indexing.item if len(indexing.item) == 1 else (None,)
+    where, value = indexing.get_layout(indexing.base), indexing.value
+    is_constant = not isinstance(value, Tensor) or (value.numel() == 1 and indexing.get_layout(value) is None)
+    is_fill = indexing.writes and is_constant and isinstance(mask, Tensor) and _is_mask(mask)
+    if not is_fill or not isinstance(where, Layout):
         return None
-    says = call.owner.get(id(mask))
-    own = isinstance(says, Layout) and (says.dim, says.inner, says.ids) == (where.dim, where.inner, where.ids)
-    return where if (says is None or own) and not where.loose else None
+    of_mask = indexing.get_layout(mask)
+    if isinstance(of_mask, Layout):
+        is_same = (of_mask.dim, of_mask.inner, of_mask.ids) == (where.dim, where.inner, where.ids)
+    else:
+        is_same = of_mask is None
+    return where if is_same and not where.loose else None
 
 
-def _mixed(op: Op, cause: str) -> Lost:
-    shapes = ", ".join(str(tuple(t.shape)) for t in op.tensors)
-    return Lost(f"{op_name(op.func)} of {shapes} {cause}")
+def _find_selected_layout(indexing: Indexing) -> Where | None:
+    batch = indexing.call.batch
+    source = indexing.get_layout(indexing.base)
+    selection = indexing.find_selection()
+    moved = make_sample_ids(indexing.base, source, batch)[indexing.item]
+    if not _can_index(source, selection):
+        return _make_lost(indexing.call, "indexes by positions that depend on other samples")
+    if _conflict(moved, selection.selected_by) or selection.has_conflict(batch):
+        return _make_lost(indexing.call, "selects entries of a sample by values of another sample")
+    owner = torch.where(moved < 0, selection.selected_by, moved)
+    loose_index = isinstance(source, Layout) and source.loose_index
+    return _make_where(owner, batch, selection.loose or selection.by_mask, loose_index)
 
 
-def _picked(call: Indexing) -> Where | None:
-    source = call.owner.get(id(call.base))
-    chosen = call.chosen()
-    moved = sample_ids(call.base, source, call.op.batch)[call.item]
-    if not _fits(source, chosen):
-        return _mixed(call.op, "goes by places that depend on other samples")
-    if _disagree(moved, chosen.told) or _several(chosen, call.op.batch):
-        return _mixed(call.op, "lets samples choose entries of others")
-    owner = torch.where(moved < 0, chosen.told, moved)
-    return _layout(owner, call.op.batch, chosen.loose or chosen.by_mask, isinstance(source, Layout) and source.places)
-
-
-def _written(call: Indexing) -> Where | None:
-    batch = call.op.batch
-    where = call.owner.get(id(call.base))
-    value = call.value if isinstance(call.value, Tensor) else None
-    given = call.owner.get(id(value))
-    chosen = call.chosen()
-    covered = torch.zeros(call.base.shape, dtype=torch.bool, device=call.base.device)
-    covered[call.item] = True
-    told = bool((chosen.told >= 0).any())
-    if isinstance(where, Layout) and where.loose and not told and not _in_all_rows(where, covered, value, given):
-        return _mixed(call.op, "writes to the places of rows that depend on all samples")
-    if not call.adds and bool(covered.all()):  # nothing is left of what was there
+def _find_written_layout(indexing: Indexing) -> Where | None:
+    call, batch, item = indexing.call, indexing.call.batch, indexing.item
+    where = indexing.get_layout(indexing.base)
+    value = indexing.value if isinstance(indexing.value, Tensor) else None
+    of_value = indexing.get_layout(value)
+    selection = indexing.find_selection()
+    selected_by = selection.selected_by
+    covered = torch.zeros(indexing.base.shape, dtype=torch.bool, device=indexing.base.device)
+    covered[item] = True
+    by_samples = bool((selected_by >= 0).any())
+    if (
+        isinstance(where, Layout)
+        and where.loose
+        and not by_samples
+        and not _writes_rows_alike(where, covered, value, of_value)
+    ):
+        return _make_lost(call, "writes to rows by position, but their order depends on all samples")
+    if not indexing.adds and bool(covered.all()):  # every entry of the base is overwritten
         where = None
-    base = sample_ids(call.base, where, batch).clone()
-    before = base[call.item]
+    base = make_sample_ids(indexing.base, where, batch).clone()
+    before = base[item]
     if before.numel() == 0 and where is not None:  # nothing is written
         return where
-    ids = sample_ids(value, given, batch) if value is not None else torch.full_like(before, -1)
-    if call.in_order:
-        ids = base.masked_scatter(call.item[0], ids)[call.item]
+    ids = make_sample_ids(value, of_value, batch) if value is not None else torch.full_like(before, -1)
+    if indexing.in_order:
+        ids = base.masked_scatter(item[0], ids)[item]
     ids = ids.expand_as(before)
-    if not _fits(where, chosen):
-        return _mixed(call.op, "goes by places that depend on other samples")
-    mixes = _disagree(ids, chosen.told) or _disagree(before, chosen.told) or (call.adds and _disagree(before, ids))
-    if mixes or _several(chosen, batch):
-        return _mixed(call.op, "writes entries of a sample over those of another")
-    # What belongs to nobody belongs, once it is written, to whom it was written over, or to whom said where.
-    base[call.item] = owner = torch.where(ids >= 0, ids, torch.where(chosen.told >= 0, chosen.told, before))
-    if not torch.equal(base[call.item], owner):
-        return _mixed(call.op, "writes entries of several samples into one")
-    # Constants that differ from row to row: who gets which depends on how many there are of the others.
-    varies = value is not None and value.numel() > 1 and (call.in_order or value.dim() == before.dim())
-    counted = varies and given is None and (chosen.loose or chosen.by_mask)
-    if counted and value is not None and value.is_floating_point():
-        return _mixed(call.op, "writes constants to places that depend on other samples")
-    (mask,) = call.item if len(call.item) == 1 else (None,)
-    if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # who says where, says where not
-        says = sample_ids(mask, call.owner.get(id(mask)), batch).view(*mask.shape, *[1] * (base.dim() - mask.dim()))
-        base = torch.where(base < 0, says, base)
-    loose = not told and any(isinstance(w, Layout) and w.loose for w in (where, given))
-    return _layout(base, batch, loose, counted)
+    if not _can_index(where, selection):
+        return _make_lost(call, "indexes by positions that depend on other samples")
+    if (
+        _conflict(ids, selected_by)
+        or _conflict(before, selected_by)
+        or (indexing.adds and _conflict(before, ids))
+        or selection.has_conflict(batch)
+    ):
+        return _make_lost(call, "writes values of one sample over entries of another")
+    # A constant belongs, once it is written, to the sample that selected the entry, else to the sample that was there.
+    base[item] = owner = torch.where(ids >= 0, ids, torch.where(selected_by >= 0, selected_by, before))
+    if not torch.equal(base[item], owner):
+        return _make_lost(call, "writes values of several samples to the same entry")
+    # If constants differ between rows, the row that a sample gets depends on the number of rows of other samples.
+    varies = value is not None and value.numel() > 1 and (indexing.in_order or value.dim() == before.dim())
+    by_count = varies and of_value is None and (selection.loose or selection.by_mask)
+    if by_count and value is not None and value.is_floating_point():
+        return _make_lost(call, "writes constants to positions that depend on other samples")
+    (mask,) = item if len(item) == 1 else (None,)
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:  # constants that it leaves out belong to its samples too
+        of_mask = make_sample_ids(mask, indexing.get_layout(mask), batch)
+        base = torch.where(base < 0, of_mask.view(*mask.shape, *[1] * (base.dim() - mask.dim())), base)
+    loose = not by_samples and any(isinstance(w, Layout) and w.loose for w in (where, of_value))
+    return _make_where(base, batch, loose, by_count)
 
 
-def _in_all_rows(where: Layout, covered: Tensor, value: Tensor | None, given: Where | None) -> bool:
-    """Whether the same is written into every row of a loose tensor, or rows that are as loose."""
+def _writes_rows_alike(where: Layout, covered: Tensor, value: Tensor | None, of_value: Where | None) -> bool:
+    """Whether the same values are written into each row of a loose tensor, or loose rows are written over all rows."""
     rows = covered.movedim(where.dim, 0)
-    in_a_row = value is None or value.numel() == 1 or value.dim() < covered.dim() - where.dim
-    same = in_a_row or isinstance(given, Layout)
-    return same and (rows.numel() == 0 or bool((rows == rows[:1]).all()))
+    is_one_row = value is None or value.numel() == 1 or value.dim() < covered.dim() - where.dim
+    is_alike = is_one_row or isinstance(of_value, Layout)
+    return is_alike and (rows.numel() == 0 or bool((rows == rows[:1]).all()))
 
 
-def _fits(source: Where | None, chosen: Chosen) -> bool:
-    """Whether places of loose rows are used as an index of such rows, and nothing else is."""
-    along = isinstance(source, Layout) and source.dim in chosen.dims
-    loose = isinstance(source, Layout) and source.loose
-    if chosen.places:
-        return along and loose
-    return not (along and loose) or chosen.by_mask or bool((chosen.told < 0).all())
+def _can_index(source: Where | None, selection: Selection) -> bool:
+    """Whether indices of loose rows are used for loose rows, and only they are."""
+    is_along = isinstance(source, Layout) and source.dim in selection.dims
+    is_loose = isinstance(source, Layout) and source.loose
+    if selection.loose_index:
+        return is_along and is_loose
+    return not (is_along and is_loose) or selection.by_mask or bool((selection.selected_by < 0).all())
 
 
-def _several(chosen: Chosen, batch: int) -> bool:
-    """Whether an entry was chosen by indices of several samples."""
-    return bool((chosen.told == batch).any())
-
-
-def _disagree(a: Tensor, b: Tensor) -> bool:
-    """Whether two samples claim one entry."""
+def _conflict(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of sample ids have different samples for one entry."""
     return bool(((a >= 0) & (b >= 0) & (a != b)).any())
 
 
-def _layout(owner: Tensor, batch: int, loose: bool, places: bool) -> Where | None:
-    found = from_ids(owner, batch, loose)
-    return replace(found, places=True) if places and isinstance(found, Layout) else found
+def _make_where(owner: Tensor, batch: int, loose: bool, loose_index: bool) -> Where | None:
+    found = find_layout_of_ids(owner, batch, loose)
+    return replace(found, loose_index=True) if loose_index and isinstance(found, Layout) else found
 
 
-# ---- lists of indices ----
+def _make_lost(call: Call, cause: str) -> Lost:
+    shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors)
+    return Lost(f"{get_op_name(call.func)} of {shapes} {cause}")
 
 
-def listed(op: Op, results: Sequence[Tensor]) -> Motion:
-    """Where the samples lie in the indices that `nonzero` gives."""
-    return Motion(tuple(_listed(op, op.where[0], i, len(results)) for i in range(len(results))), by_values=True)
+# ---- lists of positions, and sorting ----
 
 
-def _listed(op: Op, where: Where | None, result: int, results: int) -> Where | None:
+def find_motion_of_listing(call: Call, results: Sequence[Tensor]) -> Motion:
+    """The motion of a call that lists positions (`nonzero`) or values (`unique`)."""
+    layouts = [_find_listing_layout(call, i, len(results)) for i in range(len(results))]
+    return Motion(tuple(layouts), depends_on_values=True)
+
+
+def _find_listing_layout(call: Call, result: int, results: int) -> Where:
+    where = call.where[0]
     if not isinstance(where, Layout):
-        cause = where.cause if where else ""
-        return Lost(f"{op_name(op.func)} lists what occurs in a tensor in which {cause}", listed=True)
-    if op_name(op.func).startswith("unique"):
-        return Lost("unique lists what occurs in any of the samples", listed=True)
-    owner = sample_ids(op.tensors[0], where, op.batch)[op.tensors[0].bool()]
-    in_loose_dim = where.loose and (results == 1 or result == where.dim)
-    return Layout(0, ids=tuple(owner.tolist()), loose=True, places=in_loose_dim)
+        cause = f" in which the samples are mixed: {where.cause}" if where else ""
+        return Lost(f"{get_op_name(call.func)} lists the entries of a tensor{cause}", listing=True)
+    if get_op_name(call.func).startswith("unique"):
+        return Lost("unique lists the values of all samples", listing=True)
+    owner = make_sample_ids(call.tensors[0], where, call.batch)[call.tensors[0].bool()]
+    is_loose_dim = where.loose and (results == 1 or result == where.dim)
+    return Layout(0, ids=tuple(owner.tolist()), loose=True, loose_index=is_loose_dim)
 
 
-def by_order(op: Op, results: Sequence[Tensor]) -> Motion | None:
-    """Where the samples lie after a sort along the batch; None if it is along another dim, or does not keep all."""
-    where, tensor, order = op.where[0], op.tensors[0], results[-1]
+def find_motion_of_sort(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The motion of a sort along the batch dimension; None if it is along another one, or does not keep all entries."""
+    where, tensor, order = call.where[0], call.tensors[0], results[-1]
     if not isinstance(where, Layout):
         return None
-    numbers = [a for a in (*op.args[1:], op.kwargs.get("dim", -1)) if type(a) is int]
-    if op_name(op.func) == "topk" and "k" not in op.kwargs:
+    numbers = [a for a in (*call.args[1:], call.kwargs.get("dim", -1)) if type(a) is int]
+    if get_op_name(call.func) == "topk" and "k" not in call.kwargs:
         numbers = numbers[1:]
     if not tensor.dim() or numbers[0] % tensor.dim() != where.dim or order.shape != tensor.shape:
         return None
-    owner = sample_ids(tensor, where, op.batch).gather(where.dim, order)
-    keys = tensor.gather(where.dim, order)
-    by_number = tensor.dim() == 1 and torch.equal(keys, torch.arange(len(keys), device=keys.device))
-    found = from_ids(owner, op.batch, loose=not by_number)  # sorted by its own number, a row's place is its own
+    owner = make_sample_ids(tensor, where, call.batch).gather(where.dim, order)
+    values = tensor.gather(where.dim, order)
+    # Rows sorted by the numbers 0, 1, ... are in places that do not depend on other samples.
+    is_numbering = tensor.dim() == 1 and torch.equal(values, torch.arange(len(values), device=values.device))
+    found = find_layout_of_ids(owner, call.batch, loose=not is_numbering)
     if not isinstance(found, Layout):
         return None
-    places = replace(found, places=where.loose)
-    return Motion((found, places) if len(results) == 2 else (places,), by_values=True)
+    of_order = replace(found, loose_index=where.loose)
+    return Motion((found, of_order) if len(results) == 2 else (of_order,), depends_on_values=True)

@@ -1,9 +1,9 @@
-"""A call of a torch function."""
+"""One call of a torch function, and the key under which its motion is cached."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -16,12 +16,29 @@ from persample._internal.tree import map_tensors
 from persample.layouts.counts import CountedSizes
 from persample.layouts.layout import Layout, Where
 
+# Everything that the motion of a call can depend on, except the values of its tensors. Calls with equal keys move the
+# samples in the same way. A key is built and hashed for every op of a forward pass, so it is one flat tuple:
+#
+#     function, batch size, number of positional arguments, then each argument, with its name before it if it has one:
+#         tensor:       shape, dtype, torch.layout, requires_grad, where the samples lie
+#         list, tuple:  type, length, then each part
+#         dict:         dict, length, then the name and value of each item
+#         slice:        slice, then the tuple (start, stop, step)
+#         other value:  type, value
+#
+# `make_call` writes keys; `get_batch_size`, `without_function` and `without_batch_size` read them. A key can be
+# unhashable, if an argument is.
+CallKey = tuple[Any, ...]
+
+_HEADER = 2  # function and batch size
+_WHERE = 4  # in the fields of a tensor, the position of its layout relative to its shape
+
 
 @dataclass(slots=True)
-class Op:
-    """A call of a torch function, its tensors apart: `where[i]` tells where the samples lie in `tensors[i]`.
+class Call:
+    """One call of a torch function: `where[i]` says where the samples lie in `tensors[i]`.
 
-    `kind` is all that matters of the call but the values of its tensors: calls of one kind move the samples alike.
+    `tensors` are the tensors in the arguments, in the order of `find_tensors`.
     """
 
     func: Callable[..., Any]
@@ -31,122 +48,162 @@ class Op:
     where: tuple[Where | None, ...]
     batch: int
     counted: CountedSizes = field(default_factory=CountedSizes)
-    kind: tuple[Any, ...] = field(default=(), init=False)  # so that a copy with other arguments has none
+    _key: CallKey | None = field(default=None, init=False, repr=False)  # not copied: a copy may have other arguments
 
     @property
-    def inplace(self) -> bool:
-        """Whether the op changes its first argument."""
+    def key(self) -> CallKey:
+        """The key under which the motion of this call is cached."""
+        if self._key is None:
+            where = iter(self.where)
+            self._key = make_call(self.func, self.args, self.kwargs, self.batch, lambda _: next(where))._key
+            assert self._key is not None
+        return self._key
+
+    @property
+    def is_inplace(self) -> bool:
+        """Whether the call changes its first argument."""
         return is_inplace(self.func)
 
-    def samples(self) -> set[int]:
-        """The samples that take part in the op."""
+    def find_samples(self) -> set[int]:
+        """The samples that the arguments hold."""
         found: set[int] = set()
         for tensor, where in zip(self.tensors, self.where, strict=True):
             if isinstance(where, Layout):
-                whole_batch = where.ids is None and tensor.shape[where.dim] > 0
-                found |= set(range(self.batch) if whole_batch else where.ids or ())
+                is_whole_batch = where.ids is None and tensor.shape[where.dim] > 0
+                found |= set(range(self.batch) if is_whole_batch else where.ids or ())
         return found - {-1}
 
-    def has_nobodys_rows(self) -> bool:
-        """Whether rows that belong to no sample lie among those of samples."""
+    def has_constant_rows(self) -> bool:
+        """Whether an argument has rows that belong to no sample among the rows of samples."""
         return any(isinstance(where, Layout) and where.ids is not None and -1 in where.ids for where in self.where)
 
+    def has_loose_rows(self) -> bool:
+        """Whether an argument has rows whose order depends on all samples."""
+        return any(isinstance(where, Layout) and where.loose for where in self.where)
+
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors of the result, computed with other tensors in the place of the op's own."""
+        """The tensors in the result of the same call with other tensors."""
         args, kwargs = self.fill(tensors)
         return find_results(self.func(*args, **kwargs), args)
 
     def fill(self, tensors: Sequence[Any]) -> tuple[Any, Any]:
-        """The arguments with other values in the place of the tensors."""
+        """The positional and keyword arguments with other values in the places of the tensors."""
         supply = iter(tensors)
         return map_tensors(lambda _: next(supply), (self.args, self.kwargs))
 
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
+        """The same call, with the same key, for tensors that differ only in their values."""
+        args, kwargs = self.fill(tensors)
+        other = replace(self, args=args, kwargs=kwargs, tensors=tuple(tensors))
+        other._key = self.key
+        return other
 
-def op_of(
+
+# ---- write keys ----
+
+
+def make_call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     batch: int,
-    where_of: Callable[[Tensor], Where | None],
+    find_layout: Callable[[Tensor], Where | None],
     counted: CountedSizes | None = None,
-) -> Op:
-    """A call as an op: its tensors, where the samples lie in them, and its kind, all in one walk."""
+) -> Call:
+    """Find the tensors of a call, their layouts and the key of the call, in one walk over the arguments."""
     tensors: list[Tensor] = []
     where: list[Where | None] = []
-    kind: list[Any] = [func, batch, len(args)]
+    key: list[Any] = [func, batch, len(args)]
     for arg in args:
-        if isinstance(arg, Tensor):  # as below, without a call
-            place = where_of(arg)
+        if isinstance(arg, Tensor):  # as in `_encode`, without the call of a function
+            layout = find_layout(arg)
             tensors.append(arg)
-            where.append(place)
-            kind += (arg.shape, arg.dtype, arg.layout, arg.requires_grad, place)
+            where.append(layout)
+            key += (arg.shape, arg.dtype, arg.layout, arg.requires_grad, layout)
         else:
-            _look_at(arg, where_of, tensors, where, kind)
+            _encode(arg, find_layout, tensors, where, key)
     for name, arg in kwargs.items():
-        kind.append(name)
-        _look_at(arg, where_of, tensors, where, kind)
-    op = Op(func, args, kwargs, tuple(tensors), tuple(where), batch, counted or CountedSizes())
-    op.kind = tuple(kind)
-    return op
+        key.append(name)
+        _encode(arg, find_layout, tensors, where, key)
+    call = Call(func, args, kwargs, tuple(tensors), tuple(where), batch, counted or CountedSizes())
+    call._key = tuple(key)
+    return call
 
 
-def _look_at(
+def _encode(
     value: Any,
-    where_of: Callable[[Tensor], Where | None],
+    find_layout: Callable[[Tensor], Where | None],
     tensors: list[Tensor],
     where: list[Where | None],
-    kind: list[Any],
+    key: list[Any],
 ) -> None:
+    """Append the fields of one value to `key`, and its tensors to `tensors` and `where`."""
     if isinstance(value, Tensor):
-        place = where_of(value)
+        layout = find_layout(value)
         tensors.append(value)
-        where.append(place)
-        kind += (value.shape, value.dtype, value.layout, value.requires_grad, place)
+        where.append(layout)
+        key += (value.shape, value.dtype, value.layout, value.requires_grad, layout)
     elif isinstance(value, (tuple, list)):
-        kind += (type(value), len(value))
+        key += (type(value), len(value))
         for part in value:
-            _look_at(part, where_of, tensors, where, kind)
+            _encode(part, find_layout, tensors, where, key)
     elif isinstance(value, dict):
-        kind += (dict, len(value))
+        key += (dict, len(value))
         for name, part in value.items():
-            kind.append(name)
-            _look_at(part, where_of, tensors, where, kind)
+            key.append(name)
+            _encode(part, find_layout, tensors, where, key)
     elif isinstance(value, slice):
-        kind.append(slice)
-        _look_at((value.start, value.stop, value.step), where_of, tensors, where, kind)
+        key.append(slice)
+        _encode((value.start, value.stop, value.step), find_layout, tensors, where, key)
     else:
-        kind += (type(value), value)
+        key += (type(value), value)
 
 
-def without_batch_size(kind: tuple[Any, ...]) -> Any:
-    """The kind of a call with the batch's size taken out; None if it may matter in other ways.
+# ---- read keys ----
 
-    So it may for functions that are not torch's own, which can do anything with it; where it, or a multiple, is among
-    the arguments as a number; and where samples lie one by one. One sample alone says nothing of how several would go.
+
+def get_batch_size(key: CallKey) -> int:
+    """The batch size of a call, from its key."""
+    return key[1]
+
+
+def without_function(key: CallKey) -> CallKey:
+    """The key without the function, for a cache of one function."""
+    return key[1:]
+
+
+def without_batch_size(key: CallKey) -> CallKey | None:
+    """The key with the batch size taken out, equal for all batch sizes; None if the motion may depend on the size.
+
+    It may if the function is not one of torch, if a number among the arguments is a multiple of the batch size, or if
+    a layout has `ids`. A batch of one says nothing about larger ones. An unhashable key is None too.
     """
-    func, batch, *rest = kind
-    if batch < 2 or not _is_function_of_torch(func):
+    func, batch = key[:_HEADER]
+    fields = key[_HEADER:]
+    if batch < 2 or not _is_torch_function(func):
         return None
-    key: list[Any] = [func]
-    for i, item in enumerate(rest):
-        if isinstance(item, torch.Size):  # of a tensor; where its samples lie comes at the end
-            where = rest[i + 4]
+    general: list[Any] = [func]
+    for i, item in enumerate(fields):
+        if isinstance(item, torch.Size):  # the shape of a tensor: the first of its fields
+            where = fields[i + _WHERE]
             if isinstance(where, Layout):
                 if where.ids is not None or not item or item[where.dim] % batch:
                     return None
                 item = (*item[: where.dim], ("samples", item[where.dim] // batch), *item[where.dim + 1 :])
-        elif type(item) is int and rest[i - 1] is int and item and item % batch == 0:
+        elif type(item) is int and fields[i - 1] is int and item and item % batch == 0:
             return None
-        key.append(item)
+        general.append(item)
+    found = tuple(general)
     try:
-        hash(found := tuple(key))
+        hash(found)
     except TypeError:
         return None
     return found
 
 
 @cache
-def _is_function_of_torch(func: Callable[..., Any]) -> bool:
+def _is_torch_function(func: Callable[..., Any]) -> bool:
+    """Whether a function belongs to torch itself, which does not treat any batch size differently."""
     if (name := _torch.get_operator_name(func)) is not None:
         return name.startswith("aten::")
     owner = getattr(func, "__objclass__", None) or getattr(func, "__self__", None)

@@ -1,4 +1,4 @@
-"""Group sizes that were counted among the samples and have left torch: `counts.tolist()`."""
+"""Numbers that were counted among the samples and read as Python numbers: `counts.tolist()`."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 class CountedSizes:
     """The numbers that one forward pass has read from tensors of samples.
 
-    Rows whose order depends on all samples may be split by such numbers, which go with the rows, but by no others.
+    Loose rows may be split into groups of such sizes, because the sizes belong to the rows, but not by other numbers.
     """
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()
 
     def add(self, numbers: Any) -> None:
-        """Take what `tolist` or `item` returned for a tensor of samples."""
+        """Add what `tolist` or `item` returned for a tensor of samples."""
         if isinstance(numbers, int):
             self._seen.add(numbers)
         elif isinstance(numbers, list) and all(isinstance(n, int) for n in numbers):
             self._seen.add(tuple(numbers))
 
     def contains(self, sizes: Sequence[int]) -> bool:
-        """Whether these sizes were counted; the last may be what remains.
+        """Whether these sizes were counted; the last one may be the remaining size.
 
         >>> counted = CountedSizes()
         >>> counted.add([2, 0, 3])

@@ -1,15 +1,14 @@
-"""Kinds of torch functions, by what they do to the entries of their tensors."""
+"""Sets of torch functions, by what they do to the entries of their arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 T: Any = torch.Tensor
 
-# Ops that only move, repeat or drop entries of their first argument (or of the tensors in it).
+# Only move, repeat or drop entries of their first argument (or of the tensors in it).
 MOVES: set[Any] = {
     T.__getitem__, T.view, T.view_as, T.reshape, T.reshape_as, T.flatten, T.unflatten, T.squeeze, T.unsqueeze,
     T.transpose, T.swapaxes, T.swapdims, T.t, T.permute, T.movedim, T.moveaxis, T.expand, T.expand_as,
@@ -28,18 +27,18 @@ MOVES: set[Any] = {
     torch.column_stack, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
 }  # fmt: skip
 
-# Of these, the ones that leave all entries in their order.
+# Those of MOVES that keep all entries in their order.
 RESHAPES: set[Any] = {
     T.view, T.reshape, T.flatten, T.unflatten, T.ravel, torch.reshape, torch.flatten, torch.unflatten, torch.ravel,
 }  # fmt: skip
 
-# Of these, the ones that may go by an index.
+# Those of MOVES that select entries by an index or a mask.
 PICKS: set[Any] = {
     T.__getitem__, T.index_select, T.gather, T.take_along_dim, T.masked_select, T.repeat_interleave,
     torch.index_select, torch.gather, torch.take_along_dim, torch.masked_select, torch.repeat_interleave,
 }  # fmt: skip
 
-# Ops that write entries of one tensor into another, or add them to it.
+# Write entries of one tensor into another, or add them to it.
 WRITES: set[Any] = {
     T.__setitem__, T.copy_, T.index_copy_, T.index_copy, T.index_add_, T.index_add, T.index_put_, T.index_put,
     T.scatter_, T.scatter, T.scatter_add_, T.scatter_add, T.scatter_reduce_, T.scatter_reduce, T.masked_scatter_,
@@ -47,43 +46,23 @@ WRITES: set[Any] = {
     torch.scatter_add, torch.scatter_reduce, torch.masked_scatter,
 }  # fmt: skip
 
-# Ops that list where something is, or what there is; and those that put entries in order.
+# List the positions of entries, or the values that occur.
 LISTS: set[Any] = {
     T.nonzero, T.argwhere, T.unique, T.unique_consecutive, torch.nonzero, torch.argwhere, torch.unique,
     torch.unique_consecutive, torch.where,
 }  # fmt: skip
+
+# Put entries in order.
 SORTS: set[Any] = {T.sort, T.argsort, T.topk, torch.sort, torch.argsort, torch.topk}
 
-# Ops that make a tensor like their argument, of which they read the shape alone.
+# Make a tensor with the shape of their argument, and read none of its values.
 LIKES: set[Any] = {
     torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like,
     torch.randint_like,
 }  # fmt: skip
 
-# Ops that read nothing of their tensor but its dtype and device.
+# Make a tensor with the dtype and device of their argument, and read nothing else of it.
 MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor}
 
-# Reductions that add up what each sample gives, so that each sample's share has its own gradient.
-ADDITIVE: set[Any] = {
-    torch.sum, T.sum, torch.mean, T.mean, torch.nansum, T.nansum,
-    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss,
-    F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
-    F.soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-    F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum, torch.matmul,
-    T.matmul, T.__matmul__,
-}  # fmt: skip
-
-# What keeps such a sum one: adding two, scaling by a constant, changing the shape or type of the number.
-LINEAR: set[Any] = {
-    torch.add, torch.sub, torch.mul, torch.div, torch.neg, T.add, T.sub, T.mul, T.div, T.neg, T.add_, T.sub_, T.mul_,
-    T.div_, T.__add__, T.__radd__, T.__iadd__, T.__sub__, T.__rsub__, T.__isub__, T.__mul__, T.__rmul__, T.__imul__,
-    T.__truediv__, T.__itruediv__, T.__neg__, torch.sum, T.sum, torch.mean, T.mean, torch.stack, T.to, T.float,
-    T.double, *MOVES,
-}  # fmt: skip
-DIVISIONS: set[Any] = {torch.div, T.div, T.div_, T.__truediv__, T.__itruediv__}
-BILINEAR: set[Any] = {torch.mul, T.mul, T.mul_, T.__mul__, T.__rmul__, T.__imul__, *DIVISIONS}
-SUMS: set[Any] = LINEAR - BILINEAR - MOVES
-
-# What an index or a mask can be made of.
+# The dtypes of indices and masks.
 INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}

@@ -1,4 +1,4 @@
-"""What there is to know of how an op moves the samples."""
+"""How a call moves the samples of a batch."""
 
 from __future__ import annotations
 
@@ -10,28 +10,41 @@ from torch import Tensor
 
 from persample.layouts.layout import Layout, Reduced, Where
 
+# A plan for a use of weights: `persample.backward.recorded_use.Plan`, of a layer above this one.
+Plan = Any
+
 
 @dataclass
 class Motion:
-    """Where the samples lie in each tensor of a result, and in those arguments that were thought to hold none.
+    """How a call moves the samples: where they lie in each tensor of the result.
 
-    `following` maps the position of such an argument (a state made by `zeros(B, H)`, a learned token expanded to the
-    batch) to its layout: its rows turned out to go with the samples. `by_values`: it is known of these values only.
+    Attributes:
+        results: where the samples lie in each tensor of the result.
+        aligned: arguments that do not depend on the batch, but have rows for each sample (a state made by
+            `zeros(B, H)`, a learned token that was expanded to the batch): position among the tensors, and layout.
+        depends_on_values: the motion was found from the values of the arguments, so it must not be cached.
+
+    The other attributes are a cache that `persample.forward` keeps here, because it has the same key: what it knows
+    about calls that move the samples in this way.
+
+        plans: plans for uses of weights, by the positions of the weights among the tensors.
+        use: the plan for later calls with the same key that use parameters; None if each call must be planned.
+        simple: where the samples lie in the result, if calls with the same key do nothing else than to return one new
+            tensor; None if that is not known.
     """
 
     results: tuple[Where | None, ...]
-    following: tuple[tuple[int, Layout], ...] = ()
-    by_values: bool = False
-    plans: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what else is known of such calls
-    # Set once it is known that calls of this kind do nothing but to give one tensor, where the samples lie so; or that
-    # they use weights by this plan, if these are parameters.
+    aligned: tuple[tuple[int, Layout], ...] = ()
+    depends_on_values: bool = False
+    plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, compare=False, repr=False)
+    use: Plan | None = field(default=None, compare=False, repr=False)
     simple: Layout | Reduced | None = field(default=None, compare=False, repr=False)
-    use: Any = field(default=None, compare=False, repr=False)
 
-    def follows(self, position: int) -> Layout | None:
-        return dict(self.following).get(position)
+    def get_aligned(self, position: int) -> Layout | None:
+        """The layout of an argument in `aligned`, None if it is not there."""
+        return dict(self.aligned).get(position)
 
 
-def everywhere(where: Where | None, results: Sequence[Tensor]) -> Motion:
-    """The same for all results."""
+def make_uniform_motion(where: Where | None, results: Sequence[Tensor]) -> Motion:
+    """The motion with the same layout for each of the results."""
     return Motion(tuple(where for _ in results))

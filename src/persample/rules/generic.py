@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import put_in_tensors
-from persample.errors import PerSampleError, op_name
+from persample.errors import PerSampleError, get_op_name
 
 
 def compute_generic_gradients(
@@ -65,8 +65,8 @@ def compute_generic_gradients(
             raise
         except Exception as error:
             raise PerSampleError(
-                f"{op_name(func)} has no rule, so it is called with each sample as a batch of one. That failed: {error}"
-                "\nAdd a rule for it with persample.register_rule, or make it accept a batch of one."
+                f"{get_op_name(func)} has no rule, so it is called with each sample as a batch of one. That "
+                f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one."
             ) from error
 
 
@@ -89,7 +89,7 @@ def _loop_over_samples(
         sample_grads = [g[n] for g in grads]
         if any(r.shape != g.shape for r, g in zip(results, sample_grads, strict=True)):
             raise PerSampleError(
-                f"{op_name(func)} returns shapes {[tuple(r.shape) for r in results]} for one sample alone, but "
+                f"{get_op_name(func)} returns shapes {[tuple(r.shape) for r in results]} for one sample alone, but "
                 f"{[tuple(g.shape) for g in sample_grads]} for the same sample in the batch, so the gradients of its "
                 "weights cannot be computed per sample. Add a rule for it with persample.register_rule."
             )
