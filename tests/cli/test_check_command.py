@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from persample.cli import UsageError, main
+from tests.support.command_line import run_command
+from tests.support.paths import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "examples/check_model.py"
-
-
-def run_command(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "persample", *arguments], cwd=cwd, capture_output=True, text=True)
-
-
-@pytest.fixture(autouse=True)
-def restore_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run each test in a new directory, and restore the imports afterwards."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name in ("models", "broken", "exits", "inner"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-
 
 MODELS = """
 import random
@@ -125,8 +111,8 @@ def test_exit_codes(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", f"{REPOSITORY / EXAMPLE}:classifier"]) == 0
-    assert main(["check", f"{REPOSITORY / EXAMPLE}:classifier_that_is_refused"]) == 3
+    assert main(["check", f"{ROOT / EXAMPLE}:classifier"]) == 0
+    assert main(["check", f"{ROOT / EXAMPLE}:classifier_that_is_refused"]) == 3
     assert "module '1' (BatchNorm2d)" in capsys.readouterr().out
 
 

@@ -18,7 +18,8 @@ from pyarrow import csv, parquet
 
 from persample.cli import main
 from persample.scanning import Scan
-from tests.cli.test_check_command import REPOSITORY, restore_imports, run_command  # noqa: F401  a fixture
+from tests.support.command_line import run_command
+from tests.support.paths import ROOT
 from tests.support.processes import torchrun
 
 TASKS = """
@@ -138,7 +139,7 @@ def test_scan_report_and_query(tasks: Path) -> None:
 
 
 def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = str(REPOSITORY / "examples" / "scan_digits.py")
+    example = str(ROOT / "examples" / "scan_digits.py")
     assert main(["scan", f"{example}:to_scan", "--out", "digits", "--quiet"]) == 0
     assert main(["query", "digits", "influence", f"{example}:test_batch", "-k", "3", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.partition("parquet\n")[2])

@@ -26,6 +26,7 @@ from persample.testing.oracle import compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import STREAMED_CASES, B
 from tests.support.modules import flatten_rows
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
@@ -654,7 +655,7 @@ def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["private_digits", "private_text"])
 def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Short runs of the examples."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
