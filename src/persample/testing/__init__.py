@@ -4,5 +4,7 @@ Everything here raises AssertionError on a difference and needs torch alone, so 
 """
 
 from persample.testing.oracle import assert_rows_close, loop_gradients
+from persample.testing.rules import check_rule
+from persample.testing.terms import check_term
 
-__all__ = ["assert_rows_close", "loop_gradients"]
+__all__ = ["assert_rows_close", "check_rule", "check_term", "loop_gradients"]
