@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
+from persample._internal.rng import seed_all
+from persample._internal.state import preserve_state
 from persample.batches import Batch, BatchDim
-from persample.checking.subject import preserve_state, seed_all
 from persample.gradients import PerSampleGradients, StreamedNorms
 from persample.losses import (
     LossFunction,

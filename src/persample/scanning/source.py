@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from persample import _torch
-from persample.checking.subject import preserve_state, seed_all
+from persample._internal.rng import preserve_rng, seed_all
 from persample.losses import describe_value
 from persample.scanning.digest import digest_of
 from persample.scanning.errors import ScanError
@@ -106,7 +106,7 @@ class Source:
     def examples(self, ids: Iterable[int]) -> dict[int, Any]:
         """Some examples by themselves, as the data gives them."""
         wanted = set(ids)
-        with preserve_state():
+        with preserve_rng():
             if _has_places(self._data):
                 steady = _Steady(self._data)
                 return {i: steady[i] for i in sorted(wanted)}
