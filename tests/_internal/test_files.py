@@ -55,6 +55,14 @@ def rename_to_other_machine(path: Path) -> Path:
     return path.rename(path.with_name(path.name.replace(files._get_machine(), "0" * 8)))
 
 
+def assert_removed_only_if_old(path: Path) -> None:
+    remove_unfinished(path.parent)
+    assert path.exists()
+    make_old(path)
+    remove_unfinished(path.parent)
+    assert not path.exists()
+
+
 # ---- writing ----
 
 
@@ -129,12 +137,7 @@ def test_file_of_another_machine_goes_only_after_a_day(tmp_path: Path) -> None:
     with writer(tmp_path / "numbers") as process:
         process.kill()
         process.wait()
-    path = rename_to_other_machine(list_unfinished(tmp_path)[0])
-    remove_unfinished(tmp_path)
-    assert path.exists()
-    make_old(path)
-    remove_unfinished(tmp_path)
-    assert not path.exists()
+    assert_removed_only_if_old(rename_to_other_machine(list_unfinished(tmp_path)[0]))
 
 
 def test_file_without_locks_goes_only_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,11 +153,7 @@ def test_file_without_locks_goes_only_after_a_day(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "numbers").read_bytes() == b"1"
     left = tmp_path / f"numbers.{files._get_machine()}.ab12.unfinished"
     left.write_bytes(b"2")
-    remove_unfinished(tmp_path)
-    assert left.exists()
-    make_old(left)
-    remove_unfinished(tmp_path)
-    assert not left.exists()
+    assert_removed_only_if_old(left)
 
 
 def test_no_locks_in_the_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +173,8 @@ def test_process_ids_in_names_mean_nothing(tmp_path: Path) -> None:
     paths = [tmp_path / f"numbers.{pid}.unfinished" for pid in (os.getpid(), os.getppid(), 999_999_999)]
     for path in paths:
         path.write_bytes(b"")
-    remove_unfinished(tmp_path)
-    assert all(path.exists() for path in paths)
     for path in paths:
-        make_old(path)
-    remove_unfinished(tmp_path)
-    assert not any(path.exists() for path in paths)
+        assert_removed_only_if_old(path)
 
 
 def test_writer_tries_again_if_a_cleaner_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
