@@ -206,7 +206,7 @@ def test_page_names_examples_that_are_not_finite(tmp_path):
     x[5] = math.nan
     page = write_page(run_scan((x, y), nonfinite="keep"), tmp_path, data=(x, y), plots=True)
     assert "not finite" in page.words and "A measured value is not finite for example 5." in page.words
-    assert "1 example whose loss or gradient is not finite is not shown" in page.words
+    assert "1 example with a loss or gradient that is not finite is not shown" in page.words
     assert not re.search(r"\b(nan|inf|infinity|none)\b", page.words, re.IGNORECASE)
     assert next(a["id"] for a in page.all("tr", role="row") if "id" in a) == "example-5"
     assert 5 not in {one["id"] for one in json.loads(page.script)}

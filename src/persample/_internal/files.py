@@ -81,7 +81,11 @@ def is_unfinished(path: Path) -> bool:
 
 
 def remove_unfinished(path: str | os.PathLike[str]) -> None:
-    """Remove unfinished files without a writer: all below the directory `path`, or those of the file `path`."""
+    """Remove unfinished files that have no live writer.
+
+    If `path` is a directory, all unfinished files in it and its subdirectories are considered, else only the unfinished
+    versions of the file `path`.
+    """
     path = Path(path)
     if path.is_dir():
         found = list(path.rglob(f"*{_SUFFIX}"))

@@ -84,7 +84,7 @@ def compute_products(rows: StoredGradients, directions: Tensor) -> Tensor:
 
 
 def find_neighbours(rows: StoredGradients, i: int, k: int) -> Ranking:
-    """The `k` examples whose gradients have the largest cosine with the gradient of example `i`."""
+    """The `k` examples with gradients most similar to that of example `i`, by cosine."""
     own = rows[torch.tensor([i])][0]
     cosines = torch.cat([block @ own for _, block in rows.iterate_blocks()])
     cosines[i] = -torch.inf
@@ -93,7 +93,7 @@ def find_neighbours(rows: StoredGradients, i: int, k: int) -> Ranking:
 
 
 def find_outliers(rows: StoredGradients, k: int) -> Ranking:
-    """The `k` examples whose gradients point in directions that few other gradients have.
+    """The `k` examples with the most unusual gradient directions.
 
     The score is the leverage of a row of length 1, as a multiple of the mean leverage.
     """
@@ -115,8 +115,9 @@ def compute_whitening(moment: Tensor, ridge: float = 1e-3) -> Tensor:
 
 
 def find_duplicates(rows: StoredGradients, tolerance: float) -> list[list[int]]:
-    """Groups of examples whose gradients differ from that of the group's first by at most `tolerance` of the longer.
+    """Groups of examples with the same gradient, up to a relative difference of `tolerance`.
 
+    Each gradient of a group is compared with that of the first example; the difference is relative to the longer one.
     The result is exact, although most pairs are compared in a few directions only. A row of length 1 is split into a
     part `u` in the directions of largest variance and a rest of length `r`. Then the cosine of two rows is at most
     `u·u' + r r'`, and only pairs for which this bound is large enough are compared in full.
@@ -166,7 +167,7 @@ def _compute_bounds(rows: StoredGradients) -> Tensor:
 
 
 def _find_candidates(bounds: Tensor, some: Tensor, others: Tensor, min_cosine: float) -> Tensor:
-    """`(pairs, 2)`: the pairs of `some` and `others` whose cosine may be at least `min_cosine`."""
+    """`(pairs, 2)`: the pairs of `some` and `others` that may have a cosine of at least `min_cosine`."""
     products = bounds[some] @ bounds[others].T
     # Few columns have a candidate, so that only one pass goes over the whole matrix.
     has_any = (products.amax(0) >= min_cosine).nonzero().flatten()
@@ -175,7 +176,7 @@ def _find_candidates(bounds: Tensor, some: Tensor, others: Tensor, min_cosine: f
 
 
 def _keep_duplicates(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
-    """The pairs whose gradients, at their original lengths, differ by at most `tolerance` of the longer one."""
+    """The pairs of gradients that differ, at their original lengths, by at most `tolerance` of the longer one."""
     kept = []
     for some in pairs.split(BLOCK_SIZE):
         one, other = (rows[ids] * rows.lengths[ids, None].float() for ids in some.T)

@@ -117,8 +117,8 @@ class Scan:
     def report(self, path: str | Path | None = None, *, data: Any = None, **options: Any) -> Path:
         """Write an HTML report, by default `report.html` in the directory of the scan, and return its path.
 
-        Pass the scanned data as `data` to show images or texts of the examples. The other options are those of
-        `persample.scanning.report.write_report`.
+        Pass the scanned data as `data` to show images or texts of the examples. The other options are explained
+        in `persample.scanning.report.write_report`.
         """
         from persample.scanning.report import write_report  # needs matplotlib and pillow
 
@@ -127,7 +127,7 @@ class Scan:
     # ---- queries ----
 
     def neighbours(self, i: int, k: int = 10) -> Ranking:
-        """The `k` examples whose gradients have the largest cosine with the gradient of example `i`."""
+        """The `k` examples with gradients most similar to that of example `i`, with their cosines."""
         self._check_id(i)
         return queries.find_neighbours(self._get_gradients(-1), i, k)
 
@@ -135,14 +135,14 @@ class Scan:
         """Groups of examples with the same effect on the model, largest groups first.
 
         The gradients of a group differ from that of its first example by at most `tolerance`, relative to the longer
-        gradient. Examples whose gradient is zero are in no group.
+        gradient. Examples without a gradient are in no group.
         """
         if not 0 < tolerance < 1:
             raise ScanError(f"tolerance must be between 0 and 1, got {tolerance}.")
         return sorted(queries.find_duplicates(self._get_gradients(-1), tolerance), key=len, reverse=True)
 
     def outliers(self, k: int = 10) -> Ranking:
-        """The `k` examples whose gradients point in directions that few others have.
+        """The `k` examples with the most unusual gradient directions.
 
         The score is the leverage of the gradient's direction, as a multiple of the average.
         """

@@ -92,7 +92,7 @@ def scan(
     - "noise_scale": not a column but in the summary, with the batch size that it suggests. Needs the same second pass.
 
     `checkpoints` are state dicts or files of state dicts, with `learning_rates` (default 1); without them the model is
-    scanned as it is. All columns except self_influence and mean_loss are those of the last checkpoint.
+    scanned as it is. All columns except self_influence and mean_loss describe the last checkpoint.
 
     `project` numbers of each gradient are stored in `dtype` for the queries `Scan.influence`, `neighbours`,
     `duplicates` and `outliers`; with None, none are stored. `PerSampleGradients.project` explains `projection` and
@@ -214,7 +214,7 @@ class _Run:
             mean = self._compute_mean(checkpoint, title)
             if self._workers.is_first:
                 self._store.write_arrays(name, mean)
-                self._store.remove(f"sum-{checkpoint}-*.npz")  # also those of an earlier run with more processes
+                self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
             self._workers.wait()
         parameters = self._measurement.parameters
         length = max(math.sqrt(sum(float(np.square(part).sum()) for part in mean.values())), sys.float_info.min)

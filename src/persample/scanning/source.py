@@ -192,7 +192,7 @@ def _make_dataset(data: Any) -> Any:
     if isinstance(data, Iterator):
         raise ScanError(
             "The data is an iterator, which can be read only once. A scan reads the data twice, and again when it is "
-            "continued. Pass a Dataset, or an object whose __iter__ starts from the first example."
+            "continued. Pass a Dataset, or an object with an __iter__ that starts from the first example."
         )
     if not isinstance(data, Iterable):
         raise ScanError(f"The data must be a Dataset, a DataLoader or tensors, got {describe_value(data)}.")

@@ -164,7 +164,7 @@ class Store:
             return json.loads(path.read_bytes())
 
     def remove(self, pattern: str) -> None:
-        """Remove the files whose path in the directory matches a pattern."""
+        """Remove the files that match a pattern."""
         for path in self.directory.glob(pattern):
             path.unlink(missing_ok=True)
 

@@ -22,7 +22,7 @@ _MIN_EXTRA_SHARE = 0.15  # above the median share of the layer
 
 
 class Reasons:
-    """Compares the values of an example with those of all examples.
+    """Compares an example with all examples.
 
     >>> reasons = Reasons({"loss": np.array([0.1] * 50 + [2.0]), "norm": np.array([1.0] * 50 + [12.0])}, by="norm")
     >>> reasons.find(50), reasons.find(0)
