@@ -1,8 +1,10 @@
-"""A model, its data and its loss for the command line:
+"""A model, its data and its loss.
 
-persample scan examples/scan_digits.py:to_scan --out scans/digits --report
-persample query scans/digits top --by loss
-persample query scans/digits influence examples/scan_digits.py:test_batch -k 3
+Use them from the command line:
+
+    persample scan examples/scan_digits.py:to_scan --out scans/digits --report
+    persample query scans/digits top --by loss
+    persample query scans/digits influence examples/scan_digits.py:test_batch -k 3
 """
 
 import torch

@@ -7,11 +7,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from persample.testing import loop_gradients
 from torch import Tensor, nn
 
 from persample import record
 from persample.layouts import CACHE
+from persample.testing import loop_gradients
 
 
 class Mixed(nn.Module):
