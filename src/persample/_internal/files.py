@@ -7,7 +7,7 @@ file behind; `remove_unfinished` removes such files.
 Several processes, on one machine or on several machines that share a folder, may write and clean up at the same time.
 A process id does not tell whether a writer is alive: ids are reused, and say nothing about another machine. So:
 
-- Each unfinished file has a unique name, `NAME.MACHINE.RANDOM.unfinished`. No two writers share one, also if they
+- Each unfinished file has a unique name, `NAME.MACHINE.RANDOM.unfinished`. No two writers share one, even if they
   write the same target: the last one to finish wins.
 - A writer holds a lock (`flock`) on its unfinished file until the file has its final name. The operating system
   releases the lock when the writer ends for any reason.
