@@ -22,6 +22,7 @@ from benchmarks import machine, memory
 from benchmarks.engines.base import Engine
 from benchmarks.timing import seconds
 from benchmarks.workloads import WORKLOADS, Workload, loss_of, losses_of
+from persample._internal.text import format_table
 
 AT_MOST = {"GPT T 64": 1.15, "CNN": 1.25, "MLP": 1.4}
 NOISE, BOUND = 1.0, 1.0
@@ -143,6 +144,12 @@ def measured(workload: Workload, rounds: int) -> dict[str, Any]:
     return found
 
 
+def _make_row(name: str, cell: dict[str, Any]) -> list[str]:
+    low, high = cell["quartiles"]
+    memory_ratios = f"memory {cell['memory']:.2f}, of tensors {cell['tensors']:.2f}"
+    return [name, f"{cell['ratio']:.2f} ({low:.2f}-{high:.2f})", memory_ratios, cell.get("note", "")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
@@ -154,10 +161,7 @@ def main() -> None:
         if workload.short in AT_MOST:
             results[workload.short] = found = measured(workload, given.rounds)
             print(f"\n{workload.name}: plain {found['plain ms']} ms; ours at most {AT_MOST[workload.short]}")
-            for name, cell in found["engines"].items():
-                low, high = cell["quartiles"]
-                taken = f"memory {cell['memory']:.2f}, of tensors {cell['tensors']:.2f}"
-                print(f"  {name:16} {cell['ratio']:6.2f} ({low:.2f}-{high:.2f})   {taken}   {cell.get('note', '')}")
+            print(format_table([_make_row(name, cell) for name, cell in found["engines"].items()], indent="  "))
     if given.json:
         given.json.write_text(json.dumps({"machine": machine.machine(), "steps": results}, indent=1) + "\n")
 

@@ -34,7 +34,7 @@ import persample
 from benchmarks.machine import machine
 from benchmarks.workloads import gpt
 from persample.scanning import queries
-from persample.scanning.queries import Rows
+from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 
 BATCH, ROUNDS = 64, 5
@@ -156,16 +156,16 @@ def questions() -> list[dict[str, float]]:
                 lengths = rows.norm(dim=1)
                 unit = (rows / lengths[:, None]).half().numpy()
                 store.write_shard(0, shard, {"length": lengths.double().numpy()}, unit)
-            stored = Rows(store, 0)
+            stored = StoredGradients(store, 0)
             tests = torch.randn(16, DIM) * spectrum
             asked: dict[str, Callable[[], Any]] = {
-                "neighbours of one": lambda stored=stored: queries.neighbours(stored, 5, 10),
-                "influence on 16": lambda stored=stored, tests=tests: queries.products(stored, tests).topk(10),
-                "influence on 16, whitened": lambda stored=stored, tests=tests: queries.products(
-                    stored, tests @ queries.whitening(stored.second_moment(scaled=True))
+                "neighbours of one": lambda stored=stored: queries.find_neighbours(stored, 5, 10),
+                "influence on 16": lambda stored=stored, tests=tests: queries.compute_products(stored, tests).topk(10),
+                "influence on 16, whitened": lambda stored=stored, tests=tests: queries.compute_products(
+                    stored, tests @ queries.compute_whitening(stored.compute_second_moment(scaled=True))
                 ),
-                "outliers": lambda stored=stored: queries.outliers(stored, 10),
-                "duplicates": lambda stored=stored: queries.duplicates(stored, 0.1),
+                "outliers": lambda stored=stored: queries.find_outliers(stored, 10),
+                "duplicates": lambda stored=stored: queries.find_duplicates(stored, 0.1),
             }
             found.append({"examples": count, **{name: seconds(question) for name, question in asked.items()}})
             print(found[-1], flush=True)

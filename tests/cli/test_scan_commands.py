@@ -184,7 +184,7 @@ def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]
     assert process.returncode == 130 and message == "persample scan: stopped\n"
     assert main(["report", "out"]) == 2
     message = capsys.readouterr().err
-    assert "has not ended" in message and "run it again, and it goes on" in message
+    assert "is not finished" in message and "Run it again to continue" in message
     assert main(command[3:]) == 0
 
 
@@ -300,10 +300,10 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "or the loss failed: RuntimeError: mat1 and mat2"),
     "mixed": (["scan", "tasks:mixed", "--out", "o"], 3, "tasks:mixed: "),
     "nan": (["scan", "tasks:with_nan", "--out", "o"], 1, "loss of examples 5, 7 is not a finite number"),
-    "quantity": (["scan", "tasks:plain", "--out", "o", "--quantities", "loss,hue"], 2, "no quantities ['hue']"),
+    "quantity": (["scan", "tasks:plain", "--out", "o", "--quantities", "loss,hue"], 2, "Unknown quantities ['hue']"),
     "checkpoint": (["scan", "tasks:plain", "--out", "o", "--checkpoints", "no.pt"], 2, "There is no checkpoint no.pt"),
     "not a checkpoint": (["scan", "tasks:plain", "--out", "o", "--checkpoints", "tasks.py"], 2, "cannot be read as a"),
-    "a place that is taken": (["scan", "tasks:plain", "--out", "."], 2, "exists and holds no scan"),
+    "a place that is taken": (["scan", "tasks:plain", "--out", "."], 2, "exists and contains no scan"),
     "no images": (["scan", "tasks:image_net", "--out", "o", "--images", "nowhere"], 2, "There is no folder nowhere"),
     "an empty folder": (["scan", "tasks:image_net", "--out", "o", "--images", "."], 2, "has no images"),
     "no table": (["scan", "tasks:model", "--out", "o", "--text", "n.csv", "--tokenizer", "t"], 2, "is no file n.csv"),
@@ -317,11 +317,11 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     ),
     "column": (
         ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--text-column", "words", "--tokenizer", "tasks:test"],
-        2, "has no column 'words'; it has text, label",
+        2, "has no column 'words'. It has text, label",
     ),
     "label": (
         ["scan", "tasks:model", "--out", "o", "--text", "t.csv", "--label", "star", "--tokenizer", "tasks:test"],
-        2, "has no column 'star'; it has text, label",
+        2, "has no column 'star'. It has text, label",
     ),
     "device": (["scan", "tasks:plain", "--out", "o", "--device", "toaster"], 2, "--device toaster: "),
     "no gpu": (["scan", "tasks:plain", "--out", "o", "--device", "cuda:7"], 2, "--device cuda:7: "),
@@ -332,10 +332,10 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "no subject": (["query", "out", "neighbours"], 2, "neighbours takes the number of an example"),
     "a needless subject": (["query", "out", "outliers", "3"], 2, "outliers takes no subject"),
     "no number": (["query", "out", "neighbours", "²"], 2, "takes the number of an example, got '²'"),
-    "no such example": (["query", "out", "neighbours", "99"], 2, "There is no example 99; the scan has 0 to 23"),
-    "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'; it has id, label, loss"),
-    "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'; there is loss"),
-    "another scan": (["scan", "tasks:plain", "--out", "out", "--batch-size", "4"], 2, "with another batch size: 8"),
+    "no such example": (["query", "out", "neighbours", "99"], 2, "no example 99. The scan has examples 0 to 23"),
+    "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'. It has id, label, loss"),
+    "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'. Choose from loss"),
+    "another scan": (["scan", "tasks:plain", "--out", "out", "--batch-size", "4"], 2, "The batch size changed since"),
     "no model to measure": (["bench", "tasks:missing"], 2, "tasks has no function 'missing'"),
 }  # fmt: skip
 
@@ -373,7 +373,7 @@ def test_nonfinite_losses_can_be_kept(tasks: Path, capsys: pytest.CaptureFixture
 def test_full_disk(tasks: Path) -> None:
     """The function `full` limits the files of the process to 6 kB."""
     done = run_command("scan", "tasks:full", "--out", "out", "--project", "1000", "--quiet", cwd=tasks.parent)
-    assert done.returncode == 4 and "There is no room for" in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 4 and "No space left to write" in done.stderr and done.stderr.count("\n") == 1
     assert not (tasks.parent / "out" / "summary.json").exists()
     assert main(["scan", "tasks:plain", "--out", "out", "--project", "1000", "--quiet"]) == 0
 

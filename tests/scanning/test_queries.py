@@ -1,4 +1,4 @@
-"""Questions to a scan, against direct computations on the stored gradients and on the gradients themselves."""
+"""Queries on a scan, compared with direct computations on the stored and on the original gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import persample
 from persample.scanning import ScanError, queries
-from persample.scanning.queries import Rows
+from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 
 N, CLASSES = 60, 4
@@ -27,17 +27,17 @@ def data(count: int = N, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 10, generator=generator), torch.randint(CLASSES, (count,), generator=generator)
 
 
-def made() -> nn.Module:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, CLASSES))
 
 
-def states(model: nn.Module) -> list[dict[str, Tensor]]:
+def make_states(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: value * scale for name, value in model.state_dict().items()} for scale in (0.5, 1.0, 1.5)]
 
 
-def gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """`(samples, numbers)` by a loop."""
+def compute_gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """`(samples, numbers)`: gradients by a loop over the samples."""
     rows = []
     for x, y in zip(*batch, strict=True):
         loss = F.cross_entropy(model(x[None]), y[None])
@@ -45,22 +45,22 @@ def gradients(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def store_of(directory: Path, rows: Tensor, shard: int = 16, dtype: str = "float32") -> Rows:
-    """A store with these gradients."""
+def store_rows(directory: Path, rows: Tensor, shard: int = 16, dtype: str = "float32") -> StoredGradients:
+    """Store gradients as a scan does."""
     lengths = rows.norm(dim=1)
     unit = torch.where(lengths[:, None] > 0, rows / lengths[:, None], 0.0)
     store = Store(directory)
     for i, (part, length) in enumerate(zip(unit.split(shard), lengths.split(shard), strict=True)):
         store.write_shard(0, i, {"length": length.double().numpy()}, part.numpy().astype(dtype))
-    return Rows(store, 0)
+    return StoredGradients(store, 0)
 
 
 # ---- influence ----
 
 
-def test_tracin_against_a_direct_computation(tmp_path: Path) -> None:
-    model, rates = made(), [0.3, 0.2, 0.1]
-    scanned = states(model)
+def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
+    model, rates = make_model(), [0.3, 0.2, 0.1]
+    scanned = make_states(model)
     found = persample.scan(
         model, nn.CrossEntropyLoss(), data(), out=tmp_path, checkpoints=scanned, learning_rates=rates, **OPTIONS
     )
@@ -69,7 +69,7 @@ def test_tracin_against_a_direct_computation(tmp_path: Path) -> None:
     exact, projected, slack = torch.zeros(5, N), torch.zeros(5, N), torch.zeros(5, N)
     for rate, state in zip(rates, scanned, strict=True):
         model.load_state_dict(state)
-        train_rows, test_rows = gradients(model, data()), gradients(model, test)
+        train_rows, test_rows = compute_gradients(model, data()), compute_gradients(model, test)
         exact += rate * test_rows @ train_rows.T
         slack += rate * test_rows.norm(dim=1)[:, None] * train_rows.norm(dim=1)
         recordings = []
@@ -80,7 +80,7 @@ def test_tracin_against_a_direct_computation(tmp_path: Path) -> None:
         projected += rate * recordings[0] @ recordings[1].T
     torch.testing.assert_close(scores, projected, rtol=1e-4, atol=1e-5)
     errors = (scores - exact) / slack
-    assert errors.square().mean().sqrt() < 2 / 64**0.5, "off by more than a projection to 64 is"
+    assert errors.square().mean().sqrt() < 2 / 64**0.5, "the error is larger than that of a projection to 64 dimensions"
     assert float(torch.corrcoef(torch.stack([scores.flatten(), exact.flatten()]))[0, 1]) > 0.9
 
     model.load_state_dict(scanned[-1])
@@ -91,8 +91,8 @@ def test_tracin_against_a_direct_computation(tmp_path: Path) -> None:
     assert (answer.for_scores[:, 0] > 0).all() and (answer.against_scores[:, 0] < 0).all()
 
 
-def test_a_step_on_an_example_does_what_its_score_says(tmp_path: Path) -> None:
-    model, test, rate = made(), data(1, seed=1), 1e-3
+def test_sign_of_score_predicts_effect_of_training_step(tmp_path: Path) -> None:
+    model, test, rate = make_model(), data(1, seed=1), 1e-3
     found = persample.scan(model, nn.CrossEntropyLoss(), data(), out=tmp_path, **{**OPTIONS, "project": 512})
     answer = found.influence(test, k=1)
     before = F.cross_entropy(model(test[0]), test[1]).item()
@@ -106,10 +106,10 @@ def test_a_step_on_an_example_does_what_its_score_says(tmp_path: Path) -> None:
         assert (F.cross_entropy(model(test[0]), test[1]).item() < before) == smaller
 
 
-def test_whitened_against_a_direct_computation(tmp_path: Path) -> None:
-    model = made()
+def test_whitened_scores_match_direct_computation(tmp_path: Path) -> None:
+    model = make_model()
     found = persample.scan(model, nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
-    rows = Rows(found.store, 0)
+    rows = StoredGradients(found.store, 0)
     stored = (rows[torch.arange(N)] * rows.lengths[:, None].float()).double()
     with persample.record(model) as grads:
         F.cross_entropy(model(data()[0][:3]), data()[1][:3]).backward()
@@ -118,19 +118,19 @@ def test_whitened_against_a_direct_computation(tmp_path: Path) -> None:
     expected = grads.project(64).double() @ torch.linalg.inv(moment + ridge) @ stored.T
     scores = found.scores(tuple(part[:3] for part in data()), "whitened")
     torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-3)
-    assert scores.argmax(1).tolist() == [0, 1, 2], "an example is best explained by itself"
+    assert scores.argmax(1).tolist() == [0, 1, 2], "the best match of an example is the example"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("no model", "Influence takes the model and its loss"),
-        ("weights", "The model's weights are not those that were scanned"),
+        ("no model", "influence needs the model and its loss"),
+        ("weights", "The weights of the model differ from the scanned ones"),
         ("method", "method must be 'tracin' or 'whitened'"),
     ],
 )
-def test_influence_that_cannot_be_told(change: str, message: str, tmp_path: Path) -> None:
-    model = made()
+def test_influence_errors(change: str, message: str, tmp_path: Path) -> None:
+    model = make_model()
     persample.scan(model, nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
     if change == "weights":
         model[0].weight.data += 1
@@ -144,22 +144,22 @@ def test_influence_that_cannot_be_told(change: str, message: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_neighbours(dtype: str, tmp_path: Path) -> None:
+def test_neighbours_have_largest_cosines(dtype: str, tmp_path: Path) -> None:
     matrix = torch.randn(N, 12)
-    rows = store_of(tmp_path, matrix, dtype=dtype)
+    rows = store_rows(tmp_path, matrix, dtype=dtype)
     cosines = F.cosine_similarity(matrix[:, None], matrix[None], dim=2).fill_diagonal_(-2)
     for i in (0, 17, N - 1):
-        found = queries.neighbours(rows, i, 5)
+        found = queries.find_neighbours(rows, i, 5)
         expected = cosines[i].topk(5)
         torch.testing.assert_close(found.scores, expected.values, rtol=0, atol=2e-3)
         assert len(set(found.ids.tolist()) & set(expected.indices.tolist())) >= (5 if dtype == "float32" else 4)
 
 
-def test_outliers(tmp_path: Path) -> None:
+def test_outliers_have_largest_leverage(tmp_path: Path) -> None:
     plane = torch.randn(N, 2) @ torch.randn(2, 12)
     plane[23] = torch.randn(12)
-    rows = store_of(tmp_path, plane)
-    found = queries.outliers(rows, 3)
+    rows = store_rows(tmp_path, plane)
+    found = queries.find_outliers(rows, 3)
     unit = F.normalize(plane.double(), dim=1)
     moment = unit.T @ unit / N
     leverages = (unit @ torch.linalg.inv(moment + 1e-3 * moment.trace() / 12 * torch.eye(12)) * unit).sum(1)
@@ -168,7 +168,7 @@ def test_outliers(tmp_path: Path) -> None:
     torch.testing.assert_close(found.scores.double(), expected.values, rtol=1e-4, atol=1e-6)
 
 
-def groups_by_brute_force(matrix: Tensor, tolerance: float) -> list[list[int]]:
+def find_groups_by_brute_force(matrix: Tensor, tolerance: float) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     leads: list[int] = []
     for i, row in enumerate(matrix):
@@ -190,51 +190,51 @@ def groups_by_brute_force(matrix: Tensor, tolerance: float) -> list[list[int]]:
     rank=st.integers(1, 20),
     noise=st.sampled_from([0.0, 0.002, 0.3]),
 )
-def test_duplicates_are_what_brute_force_finds(
+def test_duplicates_match_brute_force(
     tmp_path_factory: pytest.TempPathFactory, seed: int, originals: int, copies: int, rank: int, noise: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.randn(originals, rank, generator=generator) @ torch.randn(rank, 20, generator=generator)
     matrix = kinds[torch.randint(originals, (copies,), generator=generator)]
     matrix = matrix + noise * matrix.std() * torch.randn(matrix.shape, generator=generator)
-    matrix[-1] *= 3  # the direction of another, and another length
-    rows = store_of(tmp_path_factory.mktemp("rows"), matrix)
+    matrix[-1] *= 3  # same direction as another row, different length
+    rows = store_rows(tmp_path_factory.mktemp("rows"), matrix)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(queries, "_COMPARED_AT_ONCE", 7)
-        patched.setattr(queries, "BLOCK", 16)
-        assert sorted(queries.duplicates(rows, 0.1)) == groups_by_brute_force(matrix, 0.1)
+        patched.setattr(queries, "BLOCK_SIZE", 16)
+        assert sorted(queries.find_duplicates(rows, 0.1)) == find_groups_by_brute_force(matrix, 0.1)
 
 
 @pytest.mark.parametrize("tolerance", [0.003, 0.1])
-def test_float16_hides_no_copy(tolerance: float, tmp_path: Path) -> None:
+def test_duplicates_in_float16(tolerance: float, tmp_path: Path) -> None:
     matrix = torch.randn(200, 64).repeat(2, 1)
-    rows = store_of(tmp_path, matrix, dtype="float16")
-    assert sorted(queries.duplicates(rows, tolerance)) == [[i, i + 200] for i in range(200)]
+    rows = store_rows(tmp_path, matrix, dtype="float16")
+    assert sorted(queries.find_duplicates(rows, tolerance)) == [[i, i + 200] for i in range(200)]
 
 
-def test_copies_of_examples_are_found(tmp_path: Path) -> None:
+def test_duplicates_of_a_scan(tmp_path: Path) -> None:
     x, y = data()
     x[31], y[31] = x[4], y[4]
     x[50], y[50] = x[4], y[4]
-    x[33], y[33] = x[20], (y[20] + 1) % CLASSES  # the same input, and another label
-    found = persample.scan(made(), nn.CrossEntropyLoss(), (x, y), out=tmp_path, **{**OPTIONS, "dtype": "float16"})
+    x[33], y[33] = x[20], (y[20] + 1) % CLASSES  # same input, different label
+    found = persample.scan(make_model(), nn.CrossEntropyLoss(), (x, y), out=tmp_path, **{**OPTIONS, "dtype": "float16"})
     assert found.duplicates() == [[4, 31, 50]]
     assert found.neighbours(4, 2).ids.sort().values.tolist() == [31, 50]
 
 
-def test_ranks(tmp_path: Path) -> None:
-    found = persample.scan(made(), nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
+def test_ranking_by_column(tmp_path: Path) -> None:
+    found = persample.scan(make_model(), nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
     for name in ("norm", "loss"):
         assert found.ranked(name, 3).ids.tolist() == np.argsort(-found.column(name), kind="stable")[:3].tolist()
     assert found.ranked("alignment", 2).ids.tolist() == np.argsort(found.column("alignment"))[:2].tolist()
     assert len(found.ranked().ids) == N
 
 
-QUESTIONS = [lambda s: s.neighbours(N), lambda s: s.neighbours(-1), lambda s: s.duplicates(1.5)]
+WRONG_QUERIES = [lambda s: s.neighbours(N), lambda s: s.neighbours(-1), lambda s: s.duplicates(1.5)]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_wrong_questions(question: Any, tmp_path: Path) -> None:
-    found = persample.scan(made(), nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
-    with pytest.raises(ScanError, match=r"There is no example|tolerance is between"):
-        question(found)
+@pytest.mark.parametrize("query", WRONG_QUERIES)
+def test_wrong_arguments_of_queries(query: Any, tmp_path: Path) -> None:
+    found = persample.scan(make_model(), nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
+    with pytest.raises(ScanError, match=r"There is no example|tolerance must be between"):
+        query(found)

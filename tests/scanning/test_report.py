@@ -1,4 +1,4 @@
-"""The report of a scan, as a file: what it says, what it shows of examples, and that nothing gets out of its place."""
+"""The report of a scan as a file: texts, previews, charts, and safety against texts from the data."""
 
 import base64
 import io
@@ -19,16 +19,16 @@ from torch.utils.data import Dataset, IterableDataset
 import persample
 from persample.scanning import ScanError
 from persample.scanning.report import write_report
-from persample.scanning.report.figures import axis_of, colours, histogram
+from persample.scanning.report.charts import choose_axis, choose_colours, compute_histogram
 from persample.scanning.report.plots import write_plots
-from persample.scanning.report.previews import guessed, preview_of
+from persample.scanning.report.previews import find_content, make_preview
 from persample.scanning.report.reasons import Reasons
 
 EVIL = '<img src=x onerror="alert(1)"></script><script>alert(2)</script>'
 
 
 class Page(HTMLParser):
-    """The elements of a page with their attributes, and the text of each cell of the suspects' table."""
+    """The elements of a page with their attributes, its text, and the JSON of its points."""
 
     def __init__(self, html):
         super().__init__()
@@ -69,11 +69,11 @@ def images_and_labels(count=40):
     return torch.rand(count, 1, 4, 4, generator=generator), torch.arange(count) % 3
 
 
-def scanned(data, loss=None, model=None, **options):
+def run_scan(data, loss=None, model=None, **options):
     return persample.scan(model or small_model(), loss or nn.CrossEntropyLoss(), data, **{"project": None, **options})
 
 
-def page_of(scan, tmp_path, **options):
+def write_page(scan, tmp_path, **options):
     path = write_report(scan, tmp_path / "report.html", **{"plots": False, **options})
     return Page(path.read_text("utf-8"))
 
@@ -81,14 +81,14 @@ def page_of(scan, tmp_path, **options):
 @pytest.fixture(scope="module")
 def scan():
     torch.manual_seed(0)
-    return scanned(images_and_labels(), classes=["cat", "dog", "owl"])
+    return run_scan(images_and_labels(), classes=["cat", "dog", "owl"])
 
 
-# ---- what the page says ----
+# ---- texts ----
 
 
-def test_the_page_tells_what_was_scanned_and_found(scan, tmp_path):
-    page = page_of(scan, tmp_path, data=images_and_labels(), title="Pets", remarks=["Nothing was changed."], k=7)
+def test_page_shows_settings_and_suspects(scan, tmp_path):
+    page = write_page(scan, tmp_path, data=images_and_labels(), title="Pets", remarks=["Nothing was changed."], k=7)
     parameters = 16 * 6 + 6 + 6 * 3 + 3
     for words in ("Pets", "Examples 40", f"Parameters {parameters}", "CrossEntropyLoss", "Nothing was changed."):
         assert words in page.words
@@ -104,8 +104,8 @@ def test_the_page_tells_what_was_scanned_and_found(scan, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["loss", "norm", "alignment", "norm/1"])
-def test_suspects_are_ranked_by_the_column_that_is_asked_for(scan, tmp_path, by):
-    page = page_of(scan, tmp_path, by=by, k=5)
+def test_suspects_are_ranked_by_the_given_column(scan, tmp_path, by):
+    page = write_page(scan, tmp_path, by=by, k=5)
     values = scan.column(by)
     order = np.argsort(values if by == "alignment" else -values, kind="stable")[:5]
     assert [a["id"] for a in page.all("tr", role="row") if "id" in a] == [f"example-{i}" for i in order]
@@ -113,19 +113,19 @@ def test_suspects_are_ranked_by_the_column_that_is_asked_for(scan, tmp_path, by)
 
 def test_notes_are_shown_and_counted(scan, tmp_path):
     first, last = scan.ranked("self_influence").ids[[0, -1]].tolist()
-    page = page_of(scan, tmp_path, notes={first: "label flipped from 3", last: "fine"}, k=5)
-    assert "label flipped from 3" in page.words and "1 of the 2 examples with a note are among them" in page.words
+    page = write_page(scan, tmp_path, notes={first: "label flipped from 3", last: "fine"}, k=5)
+    assert "label flipped from 3" in page.words and "Examples with a note among them: 1 of 2." in page.words
     assert {one["id"]: one.get("note") for one in json.loads(page.script)}[last] == "fine"
 
 
-def test_the_page_is_where_the_scan_is_unless_a_path_is_given(scan, tmp_path):
+def test_path_of_the_report(scan, tmp_path):
     assert write_report(scan, plots=False) == scan.directory / "report.html"
     deep = tmp_path / "new" / "folder" / "page.html"
     assert write_report(scan, str(deep), plots=False) == deep
-    assert [p.name for p in deep.parent.iterdir()] == ["page.html"]  # nothing unfinished is left behind
+    assert [p.name for p in deep.parent.iterdir()] == ["page.html"]  # no unfinished file is left
 
 
-def test_a_page_that_cannot_be_written_leaves_the_earlier_one(scan, tmp_path):
+def test_failed_report_keeps_the_earlier_one(scan, tmp_path):
     path = write_report(scan, tmp_path / "report.html", plots=False)
     before = path.read_bytes()
 
@@ -142,18 +142,18 @@ def test_a_page_that_cannot_be_written_leaves_the_earlier_one(scan, tmp_path):
     [
         ({"by": "label"}, "cannot be ranked by 'label'"),
         ({"by": "beauty"}, "cannot be ranked by 'beauty'"),
-        ({"k": -1}, "k is a number"),
-        ({"notes": {40: "?"}}, "no example 40"),
-        ({"data": images_and_labels(39)}, "40 examples, and the data given to show them 39"),
+        ({"k": -1}, "k must be a number"),
+        ({"notes": {40: "?"}}, "notes contains example 40, but the scan has examples 0 to 39"),
+        ({"data": images_and_labels(39)}, "The scan has 40 examples, but `data` has 39"),
     ],
 )
-def test_what_does_not_fit_is_refused(scan, tmp_path, options, message):
+def test_wrong_arguments(scan, tmp_path, options, message):
     with pytest.raises(ScanError, match=message):
         write_report(scan, tmp_path / "report.html", plots=False, **options)
     assert not list(tmp_path.iterdir())
 
 
-# ---- scans of all kinds ----
+# ---- kinds of scans ----
 
 
 class Streamed(IterableDataset):
@@ -161,16 +161,16 @@ class Streamed(IterableDataset):
         yield from zip(*images_and_labels(), strict=True)
 
 
-def regression(tmp_path, **options):
+def write_regression_page(tmp_path, **options):
     x = images_and_labels()[0]
     y = torch.randn(len(x), 1)
-    return page_of(scanned((x, y), nn.MSELoss(), small_model(classes=1), **options), tmp_path, data=(x, y))
+    return write_page(run_scan((x, y), nn.MSELoss(), small_model(classes=1), **options), tmp_path, data=(x, y))
 
 
-def test_without_labels_there_are_no_classes(tmp_path):
-    page = regression(tmp_path)
+def test_scan_without_labels_has_no_classes(tmp_path):
+    page = write_regression_page(tmp_path)
     assert not page.all("select") and "Class" not in page.words and len(page.all("circle")) > 40
-    assert page.all("img")  # the previews are there nevertheless
+    assert page.all("img")  # there are previews
 
 
 @pytest.mark.parametrize(
@@ -184,64 +184,64 @@ def test_without_labels_there_are_no_classes(tmp_path):
         (["noise_scale"], 0, {"noise"}),
     ],
 )
-def test_a_scan_of_few_quantities_has_fewer_sections(tmp_path, quantities, rows, sections):
-    found = scanned(images_and_labels(), quantities=quantities)
-    page = page_of(found, tmp_path, data=images_and_labels(), plots=True)
+def test_missing_quantities_have_no_sections(tmp_path, quantities, rows, sections):
+    found = run_scan(images_and_labels(), quantities=quantities)
+    page = write_page(found, tmp_path, data=images_and_labels(), plots=True)
     ids = {a.get("id") for a in page.all("section")}
     assert ids == {"summary", "suspects", "scatter", "reading"} | sections
     assert len([a for a in page.all("tr", role="row") if "id" in a]) == rows
-    assert bool(page.script) == (quantities == ["loss", "norm"])  # the scatter takes both
+    assert bool(page.script) == (quantities == ["loss", "norm"])  # the scatter plot needs both
     assert "None" not in page.words and "nan" not in page.words.lower().split()
 
 
-def test_several_checkpoints_have_a_mean_loss(tmp_path):
+def test_page_of_several_checkpoints(tmp_path):
     model = small_model()
     states = [{name: scale * value for name, value in model.state_dict().items()} for scale in (1, 2)]
-    page = page_of(scanned(images_and_labels(), model=model, checkpoints=states), tmp_path)
-    assert "Checkpoints 2" in page.words and "Mean loss" in page.words and "of all 2 of them" in page.words
+    page = write_page(run_scan(images_and_labels(), model=model, checkpoints=states), tmp_path)
+    assert "Checkpoints 2" in page.words and "Mean loss" in page.words and "from all 2 checkpoints" in page.words
 
 
-def test_values_that_are_not_finite_are_said_so(tmp_path):
+def test_page_names_examples_that_are_not_finite(tmp_path):
     x, y = images_and_labels()
     x[5] = math.nan
-    page = page_of(scanned((x, y), nonfinite="keep"), tmp_path, data=(x, y), plots=True)
-    assert "not finite" in page.words and "no finite number in example 5" in page.words
-    assert "1 example whose loss or gradient is not finite has no place here" in page.words
+    page = write_page(run_scan((x, y), nonfinite="keep"), tmp_path, data=(x, y), plots=True)
+    assert "not finite" in page.words and "A measured value is not finite for example 5." in page.words
+    assert "1 example with a loss or gradient that is not finite is not shown" in page.words
     assert not re.search(r"\b(nan|inf|infinity|none)\b", page.words, re.IGNORECASE)
     assert next(a["id"] for a in page.all("tr", role="row") if "id" in a) == "example-5"
     assert 5 not in {one["id"] for one in json.loads(page.script)}
 
 
-def test_all_values_may_be_not_finite(tmp_path):
+def test_page_if_no_value_is_finite(tmp_path):
     x, y = images_and_labels()
-    page = page_of(scanned((x * math.nan, y), nonfinite="keep"), tmp_path, plots=True)
+    page = write_page(run_scan((x * math.nan, y), nonfinite="keep"), tmp_path, plots=True)
     assert not re.search(r"\b(nan|inf|none)\b", page.words, re.IGNORECASE)
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_page_of_almost_nothing(tmp_path, count):
-    page = page_of(scanned(images_and_labels(count)), tmp_path, data=images_and_labels(count), plots=True)
+def test_page_of_few_examples(tmp_path, count):
+    page = write_page(run_scan(images_and_labels(count)), tmp_path, data=images_and_labels(count), plots=True)
     assert len([a for a in page.all("tr", role="row") if "id" in a]) == count
 
 
-def test_no_suspects_may_be_asked_for(scan, tmp_path):
-    page = page_of(scan, tmp_path, k=0)
-    assert "No suspects were asked for" in page.words and not page.all("table", id="table")
+def test_page_without_suspects(scan, tmp_path):
+    page = write_page(scan, tmp_path, k=0)
+    assert "This report was written without suspects" in page.words and not page.all("table", id="table")
 
 
-def test_the_scatter_is_a_selection_of_many_with_all_suspects(tmp_path):
-    found = scanned((torch.rand(1700, 2), torch.arange(1700) % 3), model=small_model(2), quantities=["loss", "norm"])
-    page = page_of(found, tmp_path, k=50)
+def test_scatter_plot_selects_suspects_and_others(tmp_path):
+    found = run_scan((torch.rand(1700, 2), torch.arange(1700) % 3), model=small_model(2), quantities=["loss", "norm"])
+    page = write_page(found, tmp_path, k=50)
     known = json.loads(page.script)
     assert len(known) == 1500 and sum("rank" in one for one in known) == 50
-    assert "1,500 of 1,700 examples: the suspects, and a random selection" in page.words
+    assert "1,500 of 1,700 examples: the suspects and a random selection" in page.words
 
 
-def test_many_classes_have_colours_and_a_legend_that_ends(tmp_path):
+def test_many_classes_have_distinct_colours_and_a_short_legend(tmp_path):
     x, y = torch.rand(180, 2), torch.arange(180) % 60
-    page = page_of(scanned((x, y), model=small_model(2, 60)), tmp_path)
+    page = write_page(run_scan((x, y), model=small_model(2, 60)), tmp_path)
     assert len([a for a in page.all("li") if "data-class" in a]) == 40 and "and 20 smaller classes" in page.words
-    assert len(set(colours(60))) == 60 and len(set(colours(10))) == 10
+    assert len(set(choose_colours(60))) == 60 and len(set(choose_colours(10))) == 10
 
 
 # ---- safety ----
@@ -255,11 +255,11 @@ class Texts(Dataset):
         return {"text": EVIL + f" number {i}", "x": torch.full((4,), i / 12), "label": torch.tensor(i % 2)}
 
 
-def test_what_users_write_is_text_wherever_it_is_shown(tmp_path):
+def test_texts_from_users_are_escaped(tmp_path):
     def loss(model, batch):
         return nn.functional.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
 
-    found = scanned(
+    found = run_scan(
         Texts(),
         loss,
         small_model(4, 2),
@@ -268,7 +268,7 @@ def test_what_users_write_is_text_wherever_it_is_shown(tmp_path):
         groups={EVIL: ["1.weight"], "rest": ["1.bias", "3.weight", "3.bias"]},
     )
     notes = dict.fromkeys(range(12), EVIL)
-    page = page_of(found, tmp_path, data=Texts(), title=EVIL, remarks=[EVIL], notes=notes, k=6, plots=True)
+    page = write_page(found, tmp_path, data=Texts(), title=EVIL, remarks=[EVIL], notes=notes, k=6, plots=True)
     assert {tag for tag, _ in page.elements if tag in ("img", "iframe", "object")} == set()
     assert len(page.all("script")) == 2
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
@@ -277,8 +277,8 @@ def test_what_users_write_is_text_wherever_it_is_shown(tmp_path):
     assert {one["note"] for one in known} == {EVIL} and EVIL in {one["label"] for one in known}
 
 
-def test_the_page_loads_nothing(scan, tmp_path):
-    page = page_of(scan, tmp_path, data=images_and_labels())
+def test_page_has_no_external_resources(scan, tmp_path):
+    page = write_page(scan, tmp_path, data=images_and_labels())
     for tag, attributes in page.elements:
         for name in {"src", "href", "srcset", "action", "data", "poster", "xlink:href"} & set(attributes):
             assert attributes[name].startswith(("data:", "#")), (tag, attributes)
@@ -289,7 +289,7 @@ def test_the_page_loads_nothing(scan, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_can_be_read_against_their_background(scheme):
+def test_contrast_of_texts(scheme):
     style = (files("persample.scanning.report") / "report.css").read_text()
     blocks = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     colour = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", blocks[["light", "dark"].index(scheme)]))
@@ -311,7 +311,7 @@ def test_texts_can_be_read_against_their_background(scheme):
 # ---- previews ----
 
 
-def pixels_of(preview):
+def decode(preview):
     assert preview.kind == "image"
     return Image.open(io.BytesIO(base64.b64decode(preview.content.partition(",")[2])))
 
@@ -339,30 +339,30 @@ GREY = torch.linspace(0, 1, 64).reshape(8, 8)
         (Image.new("CMYK", (10, 10)), (10, 10), "RGB"),
     ],
 )
-def test_images_of_all_kinds_become_thumbnails(value, size, mode):
-    image = pixels_of(preview_of(value))
+def test_thumbnails_of_images(value, size, mode):
+    image = decode(make_preview(value))
     assert image.size == size and image.mode == mode
 
 
 @pytest.mark.parametrize(
     "values, corners",
     [
-        (GREY, (0, 255)),  # as it is
+        (GREY, (0, 255)),  # unchanged
         (GREY / 2, (0, 128)),  # dark images stay dark
         (2 * GREY - 1, (0, 255)),
         (16 * GREY, (0, 255)),
-        (5 * GREY - 2, (0, 255)),  # normalised by mean and deviation
+        (5 * GREY - 2, (0, 255)),  # normalised by mean and standard deviation
         ((255 * GREY).byte(), (0, 255)),
         (torch.full((8, 8), math.nan), (0, 0)),
     ],
 )
-def test_brightness_is_that_of_the_values(values, corners):
-    image = pixels_of(preview_of(values))
+def test_brightness_of_thumbnails(values, corners):
+    image = decode(make_preview(values))
     assert (image.getpixel((0, 0)), image.getpixel((7, 7))) == pytest.approx(corners, abs=1)
 
 
-def test_large_images_are_small_files_and_tiny_ones_keep_their_pixels():
-    large, tiny = preview_of(torch.rand(3, 500, 500)), preview_of(GREY)
+def test_large_images_become_jpeg_and_tiny_images_png():
+    large, tiny = make_preview(torch.rand(3, 500, 500)), make_preview(GREY)
     assert large.content.startswith("data:image/jpeg") and len(large.content) < 12_000 and not large.tiny
     assert tiny.content.startswith("data:image/png") and tiny.tiny
 
@@ -388,41 +388,43 @@ def test_large_images_are_small_files_and_tiny_ones_keep_their_pixels():
         (({"pixel_values": GREY}, 3), "image", None),
     ],
 )
-def test_what_is_shown_of_an_example_is_guessed(example, kind, content):
-    preview = preview_of(guessed(example))
+def test_preview_of_examples(example, kind, content):
+    preview = make_preview(find_content(example))
     assert preview.kind == kind and content in (None, preview.content)
 
 
 @pytest.mark.parametrize("value", [[[1.0], [1.0, 2.0]], nn.Identity(), {"a": 1}, np.array(["a", "b"])])
-def test_what_is_neither_an_image_nor_numbers_is_shown_as_it_prints(value):
-    assert (preview := preview_of(value)).kind == "text" and preview.content == str(value)
+def test_other_values_are_shown_as_text(value):
+    assert (preview := make_preview(value)).kind == "text" and preview.content == str(value)
 
 
 @pytest.mark.parametrize("example", [{"label": 3}, {}, None])
-def test_nothing_is_shown_of_what_has_nothing_to_show(example):
-    assert preview_of(guessed(example)) is None
+def test_examples_without_content_have_no_preview(example):
+    assert make_preview(find_content(example)) is None
 
 
-def test_the_user_can_say_what_to_show(scan, tmp_path):
-    page = page_of(scan, tmp_path, data=images_and_labels(), show=lambda example: f"labelled {example[1].item()}!", k=4)
+def test_show_chooses_the_preview(scan, tmp_path):
+    page = write_page(
+        scan, tmp_path, data=images_and_labels(), show=lambda example: f"labelled {example[1].item()}!", k=4
+    )
     assert page.words.count("labelled") == 4 and not page.all("img")
     assert all(one["preview"][:1] == ["text"] for one in json.loads(page.script) if "rank" not in one)
 
 
-def test_without_data_there_are_no_previews(scan, tmp_path):
-    page = page_of(scan, tmp_path)
+def test_page_without_data_has_no_previews(scan, tmp_path):
+    page = write_page(scan, tmp_path)
     assert not page.all("img") and not page.all("td", **{"class": "example"})
     assert not any("preview" in one for one in json.loads(page.script))
 
 
-def test_a_stream_is_read_for_the_suspects(tmp_path):
-    page = page_of(scanned(Streamed()), tmp_path, data=Streamed(), k=4)
-    assert len(page.all("img")) == 4 and "Of 36 circles this page holds no preview" in page.words
+def test_only_suspects_of_a_stream_have_previews(tmp_path):
+    page = write_page(run_scan(Streamed()), tmp_path, data=Streamed(), k=4)
+    assert len(page.all("img")) == 4 and "36 circles have no preview in this file" in page.words
 
 
-def test_previews_end_where_the_page_would_grow_too_large(scan, tmp_path, monkeypatch):
-    monkeypatch.setattr("persample.scanning.report.page._PREVIEWS_IN_SCATTER", 1000)
-    page = page_of(scan, tmp_path, data=images_and_labels(), k=4)
+def test_total_size_of_previews_is_limited(scan, tmp_path, monkeypatch):
+    monkeypatch.setattr("persample.scanning.report.page._POINT_PREVIEW_BYTES", 1000)
+    page = write_page(scan, tmp_path, data=images_and_labels(), k=4)
     known = [one for one in json.loads(page.script) if "rank" not in one]
     assert 0 < sum("preview" in one for one in known) < len(known)
     assert len(page.all("img")) == 4
@@ -431,8 +433,8 @@ def test_previews_end_where_the_page_would_grow_too_large(scan, tmp_path, monkey
 # ---- reasons ----
 
 
-def columns(count=200):
-    """Examples that are all alike, and the last one, which is not."""
+def make_columns(count=200):
+    """Columns in which no example stands out."""
     spread = np.linspace(0.9, 1.1, count)
     found = {"loss": spread.copy(), "norm": spread.copy(), "alignment": 0.3 * spread}
     return found | {"norm/0": 0.6 * spread, "norm/2": 0.8 * spread}
@@ -445,28 +447,28 @@ def columns(count=200):
         ({"norm": 12.0}, ["gradient 12 times the median"]),
         ({"norm": 12345.0}, ["gradient 12,333 times the median"]),
         ({"alignment": -0.414}, ["points against the mean gradient (cosine −0.41)"]),
-        ({"norm/0": 3.0, "norm/2": 0.3}, ["99 % of it in layer 0 (median 36 %)"]),
+        ({"norm/0": 3.0, "norm/2": 0.3}, ["99 % of the gradient in layer 0 (median 36 %)"]),
         ({"loss": math.nan, "norm": math.inf}, ["loss is not finite", "gradient is not finite"]),
         ({}, ["gradient norm: rank 101 of 200"]),
     ],
 )
-def test_reasons_name_what_is_unusual(changed, expected):
-    found = columns()
+def test_reasons_name_unusual_values(changed, expected):
+    found = make_columns()
     for name, value in changed.items():
         found[name][99] = value
-    assert Reasons(found, by="norm").of(99) == expected
+    assert Reasons(found, by="norm").find(99) == expected
 
 
-def test_there_are_at_most_three_reasons_and_the_share_is_never_understated():
-    found = columns()
+def test_number_of_reasons_is_limited_and_shares_are_rounded_up():
+    found = make_columns()
     for name, value in {"norm": 9.0, "alignment": -0.5, "norm/0": 3.0, "norm/2": 0.1}.items():
         found[name][197] = value
-    assert len(reasons := Reasons(found, by="norm").of(197)) == 3 and reasons[0] == "loss in the top 2 %"
-    found["loss"][:] = 1.0  # all alike: none is in the top
-    assert not any("loss" in reason for reason in Reasons(found, by="norm").of(197))
+    assert len(reasons := Reasons(found, by="norm").find(197)) == 3 and reasons[0] == "loss in the top 2 %"
+    found["loss"][:] = 1.0  # all equal: none is in the top
+    assert not any("loss" in reason for reason in Reasons(found, by="norm").find(197))
 
 
-# ---- figures and plots ----
+# ---- charts and plots ----
 
 
 @pytest.mark.parametrize(
@@ -482,34 +484,34 @@ def test_there_are_at_most_three_reasons_and_the_share_is_never_understated():
         ([math.nan, 3.0, math.inf], False),
     ],
 )
-def test_axes_hold_all_finite_values(values, log):
+def test_axes_contain_all_finite_values(values, log):
     values = np.array(values)
-    axis = axis_of(values, padding=0.03)
-    places = axis.place(values[np.isfinite(values)])
-    assert axis.log == log and axis.low < axis.high and ((places >= 0) & (places <= 100)).all()
+    axis = choose_axis(values, padding=0.03)
+    positions = axis.locate(values[np.isfinite(values)])
+    assert axis.log == log and axis.low < axis.high and ((positions >= 0) & (positions <= 100)).all()
     assert 1 <= len(axis.ticks) <= 9 and all(0 <= at <= 100 for at, _ in axis.ticks)
     positive = values[np.isfinite(values) & (values > 0)]
-    assert (np.diff(axis.place(np.sort(positive))) > 0).all()  # each has a place of its own
+    assert (np.diff(axis.locate(np.sort(positive))) > 0).all()  # different values have different positions
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_the_bars_of_a_histogram_are_as_high_as_their_counts(spread):
+def test_bars_of_a_histogram_are_proportional_to_counts(spread):
     values = np.exp(np.random.default_rng(0).normal(size=500) * (3 if spread else 0.1))
-    figure = histogram(values)
-    heights = np.array([height for _, _, height in figure["bars"]])
-    assert figure["x"].log == spread
+    figure = compute_histogram(values)
+    heights = np.array([height for _, _, height in figure.bars])
+    assert figure.axis.log == spread
     assert heights.sum() / heights.max() == pytest.approx(500 / round(500 * heights.max() / heights.sum()), rel=1e-3)
-    assert all(left + width <= 100.001 for left, width, _ in figure["bars"])
+    assert all(left + width <= 100.001 for left, width, _ in figure.bars)
 
 
 @pytest.mark.parametrize(
     "asked, names", [({}, {"loss", "norm", "scatter", "layers"}), ({"quantities": ["norm"]}, {"norm"})]
 )
-def test_plots_are_png_files_beside_the_page(tmp_path, asked, names):
+def test_plots_are_png_files(tmp_path, asked, names):
     import matplotlib
 
     settings = dict(matplotlib.rcParams)
-    found = scanned(images_and_labels(), classes=["a$b", "_c", "d"], **asked)
+    found = run_scan(images_and_labels(), classes=["a$b", "_c", "d"], **asked)
     write_report(found, tmp_path / "report.html")
     files_found = sorted((tmp_path / "plots").iterdir())
     assert {path.name for path in files_found} == {f"{name}.png" for name in names}
@@ -520,7 +522,7 @@ def test_plots_are_png_files_beside_the_page(tmp_path, asked, names):
     assert dict(matplotlib.rcParams) == settings
 
 
-def test_plots_need_matplotlib_and_say_so(scan, tmp_path, monkeypatch):
+def test_plots_without_matplotlib_raise(scan, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ScanError, match="plots=False"):
-        write_plots(scan.store, tmp_path, {"loss": np.ones(3)}, None, [], str)
+        write_plots(tmp_path, {"loss": np.ones(3)}, None, [], str)

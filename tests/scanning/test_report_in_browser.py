@@ -1,4 +1,4 @@
-"""The report in a browser: by pointer and by keyboard, on a desk and on a phone."""
+"""The report in a browser: with pointer and keyboard, on desktop and mobile screens."""
 
 import io
 import os
@@ -16,7 +16,7 @@ from persample.scanning.report import write_report
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if BROWSER is None and "PERSAMPLE_NEEDS_BROWSER" not in os.environ:  # as it is in .ci/run
+if BROWSER is None and "PERSAMPLE_NEEDS_BROWSER" not in os.environ:  # set by .ci/run
     pytest.skip("No browser to show the report in: apt install chromium", allow_module_level=True)
 
 ARGUMENTS = [
@@ -34,10 +34,10 @@ COUNT, SUSPECTS = 120, 20
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """A page with all there is, and one of long texts."""
+    """A page with all sections, and a page with long texts."""
     torch.manual_seed(0)
     x, y = torch.rand(COUNT, 1, 6, 6), torch.arange(COUNT) % 4
-    x *= 10 ** torch.linspace(-2, 1, COUNT)[:, None, None, None]  # so that numbers differ in length
+    x *= 10 ** torch.linspace(-2, 1, COUNT)[:, None, None, None]  # so that the numbers have different numbers of digits
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 4))
     scan = persample.scan(model, nn.CrossEntropyLoss(), (x, y), project=None, classes=CLASSES)
     first = scan.ranked("self_influence").ids[:3].tolist()
@@ -58,80 +58,80 @@ def browser():
 
 @pytest.fixture
 def opened(browser, report):
-    """Opens the report; that it loads nothing and says nothing on the console is seen to at the end of each test."""
-    heard, contexts = [], []
+    """Open the report. After the test, check that the page made no request and wrote nothing to the console."""
+    messages, contexts = [], []
 
     def open_page(width=1280, height=900, name="report.html", **options):
         contexts.append(browser.new_context(viewport={"width": width, "height": height}, **options))
         contexts[-1].set_default_timeout(5000)
         page = contexts[-1].new_page()
-        page.on("console", lambda message: heard.append(message.text))
-        page.on("pageerror", lambda error: heard.append(str(error)))
-        page.on("dialog", lambda dialog: heard.append(dialog.message))
-        page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else heard.append(r.url))
+        page.on("console", lambda message: messages.append(message.text))
+        page.on("pageerror", lambda error: messages.append(str(error)))
+        page.on("dialog", lambda dialog: messages.append(dialog.message))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else messages.append(r.url))
         page.goto(report.with_name(name).as_uri())
         return page
 
     yield open_page
     for context in contexts:
         context.close()
-    assert heard == []
+    assert messages == []
 
 
 def column(page, name):
-    """The cells of a column, of the rows that are shown."""
+    """The texts of a column in the visible rows."""
     return page.eval_on_selector_all(
         f"#table tbody tr:not([hidden]) td[data-name='{name}']", "cells => cells.map(cell => cell.textContent.trim())"
     )
 
 
-def as_number(text):
+def parse_number(text):
     digits, _, power = text.replace("−", "-").replace(",", "").partition("×10")
     return float(digits) * 10.0 ** int(power.translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")) or 0)
 
 
-def box(page, selector):
+def get_box(page, selector):
     return page.eval_on_selector(
         selector, "e => (({x, y, width, height}) => [x, y, width, height])(e.getBoundingClientRect())"
     )
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_from_a_file_and_is_not_blank(opened, scheme):
+def test_page_opens_from_a_file_and_is_not_blank(opened, scheme):
     page = opened(color_scheme=scheme)
     assert page.title() == "Dataset scan · persample"
     shot = np.asarray(Image.open(io.BytesIO(page.screenshot())).convert("L"), dtype=float)
     assert (np.median(shot) > 200) == (scheme == "light")
-    assert (abs(shot - np.median(shot)) > 60).mean() > 0.005  # ink on the page
+    assert (abs(shot - np.median(shot)) > 60).mean() > 0.005  # there is text on the page
     sizes = page.eval_on_selector_all("#table img", "images => images.map(i => [i.naturalWidth, i.width, i.alt])")
     assert len(sizes) == SUSPECTS and all(natural == 6 and width >= 40 and alt for natural, width, alt in sizes)
 
 
-@pytest.mark.parametrize("means", ["click", "keyboard"])
-def test_numbers_are_sorted_as_numbers(opened, means):
+@pytest.mark.parametrize("device", ["click", "keyboard"])
+def test_numbers_are_sorted_as_numbers(opened, device):
     page = opened()
     for name in ("Id", "Loss", "Gradient norm", "Self-influence", "Alignment", "Rank"):
-        check_sorting(page, name, means)
+        check_sorting(page, name, device)
 
 
-def check_sorting(page, name, means):
+def check_sorting(page, name, device):
     button = page.get_by_role("button", name=name, exact=True)
     head = button.locator("..")
     seen = {}
     for _ in range(2):
-        if means == "click":
+        if device == "click":
             button.click()
         else:
             button.focus()
             page.keyboard.press("Enter")
-        seen[head.get_attribute("aria-sort")] = [as_number(text) for text in column(page, name)]
+        seen[head.get_attribute("aria-sort")] = [parse_number(text) for text in column(page, name)]
         assert page.locator("#table th[aria-sort]").count() == 1
     assert set(seen) == {"ascending", "descending"}
     assert seen["ascending"] == sorted(seen["ascending"]) and len(set(seen["ascending"])) > 5
     assert seen["descending"] == sorted(seen["descending"], reverse=True)
 
 
-def test_texts_are_sorted_as_texts_and_empty_ones_come_last(opened):
+def test_texts_are_sorted_with_empty_ones_last(opened):
     page = opened()
     for direction in ("ascending", "descending"):
         page.locator("#table th button", has_text="Note").click()
@@ -144,7 +144,7 @@ def test_texts_are_sorted_as_texts_and_empty_ones_come_last(opened):
     )
 
 
-def test_rows_are_filtered_by_text_and_by_class(opened):
+def test_filter_by_text_and_class(opened):
     page = opened()
     count = page.locator("#count")
     assert count.inner_text() == f"{SUSPECTS} of {SUSPECTS} suspects shown" and count.get_attribute("aria-live")
@@ -157,7 +157,7 @@ def test_rows_are_filtered_by_text_and_by_class(opened):
         assert column(page, "Label") == [label] * labels.count(label)
     page.get_by_label("Search").fill("nothing like it")
     assert count.inner_text() == f"0 of {SUSPECTS} suspects shown" and not page.locator("#table").is_visible()
-    page.get_by_role("button", name="Show all of them").click()
+    page.get_by_role("button", name="Show all suspects").click()
     assert len(column(page, "Id")) == SUSPECTS and page.locator("#table").is_visible()
     assert not page.locator("#no-rows").is_visible()
 
@@ -171,9 +171,9 @@ def test_sorting_keeps_the_filter(opened):
     assert column(page, "Id") == sorted(before, key=int)
 
 
-def test_the_circles_lie_in_their_frame_in_the_colours_of_their_classes(opened):
+def test_circles_are_inside_the_plot_and_have_class_colours(opened):
     page = opened()
-    left, top, width, height = box(page, "#plot")
+    left, top, width, height = get_box(page, "#plot")
     circles = page.eval_on_selector_all(
         ".points circle",
         """all => all.map(c => [c.getBoundingClientRect(), getComputedStyle(c).fill])
@@ -183,69 +183,70 @@ def test_the_circles_lie_in_their_frame_in_the_colours_of_their_classes(opened):
     for x0, y0, x1, y1, _ in circles:
         assert left <= x0 < x1 <= left + width and top <= y0 < y1 <= top + height
     across = [x0 for x0, *_ in circles]
-    assert max(across) - min(across) > 0.5 * width  # and fill it
+    assert max(across) - min(across) > 0.5 * width  # they use the width of the plot
     legend = page.eval_on_selector_all("#legend .dot", "dots => dots.map(d => getComputedStyle(d).backgroundColor)")
     assert set(legend) == {colour for *_, colour in circles}
 
 
-def shown(page):
-    """What is told of the chosen example."""
+def get_details(page):
+    """Names and values of the selected example."""
     names = page.eval_on_selector_all("#known dt", "all => all.map(e => e.textContent)")
     return dict(zip(names, page.eval_on_selector_all("#known dd", "all => all.map(e => e.textContent)"), strict=True))
 
 
-def test_pointing_at_a_circle_shows_its_example(opened):
+def test_pointing_at_a_circle_shows_the_example(opened):
     page = opened()
     page.locator("#plot").scroll_into_view_if_needed()
     points = page.evaluate("JSON.parse(document.getElementById('points').textContent)")
     hit = 0
     for i in (0, COUNT // 2, COUNT - 2):
         page.locator(".points circle").nth(i).hover(force=True)
-        told = shown(page)
+        details = get_details(page)
         assert page.locator("#stage img").evaluate("image => image.naturalWidth") == 6
-        assert page.locator("#stage img").get_attribute("alt") == f"Example {told['Id']}"
-        point = next(one for one in points if str(one["id"]) == told["Id"])
-        assert (told["Label"], told["Loss"], told["Gradient norm"]) == (point["label"], point["loss"], point["norm"])
-        hit += points[i]["id"] == point["id"]  # another one may lie on the very same place
+        assert page.locator("#stage img").get_attribute("alt") == f"Example {details['Id']}"
+        point = next(one for one in points if str(one["id"]) == details["Id"])
+        shown = (details["Label"], details["Loss"], details["Gradient norm"])
+        assert shown == (point["label"], point["loss"], point["norm"])
+        hit += points[i]["id"] == point["id"]  # another circle may be at the same position
     assert hit >= 2
 
 
-def test_arrow_keys_move_from_example_to_example(opened):
+def test_arrow_keys_select_examples(opened):
     page = opened()
     page.locator("#plot").focus()
     page.keyboard.press("Home")
-    told = shown(page)
-    assert told["Suspect"] == "no. 1" and page.locator("#known-note").inner_text() == "label flipped"
+    details = get_details(page)
+    assert details["Suspect"] == "no. 1" and page.locator("#known-note").inner_text() == "label flipped"
     losses = []
     for _ in range(4):
         page.keyboard.press("ArrowLeft")
-        losses.append(as_number(shown(page)["Loss"]))
+        losses.append(parse_number(get_details(page)["Loss"]))
         spoken = page.locator("#spoken").text_content()
-        assert f"Id {shown(page)['Id']}" in spoken and f"Loss {shown(page)['Loss']}" in spoken
+        assert f"Id {get_details(page)['Id']}" in spoken and f"Loss {get_details(page)['Loss']}" in spoken
         assert page.locator("#stage img").count() == 1
     assert losses == sorted(losses, reverse=True) and len(set(losses)) > 1
-    norm = as_number(shown(page)["Gradient norm"])
+    norm = parse_number(get_details(page)["Gradient norm"])
     page.keyboard.press("ArrowDown")
-    assert as_number(shown(page)["Gradient norm"]) <= norm
-    ring, plot = box(page, "#marker"), box(page, "#plot")
+    assert parse_number(get_details(page)["Gradient norm"]) <= norm
+    ring, plot = get_box(page, "#marker"), get_box(page, "#plot")
     assert plot[0] <= ring[0] + ring[2] / 2 <= plot[0] + plot[2]
 
 
-def test_the_scatter_is_reached_by_tab_and_focus_is_seen(opened):
+def test_tab_reaches_the_scatter_plot_with_visible_focus(opened):
     page = opened()
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.textContent") == "Skip to the suspects"
-    assert box(page, ".skip")[1] >= 0
+    assert get_box(page, ".skip")[1] >= 0
     for _ in range(40):
         page.keyboard.press("Tab")
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline != "none", page.evaluate("document.activeElement.outerHTML.slice(0, 200)")
         if page.evaluate("document.activeElement.id") == "plot":
             return
-    raise AssertionError("Tab does not get to the scatter")
+    raise AssertionError("Tab does not reach the scatter plot")
 
 
-def test_the_legend_chooses_classes(opened):
+def test_legend_selects_classes(opened):
     page = opened()
     button = page.locator("#legend button").nth(1)
     button.click()
@@ -257,23 +258,23 @@ def test_the_legend_chooses_classes(opened):
     assert visible == ["1"] * (COUNT // 4)
     page.locator("#plot").focus()
     page.keyboard.press("ArrowLeft")
-    assert shown(page)["Label"] == CLASSES[1]
+    assert get_details(page)["Label"] == CLASSES[1]
     button.click()
     assert page.locator(".points .faded").count() == 0
 
 
-def test_a_suspect_can_be_looked_up_in_the_table_even_when_it_is_filtered_out(opened):
+def test_link_to_the_table_shows_a_filtered_row(opened):
     page = opened()
     page.get_by_label("Search").fill("nothing like it")
     page.locator("#plot").focus()
     page.keyboard.press("Home")
     page.get_by_role("link", name="See it in the table").click()
-    row = page.locator(f"#example-{shown(page)['Id']}")
+    row = page.locator(f"#example-{get_details(page)['Id']}")
     playwright.expect(row).to_be_in_viewport()
 
 
 @pytest.mark.parametrize("name", ["report.html", "texts.html"])
-def test_no_page_scrolls_sideways(opened, name):
+def test_page_does_not_scroll_horizontally(opened, name):
     page = opened(name=name)
     for width in (320, 390, 768, 1024, 1280):
         page.set_viewport_size({"width": width, "height": 844})
@@ -291,23 +292,23 @@ def check_width(page, width):
     assert outside == []
 
 
-def test_on_a_phone_rows_are_cards_that_can_be_sorted(opened):
+def test_rows_are_sortable_cards_on_a_phone(opened):
     page = opened(width=390, height=844, has_touch=True, is_mobile=True)
-    left, _, width, height = box(page, "#table tbody tr")
+    left, _, width, height = get_box(page, "#table tbody tr")
     assert left >= 0 and left + width <= 390 and height > 100
     page.locator("#table th button", has_text="Loss").tap()
-    losses = [as_number(text) for text in column(page, "Loss")]
+    losses = [parse_number(text) for text in column(page, "Loss")]
     assert losses == sorted(losses, reverse=True)
 
 
-def test_without_javascript_all_is_there_to_read(opened):
+def test_page_without_javascript(opened):
     page = opened(java_script_enabled=False)
     assert page.locator("#table tbody tr:visible").count() == SUSPECTS
     assert page.locator(".points circle").count() == COUNT
     assert not page.locator(".filters").is_visible() and not page.locator("#detail").is_visible()
 
 
-def test_names_from_the_data_are_shown_as_they_are_written(opened):
+def test_names_from_the_data_are_escaped(opened):
     page = opened()
     assert CLASSES[3] in page.locator("#legend").inner_text() and "<b>bold</b>" in page.locator("#table").inner_text()
     assert page.locator("img[src='x'], #table td b").count() == 0

@@ -1,8 +1,9 @@
-"""Scans of datasets: each quantity against a loop, what is scanned, and being stopped at any moment."""
+"""Scans of datasets: quantities compared with a loop, kinds of data, interruption and continuation."""
 
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import persample
 from persample.scanning import NotFinite, ScanError, run
-from persample.scanning.measure import grouped
+from persample.scanning.measure import group_parameters
 from persample.scanning.store import Store
 from tests.support.processes import TwoProcesses
 
@@ -29,17 +30,17 @@ QUICK: dict[str, Any] = {"batch_size": 4, "shard_size": 8, "project": 16, "progr
 
 
 class Language(nn.Module):
-    """Next words, by tied embeddings and positions that all samples share."""
+    """Language model with tied embeddings and position embeddings that all samples share."""
 
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, 6)
-        self.places = nn.Parameter(torch.randn(5, 6))
+        self.positions = nn.Parameter(torch.randn(5, 6))
         self.mix = nn.Linear(6, 6)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.drop(self.mix(self.words(tokens) + self.places).relu()) @ self.words.weight.T
+        return self.drop(self.mix(self.words(tokens) + self.positions).relu()) @ self.words.weight.T
 
 
 def language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -57,7 +58,7 @@ def images(count: int = N) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     pictures = torch.randn(count, 1, 6, 6, generator=generator, dtype=torch.float64)
     classes = torch.randint(3, (count,), generator=generator) * torch.randint(2, (count,), generator=generator)
-    return pictures, classes  # mostly of the first, so that there is a mean gradient to speak of
+    return pictures, classes  # mostly of the first class, so that the mean gradient is large
 
 
 def sentences() -> dict[str, Tensor]:
@@ -73,23 +74,23 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
 }
 
 
-def built(case: str) -> tuple[nn.Module, Any, Any, str]:
+def build(case: str) -> tuple[nn.Module, Any, Any, str]:
     torch.manual_seed(0)
     make, data, loss_fn, reduction = CASES[case]
     return make().double(), data(), loss_fn, reduction
 
 
-def one(data: Any, i: int) -> Any:
-    """Example i as a batch of one."""
+def take_one(data: Any, i: int) -> Any:
+    """Example `i` as a batch of one."""
     return {k: v[i : i + 1] for k, v in data.items()} if isinstance(data, dict) else tuple(v[i : i + 1] for v in data)
 
 
 def loop(model: nn.Module, data: Any, loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each example's loss and gradient, by plain autograd, one after the other."""
+    """The loss and gradient of each example by plain autograd, one example at a time."""
     losses, rows = [], []
     model.eval()
     for i in range(N):
-        batch = one(data, i)
+        batch = take_one(data, i)
         loss = loss_fn(model(batch[0]), batch[1]) if isinstance(loss_fn, nn.Module) else loss_fn(model, batch).sum()
         losses.append(loss.detach())
         rows.append(torch.autograd.grad(loss, list(model.parameters())))
@@ -102,7 +103,7 @@ def as_matrix(rows: dict[str, Tensor]) -> Tensor:
     return torch.cat([part.flatten(1) for part in rows.values()], 1)
 
 
-def near(found: Any, expected: Tensor) -> None:
+def assert_near(found: Any, expected: Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(found).double(), expected, rtol=1e-6, atol=1e-9)
 
 
@@ -110,22 +111,22 @@ def near(found: Any, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_against_the_loop(case: str, tmp_path: Path) -> None:
-    model, data, loss_fn, reduction = built(case)
+def test_quantities_match_loop(case: str, tmp_path: Path) -> None:
+    model, data, loss_fn, reduction = build(case)
     found = persample.scan(model, loss_fn, data, out=tmp_path / "out", loss_reduction=reduction, **QUICK)
     losses, rows = loop(model, data, loss_fn)
     matrix = as_matrix(rows)
     mean = matrix.mean(0)
-    near(found.column("loss"), losses)
-    near(found.column("norm"), matrix.norm(dim=1))
-    near(found.column("self_influence"), matrix.square().sum(1))
-    near(found.column("alignment"), F.cosine_similarity(matrix, mean[None]))
-    for group, names in grouped(list(rows), None).items():
-        near(found.column(f"norm/{group}"), as_matrix({name: rows[name] for name in names}).norm(dim=1))
+    assert_near(found.column("loss"), losses)
+    assert_near(found.column("norm"), matrix.norm(dim=1))
+    assert_near(found.column("self_influence"), matrix.square().sum(1))
+    assert_near(found.column("alignment"), F.cosine_similarity(matrix, mean[None]))
+    for group, names in group_parameters(list(rows), None).items():
+        assert_near(found.column(f"norm/{group}"), as_matrix({name: rows[name] for name in names}).norm(dim=1))
     spread = matrix.var(0).sum()
     square = mean.square().sum() - spread / N
     if square > 0:
-        near(found.summary["noise_scale"], spread / square)
+        assert_near(found.summary["noise_scale"], spread / square)
     assert (found.summary["noise_scale"] is None) == (square <= 0)
     assert found.summary["examples"] == len(found) == N
     assert found.column("id").tolist() == list(range(N))
@@ -133,20 +134,20 @@ def test_against_the_loop(case: str, tmp_path: Path) -> None:
         assert found.column("label").tolist() == data[1].tolist()
 
 
-def test_projections_are_those_of_the_recording(tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_projections_match_recording(tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     found = persample.scan(model, loss_fn, data, out=tmp_path, dtype="float32", seed=3, **QUICK)
     model.eval()
     with persample.record(model) as grads:
         loss_fn(model(data[0]), data[1]).backward()
     expected = grads.project(16, seed=3)
-    stored = np.concatenate([found.store.rows(0, s) for s in range(found.store.shards(0))])
-    lengths = np.concatenate([found.store.columns(0, s)["length"] for s in range(found.store.shards(0))])
+    stored = np.concatenate([found.store.read_rows(0, s) for s in range(found.store.count_shards(0))])
+    lengths = np.concatenate([found.store.read_columns(0, s)["length"] for s in range(found.store.count_shards(0))])
     torch.testing.assert_close(torch.from_numpy(stored * lengths[:, None]), expected.double(), rtol=1e-5, atol=1e-6)
 
 
-def test_checkpoints_add_up(tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_several_checkpoints_match_loop(tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     other = {name: value * 0.5 if value.is_floating_point() else value for name, value in model.state_dict().items()}
     last = {name: value.clone() for name, value in model.state_dict().items()}
     torch.save({"state_dict": other, "epoch": 3}, tmp_path / "first.pt")
@@ -161,20 +162,20 @@ def test_checkpoints_add_up(tmp_path: Path) -> None:
         loss, rows = loop(model, data, loss_fn)
         losses.append(loss)
         squares.append(as_matrix(rows).square().sum(1))
-    near(found.column("self_influence"), rates[0] * squares[0] + rates[1] * squares[1])
-    near(found.column("norm"), squares[1].sqrt())
-    near(found.column("loss"), losses[1])
-    near(found.column("mean_loss"), torch.stack(losses).mean(0))
+    assert_near(found.column("self_influence"), rates[0] * squares[0] + rates[1] * squares[1])
+    assert_near(found.column("norm"), squares[1].sqrt())
+    assert_near(found.column("loss"), losses[1])
+    assert_near(found.column("mean_loss"), torch.stack(losses).mean(0))
 
 
-def test_only_what_is_asked(tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_only_requested_quantities_are_measured(tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     found = persample.scan(
         model, loss_fn, data, out=tmp_path, quantities=["norm"], **{**QUICK, "project": None}
-    )  # no pass for the mean, no store
+    )  # no mean gradient, no projected gradients
     assert found.columns == ["id", "label", "norm"]
     assert not list(tmp_path.glob("**/*.npy")) and not list(tmp_path.glob("mean*"))
-    with pytest.raises(ScanError, match="no column 'loss'; it has id, label, norm"):
+    with pytest.raises(ScanError, match=r"no column 'loss'\. It has id, label, norm"):
         found.column("loss")
     with pytest.raises(ScanError, match="project=None"):
         found.neighbours(0)
@@ -188,8 +189,8 @@ def test_only_what_is_asked(tmp_path: Path) -> None:
         ({"head": ["5.weight", "5.bias"], "first": ["0.weight"]}, ["head", "first"]),
     ],
 )
-def test_groups(groups: Any, expected: list[str], tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_groups_of_parameters(groups: Any, expected: list[str], tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     found = persample.scan(model, loss_fn, data, out=tmp_path, groups=groups, **QUICK)
     assert [name for name in found.columns if "/" in name] == [f"norm/{name}" for name in expected]
     if callable(groups):
@@ -197,9 +198,9 @@ def test_groups(groups: Any, expected: list[str], tmp_path: Path) -> None:
         np.testing.assert_allclose(both, np.square(found.column("norm")))
 
 
-def test_many_layers_are_grouped_by_what_they_belong_to() -> None:
+def test_many_layers_are_grouped_by_parent_module() -> None:
     names = [f"blocks.{i}.{part}.weight" for i in range(12) for part in ("attention", "mlp")]
-    assert list(grouped(names, None)) == [f"blocks.{i}" for i in range(12)]
+    assert list(group_parameters(names, None)) == [f"blocks.{i}" for i in range(12)]
 
 
 # ---- data ----
@@ -236,8 +237,8 @@ SOURCES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_whatever_the_data_come_as(source: str, tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_kinds_of_data_give_the_same_table(source: str, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     plain = persample.scan(model, loss_fn, data, out=tmp_path / "plain", **QUICK).table()
     found = persample.scan(model, loss_fn, SOURCES[source](data), out=tmp_path / "out", **QUICK)
     assert found.table().equals(plain)
@@ -246,26 +247,26 @@ def test_whatever_the_data_come_as(source: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (lambda d: iter(zip(*d, strict=True)), "can be read once only"),
+        (lambda d: iter(zip(*d, strict=True)), "can be read only once"),
         (lambda d: DataLoader(Pairs(d), sampler=WeightedRandomSampler([1.0] * N, 5)), "WeightedRandomSampler of the"),
-        (lambda d: DataLoader(Pairs(d), batch_sampler=[[0, 1], [5, 6]]), "The list of the loader chooses"),
-        (lambda d: {"x": d[0], "names": ["a"] * N}, "A dict of data has to hold tensors"),
-        (lambda d: Stream((d[0][:0], d[1][:0])), "have no examples"),
+        (lambda d: DataLoader(Pairs(d), batch_sampler=[[0, 1], [5, 6]]), "The list of the loader selects"),
+        (lambda d: {"x": d[0], "names": ["a"] * N}, "All values of a dict of data must be tensors"),
+        (lambda d: Stream((d[0][:0], d[1][:0])), "the data has no examples"),
         (lambda d: DataLoader(Pairs(d), batch_size=None), "does not batch"),
         (lambda d: (d[0], d[1][:-1]), "different numbers of examples"),
         (lambda d: 3, "got an int"),
-        (lambda d: (d[0][:0], d[1][:0]), "no examples"),
+        (lambda d: (d[0][:0], d[1][:0]), "The data has no examples"),
         (lambda d: (d[0],), "CrossEntropyLoss takes outputs and targets"),
     ],
 )
-def test_data_that_cannot_be_scanned(data: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
-    model, given, loss_fn, _ = built("images")
+def test_data_errors(data: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+    model, given, loss_fn, _ = build("images")
     with pytest.raises(persample.PerSampleError, match=message):
         persample.scan(model, loss_fn, data(given), out=tmp_path / "out", **QUICK)
 
 
-def test_without_a_directory() -> None:
-    model, data, loss_fn, _ = built("images")
+def test_temporary_directory_is_removed_with_the_scan() -> None:
+    model, data, loss_fn, _ = build("images")
     found = persample.scan(model, loss_fn, data, **QUICK)
     directory = found.directory
     assert directory.is_dir() and len(found.column("loss")) == N
@@ -274,8 +275,8 @@ def test_without_a_directory() -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_the_table(kind: Any, tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_table_file(kind: Any, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     found = persample.scan(model, loss_fn, data, out=tmp_path, table=kind, classes=["cat", "dog", "owl"], **QUICK)
     path = tmp_path / f"table.{kind}"
     table = parquet.read_table(path) if kind == "parquet" else csv.read_csv(path)
@@ -284,11 +285,11 @@ def test_the_table(kind: Any, tmp_path: Path) -> None:
     assert table["class"].to_pylist() == [["cat", "dog", "owl"][label] for label in data[1].tolist()]
 
 
-# ---- the model stays as it was ----
+# ---- the model is restored ----
 
 
-def test_the_model_is_left_alone(tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("language")
+def test_model_is_restored(tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("language")
     model.mix.eval()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -308,26 +309,26 @@ def test_the_model_is_left_alone(tmp_path: Path) -> None:
         assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters())
 
 
-def test_mixed_samples_are_refused_before_the_mean_is_taken(tmp_path: Path) -> None:
+def test_mixed_samples_are_refused_before_the_mean_is_computed(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36, track_running_stats=False), nn.Linear(36, 3)).double()
     with pytest.raises(persample.SamplesMixed, match=r"module '1' \(BatchNorm1d\)"):
         persample.scan(model, nn.CrossEntropyLoss(), images(), out=tmp_path, **QUICK)
     assert not list(tmp_path.glob("*.npz"))
 
 
-# ---- numbers that are none ----
+# ---- values that are not finite ----
 
 
-def with_a_nan() -> tuple[Tensor, Tensor]:
+def make_images_with_nan() -> tuple[Tensor, Tensor]:
     pictures, labels = images()
     pictures[9] = math.nan
     return pictures, labels
 
 
 @pytest.mark.parametrize("quantities", [["loss", "norm"], ["loss", "norm", "alignment", "noise_scale"]])
-def test_not_finite(quantities: list[str], tmp_path: Path) -> None:
-    model, _, loss_fn, _ = built("images")
-    data = with_a_nan()
+def test_loss_that_is_not_finite(quantities: list[str], tmp_path: Path) -> None:
+    model, _, loss_fn, _ = build("images")
+    data = make_images_with_nan()
     with pytest.raises(NotFinite, match=r"loss of example 9 is not a finite number.*nonfinite='keep'") as caught:
         persample.scan(model, loss_fn, data, out=tmp_path / "out", quantities=quantities, **QUICK)
     assert caught.value.ids == [9]
@@ -346,9 +347,9 @@ def test_not_finite(quantities: list[str], tmp_path: Path) -> None:
         assert found.summary["noise_scale"] == pytest.approx(plain.summary["noise_scale"])
 
 
-def test_a_gradient_that_is_not_finite_where_the_loss_is(tmp_path: Path) -> None:
+def test_finite_loss_with_gradient_that_is_not_finite(tmp_path: Path) -> None:
     x = torch.rand(N, 3).double() + 0.1
-    x[5] = 0  # the root of 0 is 0, and its derivative is not finite
+    x[5] = 0  # the derivative of the square root is infinite at 0
     model = nn.Linear(3, 1, bias=False).double()
     loss_fn = lambda model, batch: model(batch).abs().sum(1).sqrt()  # noqa: E731
     with pytest.raises(NotFinite, match="gradient of example 5 is"):
@@ -359,29 +360,34 @@ def test_a_gradient_that_is_not_finite_where_the_loss_is(tmp_path: Path) -> None
     np.testing.assert_allclose(kept.column("alignment")[rest], plain.column("alignment"))
 
 
-def test_a_neighbour_of_a_nan_is_not_touched(tmp_path: Path) -> None:
-    model, _, loss_fn, _ = built("images")
-    found = persample.scan(model, loss_fn, with_a_nan(), out=tmp_path, nonfinite="keep", **QUICK)
+def test_queries_ignore_nan(tmp_path: Path) -> None:
+    model, _, loss_fn, _ = build("images")
+    found = persample.scan(model, loss_fn, make_images_with_nan(), out=tmp_path, nonfinite="keep", **QUICK)
     assert found.neighbours(8, 3).scores.isfinite().all() and 9 not in found.neighbours(8, N).ids.tolist()[:3]
     assert 9 not in found.outliers(3).ids.tolist() and not any(9 in group for group in found.duplicates())
 
 
-# ---- stopped, and going on ----
+# ---- interruption and continuation ----
 
 
-def contents(directory: Path) -> dict[str, bytes]:
+def read_files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
-class Stops(Exception):
+def make_stale(path: Path) -> None:
+    """Set back the time of an unfinished file, so that it has no live writer for certain."""
+    os.utime(path, (0, 0))
+
+
+class Interrupted(Exception):
     pass
 
 
 @pytest.mark.parametrize("after", [0, 1, 3, 4, 6, 8, 9, 11, 12, 13])
-def test_goes_on_where_it_was(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stopped after any number of loss computations: the mean's, the shards', of the first or second checkpoint."""
-    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", -1.0)  # the sum is saved after each shard
-    model, data, _, _ = built("images")
+def test_interrupted_scan_continues(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted after a number of losses: for the mean or for the shards, of the first or second checkpoint."""
+    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", -1.0)  # save the sum after each shard
+    model, data, _, _ = build("images")
     states = [{name: value * scale for name, value in model.state_dict().items()} for scale in (1, 2)]
     options = {**QUICK, "checkpoints": states}
     calls = [0, math.inf]
@@ -389,31 +395,31 @@ def test_goes_on_where_it_was(after: int, tmp_path: Path, monkeypatch: pytest.Mo
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         calls[0] += 1
         if calls[0] > calls[1]:
-            raise Stops
+            raise Interrupted
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
     persample.scan(model, loss_fn, data, out=tmp_path / "whole", **options)
-    in_one_go = calls[0]
-    calls[:] = [0, after * in_one_go // 14]
-    with pytest.raises(Stops):
+    uninterrupted = calls[0]
+    calls[:] = [0, after * uninterrupted // 14]
+    with pytest.raises(Interrupted):
         persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
-    with pytest.raises(ScanError, match="has not ended"):
+    with pytest.raises(ScanError, match="is not finished"):
         persample.Scan(tmp_path / "stopped")
     calls[1] = math.inf
     persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
-    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
-    assert calls[0] <= in_one_go + 10, "more than a shard was done again"
+    assert read_files(tmp_path / "stopped") == read_files(tmp_path / "whole")
+    assert calls[0] <= uninterrupted + 10, "more than a shard was computed again"
     calls[0] = 0
     persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
-    assert calls[0] == 0, "a scan that has ended was begun again"
+    assert calls[0] == 0, "a finished scan was computed again"
 
 
 KILLED = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
-from tests.scanning.test_scan import QUICK, built, persample, run
+from tests.scanning.test_scan import QUICK, build, persample, run
 run.SECONDS_BETWEEN_SAVES = -1.0
-model, data, loss_fn, _ = built("images")
+model, data, loss_fn, _ = build("images")
 def slow(model, batch):
     time.sleep(0.05)
     print("batch", flush=True)
@@ -422,9 +428,9 @@ persample.scan(model, slow, data, out={out!r}, **QUICK)
 """
 
 
-def test_killed_by_the_system(tmp_path: Path) -> None:
+def test_killed_scan_continues(tmp_path: Path) -> None:
     script = KILLED.format(root=str(Path(__file__).parents[2]), out=str(tmp_path / "killed"))
-    for wanted in (4, 9, 100):  # in the mean gradient, in the shards, and not at all
+    for wanted in (4, 9, 100):  # during the mean gradient, during the shards, and not at all
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for _ in range(wanted):
@@ -432,57 +438,60 @@ def test_killed_by_the_system(tmp_path: Path) -> None:
                 break
         process.send_signal(signal.SIGKILL) if wanted < 100 else process.wait()
         process.communicate()
-    model, data, loss_fn, _ = built("images")
+    model, data, loss_fn, _ = build("images")
     persample.scan(model, loss_fn, data, out=tmp_path / "whole", **QUICK)
-    killed, whole = contents(tmp_path / "killed"), contents(tmp_path / "whole")
+    killed, whole = read_files(tmp_path / "killed"), read_files(tmp_path / "whole")
     assert killed.keys() == whole.keys() and all(killed[name] == whole[name] for name in whole if name != "scan.json")
 
 
-def test_half_a_shard_is_none(tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_incomplete_shard_is_computed_again(tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     persample.scan(model, loss_fn, data, out=tmp_path, **QUICK)
-    whole = contents(tmp_path)
-    (tmp_path / "0" / "00001.npz").rename(tmp_path / "0" / "00001.npz.77.unfinished")  # stopped while it was written
+    whole = read_files(tmp_path)
+    make_stale((tmp_path / "0" / "00001.npz").rename(tmp_path / "0" / "00001.npz.77.unfinished"))
     (tmp_path / "0" / "00001.npy").write_bytes(b"half of it")
     (tmp_path / "summary.json").unlink()
-    assert Store(tmp_path).shards(0) == 1
+    assert Store(tmp_path).count_shards(0) == 1
     persample.scan(model, loss_fn, data, out=tmp_path, **QUICK)
-    assert contents(tmp_path) == whole
+    assert read_files(tmp_path) == whole
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"batch_size": 2}, "with another batch size: 4, and now 2"),
-        ({"project": None}, "with another project: 16, and now null"),
-        ({"quantities": ["norm"]}, "with another quantities"),
-        ({"data": (images()[0] + 1, images()[1])}, "another data: they were"),
-        ({"data": tuple(part[:-1] for part in images())}, "another number of examples: 23, and now 22"),
-        ({"weights": 2.0}, "another model: its weights were"),
-        ({"parameters": ["5.weight"]}, "another groups"),
+        ({"batch_size": 2}, "The batch size changed since .* was started: 4 -> 2"),
+        ({"project": None}, "The option 'project' changed since .* was started: 16 -> None"),
+        ({"quantities": ["norm"]}, "The option 'quantities' changed since"),
+        ({"data": (images()[0] + 1, images()[1])}, "The data changed since"),
+        (
+            {"data": tuple(part[:-1] for part in images())},
+            "The number of examples changed since .* was started: 23 -> 22",
+        ),
+        ({"weights": 2.0}, "The weights of the model changed since"),
+        ({"parameters": ["5.weight"]}, "The option 'groups' changed since"),
     ],
 )
-def test_another_scan_is_not_gone_on_with(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_changed_settings_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     persample.scan(model, loss_fn, data, out=tmp_path, **QUICK)
-    before = contents(tmp_path)
+    before = read_files(tmp_path)
     options = {**QUICK, **changed}
     data = options.pop("data", data)
     with torch.no_grad():
         model[0].weight *= options.pop("weights", 1.0)
     with pytest.raises(ScanError, match=message):
         persample.scan(model, loss_fn, data, out=tmp_path, **options)
-    assert contents(tmp_path) == before
+    assert read_files(tmp_path) == before
     persample.scan(model, loss_fn, data, out=tmp_path, resume=False, **options)
     persample.scan(model, loss_fn, data, out=tmp_path / "fresh", **options)
-    fresh = contents(tmp_path / "fresh")
-    assert {name: part for name, part in contents(tmp_path).items() if not name.startswith("fresh")} == fresh
+    fresh = read_files(tmp_path / "fresh")
+    assert {name: part for name, part in read_files(tmp_path).items() if not name.startswith("fresh")} == fresh
 
 
-def test_a_directory_with_other_things_is_not_taken(tmp_path: Path) -> None:
+def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    model, data, loss_fn, _ = built("images")
-    with pytest.raises(ScanError, match="exists and holds no scan"):
+    model, data, loss_fn, _ = build("images")
+    with pytest.raises(ScanError, match="exists and contains no scan"):
         persample.scan(model, loss_fn, data, out=tmp_path, resume=False, **QUICK)
     assert (tmp_path / "thesis.txt").exists()
     with pytest.raises(ScanError, match="There is no scan in"):
@@ -492,8 +501,8 @@ def test_a_directory_with_other_things_is_not_taken(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 sys.path.insert(0, {root!r})
-from tests.scanning.test_scan import QUICK, built, persample
-model, data, loss_fn, _ = built("images")
+from tests.scanning.test_scan import QUICK, build, persample
+model, data, loss_fn, _ = build("images")
 resource.setrlimit(resource.RLIMIT_FSIZE, (2800, 2800))
 try:
     persample.scan(model, loss_fn, data, out={out!r}, **{{**QUICK, "project": 300}})
@@ -502,32 +511,34 @@ except persample.PerSampleError as error:
 """
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
-    """No file may grow beyond a size that a shard's projections need: to the program it is as if the disk were full."""
+def test_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files has the same effect as a full disk."""
     out = tmp_path / "out"
     script = FULL.format(root=str(Path(__file__).parents[2]), out=str(out))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 1 and "There is no room for" in done.stderr and "make room and scan again" in done.stderr
-    assert not list(out.rglob("*.unfinished")) and Store(out).shards(0) == 0 and not (out / "0" / "00000.npy").exists()
-    model, data, loss_fn, _ = built("images")
+    assert done.returncode == 1
+    assert "No space left to write" in done.stderr and "run the scan again to continue" in done.stderr
+    assert not list(out.rglob("*.unfinished")) and not (out / "0" / "00000.npy").exists()
+    assert Store(out).count_shards(0) == 0
+    model, data, loss_fn, _ = build("images")
     for directory in (out, tmp_path / "whole"):
         persample.scan(model, loss_fn, data, out=directory, **{**QUICK, "project": 300})
-    assert contents(out) == contents(tmp_path / "whole")
+    assert read_files(out) == read_files(tmp_path / "whole")
 
 
 # ---- several processes ----
 
 
 def scan_in_this_process(directory: str) -> None:
-    """The part of one of two processes in the scans of `by_two`."""
-    model, data, loss_fn, _ = built("images")
+    """Scan as one of the two processes of `by_two`."""
+    model, data, loss_fn, _ = build("images")
     for name, given in {"data": data, "stream": Stream(data)}.items():
         persample.scan(model, loss_fn, given, out=Path(directory) / name, **QUICK)
 
 
 @pytest.fixture(scope="module")
 def by_two(processes: TwoProcesses, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes have scanned."""
+    """A directory with scans that two processes have made."""
     directory = tmp_path_factory.mktemp("two")
     processes.run(scan_in_this_process, directory=str(directory))
     return directory
@@ -535,66 +546,69 @@ def by_two(processes: TwoProcesses, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_processes_give_what_one_does(stream: bool, by_two: Path, tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_two_processes_give_the_result_of_one(stream: bool, by_two: Path, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     alone = persample.scan(model, loss_fn, Stream(data) if stream else data, out=tmp_path, **QUICK)
     shared = persample.Scan(by_two / ("stream" if stream else "data"))
     assert shared.columns == alone.columns
-    for name in alone.columns:  # the mean is summed in another order
+    for name in alone.columns:  # the mean is summed in a different order
         np.testing.assert_allclose(shared.column(name), alone.column(name), rtol=1e-12, atol=1e-14)
     exact = {"loss", "norm", "self_influence", "id", "label"}
     assert all(np.array_equal(shared.column(name), alone.column(name)) for name in exact)
-    for shard in range(alone.store.shards(0)):
-        assert np.array_equal(shared.store.rows(0, shard), alone.store.rows(0, shard))
+    for shard in range(alone.store.count_shards(0)):
+        assert np.array_equal(shared.store.read_rows(0, shard), alone.store.read_rows(0, shard))
     assert shared.summary["noise_scale"] == pytest.approx(alone.summary["noise_scale"], rel=1e-9)
 
 
-# ---- wrong calls ----
+# ---- wrong arguments ----
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"quantities": ["loss", "colour"]}, r"no quantities \['colour'\]; there are loss, norm"),
+        ({"quantities": ["loss", "colour"]}, r"Unknown quantities \['colour'\]. Choose from loss, norm"),
         ({"nonfinite": "ignore"}, "nonfinite must be 'raise' or 'keep'"),
-        ({"project": 0}, "project is a number of dimensions"),
-        ({"dtype": "int8"}, "dtype is 'float16' or 'float32'"),
-        ({"table": "xls"}, "table 'parquet' or 'csv'"),
-        ({"checkpoints": []}, "at least one"),
+        ({"project": 0}, "project must be a positive number of dimensions"),
+        ({"dtype": "int8"}, "dtype must be 'float16' or 'float32'"),
+        ({"table": "xls"}, "table must be 'parquet' or 'csv'"),
+        ({"checkpoints": []}, "at least one state dict or file"),
         ({"checkpoints": ["no.pt"]}, "There is no checkpoint no.pt"),
         ({"checkpoints": [{"other": torch.ones(2)}]}, "Checkpoint 0 does not fit the model"),
         ({"learning_rates": [0.1, 0.2]}, "2 learning rates for 1 checkpoints"),
-        ({"groups": {"a": ["none"]}}, "groups names 'none', no parameter"),
-        ({"groups": {"a": ["5.bias"], "b": ["5.bias"]}}, "groups names '5.bias', twice"),
-        ({"parameters": []}, "no parameter that requires grad"),
-        ({"loss_fn": lambda m, b: m(b[0])}, r"gave a tensor of shape \(4, 3\) for 4 examples; a loss for each"),
-        ({"loss_fn": lambda m, b: 3.0}, "gave a float; a tensor is needed"),
+        ({"groups": {"a": ["none"]}}, "groups contains 'none', which is not a scanned parameter"),
+        ({"groups": {"a": ["5.bias"], "b": ["5.bias"]}}, "groups contains '5.bias' twice"),
+        ({"parameters": []}, "none of the chosen parameters requires grad"),
+        (
+            {"loss_fn": lambda m, b: m(b[0])},
+            r"returned a tensor of shape \(4, 3\) for 4 examples; it must return one loss per example",
+        ),
+        ({"loss_fn": lambda m, b: 3.0}, "returned a float; it must return a tensor"),
         ({"loss_fn": 3}, "loss_fn must be a function"),
-        ({"model": "resnet"}, "takes an nn.Module, got a str"),
+        ({"model": "resnet"}, "model must be an nn.Module, got a str"),
     ],
 )
-def test_wrong_calls(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_wrong_arguments(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
     options = {"model": model, "loss_fn": loss_fn, **QUICK, **changed}
     with pytest.raises(persample.PerSampleError, match=message):
         persample.scan(data=data, out=tmp_path / "out", **options)
 
 
-def test_the_bar_tells_rate_and_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, data, loss_fn, _ = built("images")
+def test_progress_bar_shows_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, data, loss_fn, _ = build("images")
     persample.scan(model, loss_fn, data, out=tmp_path, **{**QUICK, "progress": True})
     shown = capsys.readouterr().err
     assert "examples: 100%" in shown and "mean gradient: 100%" in shown and "examples/s]" in shown
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_package_is_named() -> None:
     code = "import sys; sys.modules['pyarrow'] = None\nimport persample\npersample.scan"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: persample.scan needs pyarrow: pip install 'persample[scan]'" in done.stderr
 
 
-def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """What a stream has given is not held: at no time are more than a few shards' examples alive."""
+def test_examples_of_a_stream_are_not_kept(tmp_path: Path) -> None:
+    """At no time are more examples alive than a few batches have."""
     alive = [0, 0]
 
     class Example:
@@ -605,7 +619,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         def __del__(self) -> None:
             alive[0] -= 1
 
-    class Endless:
+    class Examples:
         def __iter__(self) -> Iterator[Any]:
             for _ in range(400):
                 yield Example()
@@ -614,6 +628,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         return model(batch).sum(1)
 
     persample.scan(
-        nn.Linear(3, 2), loss_fn, Endless(), out=tmp_path, collate=lambda part: torch.ones(len(part), 3), **QUICK
+        nn.Linear(3, 2), loss_fn, Examples(), out=tmp_path, collate=lambda part: torch.ones(len(part), 3), **QUICK
     )
     assert alive[1] <= 8

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from persample._internal.state import preserve_state
 from persample.batches import Batch, BatchDim
 from persample.checking.report import ParameterReport, Report, Verdict
-from persample.checking.subject import Gradient, Subject, preserve_state
+from persample.checking.subject import Gradient, Subject
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_inputs_and_targets, describe_value, takes_outputs

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from persample._internal.text import format_bytes, format_table
 from persample.errors import PerSampleError
-from persample.gradients.matrix import _bytes
 
 WIDTH = 120
 
@@ -129,33 +128,16 @@ class Report:
                 " + ".join(p.rules),
                 p.term,
                 p.norms,
-                _bytes(p.kept_bytes) if p.term else "",
-                _bytes(p.dense_bytes) if p.term else "",
+                format_bytes(p.kept_bytes) if p.term else "",
+                format_bytes(p.dense_bytes) if p.term else "",
                 "" if p.error is None else f"{p.error:.0e}",
                 p.verdict,
             ]
             for p in self.parameters
         ]
         kept, dense = (sum(getattr(p, name) for p in self.parameters) for name in ("kept_bytes", "dense_bytes"))
-        rows.append(["all", "", "", "", "", _bytes(kept), _bytes(dense), "", ""])
-        return aligned(header, rows, right={5, 6, 7})
-
-
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], right: set[int]) -> str:
-    """A table of text; the columns in `right` are set to the right.
-
-    >>> print(aligned(["name", "size"], [["a", "5"], ["bias", "10"]], right={1}))
-      name  size
-      ----  ----
-      a        5
-      bias    10
-    """
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in [header, ["-" * width for width in widths], *rows]:
-        cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(row)]
-        lines.append("  " + "  ".join(cells).rstrip())
-    return "\n".join(lines)
+        rows.append(["all", "", "", "", "", format_bytes(kept), format_bytes(dense), "", ""])
+        return format_table(rows, header, right={5, 6, 7}, rule=True, indent="  ")
 
 
 def _wrap(text: str, indent: str = "") -> str:

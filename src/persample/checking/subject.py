@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from persample import _torch
 from persample._internal.dtypes import to_double
 from persample._internal.graph import preserve_grads
-from persample._internal.rng import fork_rng, seed_torch
+from persample._internal.rng import seed_all
 from persample._internal.tree import find_tensors
 from persample.backward.collector import asked_sources
 from persample.batches import Batch
@@ -168,34 +166,6 @@ def copy_module(module: nn.Module) -> Any:
             f"{type(module).__name__} cannot be copied: {error}. The check runs on a copy so that the module does not "
             "change. Remove the attribute that cannot be copied, or define __deepcopy__."
         ) from error
-
-
-@contextmanager
-def preserve_state(*modules: Any) -> Iterator[None]:
-    """Restore the states of random number generators, and buffers of the modules, at the end of the block."""
-    modules = tuple(m for m in modules if isinstance(m, nn.Module))
-    before = [(b, b._version, b.detach().clone()) for m in modules for b in m.buffers()]
-    numpy: Any = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with fork_rng():
-            yield
-    finally:
-        random.setstate(of_python)
-        if numpy and of_numpy:
-            numpy.random.set_state(of_numpy)
-        with torch.no_grad():
-            for buffer, version, value in before:
-                if buffer._version != version:
-                    buffer.copy_(value)
-
-
-def seed_all(seed: int) -> None:
-    """Seed the generators of torch, Python and numpy."""
-    seed_torch(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 class _NoDropoutMode(TorchFunctionMode):

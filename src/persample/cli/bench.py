@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import persample
+from persample._internal.text import format_table
 from persample.batches import Batch
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
 from persample.cli.user_code import add_target_argument, convert_errors, load_model_data_and_loss
@@ -47,7 +48,7 @@ def _run(args: Namespace) -> int:
         task = load_model_data_and_loss(args.target, "batch") if args.target else _make_default_task()
         model, batch, loss_fn = task
         result = measure_costs(model, batch, loss_fn, args.rounds, args.dense)
-    print(format_json(result) if args.json else _as_text(result))
+    print(format_json(result) if args.json else _format_result(result))
     return 0
 
 
@@ -114,12 +115,14 @@ def _make_default_task() -> tuple[nn.Module, Any, nn.Module]:
     return model, (torch.randn(64, 3, 32, 32), torch.randint(10, (64,))), nn.CrossEntropyLoss()
 
 
-def _as_text(answer: dict[str, Any]) -> str:
-    lines = [f"a plain step of {answer['samples']} samples: {answer['plain_milliseconds']:.1f} ms", "times that:"]
-    width = max(map(len, answer["ratios"]))
-    for name, spread in answer["ratios"].items():
-        lines.append(f"  {name:{width}}  {spread['median']:.2f}  ({spread['lower']:.2f} to {spread['upper']:.2f})")
-    return "\n".join(lines)
+def _format_result(answer: dict[str, Any]) -> str:
+    title = f"a plain step of {answer['samples']} samples: {answer['plain_milliseconds']:.1f} ms"
+    subtitle = "time relative to it, median (quartiles):"
+    rows = [
+        [name, f"{spread['median']:.2f}", f"({spread['lower']:.2f} to {spread['upper']:.2f})"]
+        for name, spread in answer["ratios"].items()
+    ]
+    return "\n".join([title, subtitle, format_table(rows, right={1}, indent="  ")])
 
 
 COMMAND = Command(

@@ -45,10 +45,10 @@ def _replace_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def number(value: float | None) -> str:
-    """A figure for people.
+def format_number(value: float | None) -> str:
+    """A number with four significant digits; a dash for None.
 
-    >>> number(12345.678), number(0.00012345), number(3.0), number(None)
+    >>> format_number(12345.678), format_number(0.00012345), format_number(3.0), format_number(None)
     ('12,346', '0.0001234', '3', '–')
     """
     if value is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from persample._internal.text import format_table
 from persample.cli.command import Command, format_json, redirect_user_output
 from persample.cli.task import convert_scan_errors, import_scanning
 from persample.cli.user_code import UsageError
@@ -137,8 +138,7 @@ def _run_demo(args: Namespace, scanning: Any) -> dict[str, Any]:
     print(f"scanned with {len(checkpoints)} checkpoints in {time.perf_counter() - start:.0f} s")
 
     scores = {name: score_ranking(found.ranked(name).ids.tolist(), data.ids) for name in SCORES}
-    lines = _table(scores, len(data.ids))
-    print("\n".join(lines))
+    print(_format_scores(scores, len(data.ids)))
     best, loss = ([f"{part:.0%}" for part in scores[name].values()] for name in (BEST, "loss"))
     path = found.report(
         data=(data.images, data.labels),
@@ -155,15 +155,15 @@ def _run_demo(args: Namespace, scanning: Any) -> dict[str, Any]:
     return {"flipped": len(data.ids), "scores": scores, "report": str(Path(path).resolve())}
 
 
-def _table(scores: dict[str, dict[str, float]], flips: int) -> list[str]:
-    width = max(map(len, scores))
-    lines = [f"\nof the {flips} flips, found in{'':{width - 12}}the first tenth  the first {flips}"]
-    for name, found in scores.items():
-        tenth, as_many = f"{found['recall_in_top_tenth']:.0%}", f"{found['recall_in_as_many']:.0%}"
-        lines.append(f"  ranked by {name:{width}}  {tenth:>15}  {as_many:>12}   {SCORES[name]}")
+def _format_scores(scores: dict[str, dict[str, float]], flips: int) -> str:
+    header = [f"of the {flips} flips, found in", "the first tenth", f"the first {flips}", ""]
+    keys = ("recall_in_top_tenth", "recall_in_as_many")
+    rows = [
+        [f"  ranked by {name}", *(f"{found[key]:.0%}" for key in keys), SCORES[name]] for name, found in scores.items()
+    ]
     precision = f"{scores[BEST]['precision_in_top_tenth']:.0%}"
-    lines.append(f"({precision} of the first tenth by {BEST} are flips; no ranking could have more than half)")
-    return lines
+    note = f"({precision} of the first tenth by {BEST} are flips; no ranking could have more than half)"
+    return f"\n{format_table(rows, header, right={1, 2})}\n{note}"
 
 
 COMMAND = Command("find wrong labels in the digits of scikit-learn", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

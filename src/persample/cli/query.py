@@ -6,7 +6,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from typing import Any
 
-from persample.cli.command import Command, format_json, number, parse_positive, redirect_user_output
+from persample._internal.text import format_table
+from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
 from persample.cli.task import COMMAND_FILE, add_directory_argument, convert_scan_errors, import_scanning, load_task
 from persample.cli.user_code import UsageError, call_target
 
@@ -57,7 +58,7 @@ def _run(args: Namespace) -> int:
         if (args.subject is None) == (args.question in _SUBJECTS):
             raise UsageError(f"{args.question} takes {_SUBJECTS.get(args.question, 'no subject')}")
         rows = _QUESTIONS[args.question](args, scanning)
-    print(format_json(rows) if args.json else _as_text(rows))
+    print(format_json(rows) if args.json else _format_result(rows))
     return 0
 
 
@@ -117,19 +118,19 @@ def _make_rows(found: Any, score: str) -> Rows:
     return [{"example": i, score: value} for i, value in pairs]
 
 
-def _as_text(answer: Rows) -> str:
+def _format_result(answer: Rows) -> str:
     """A table with a line for each entry."""
     if not answer:
         return "none"
-    lines = [list(answer[0])] + [[_cell(value) for value in entry.values()] for entry in answer]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(text.rjust(w) for text, w in zip(line, widths, strict=True)) for line in lines)
+    header = list(answer[0])
+    rows = [[_format_cell(value) for value in entry.values()] for entry in answer]
+    return format_table(rows, header, right=range(len(header)))
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value[:12])) + (" ..." if len(value) > 12 else "")
-    return number(value) if isinstance(value, float) else str(value)
+    return format_number(value) if isinstance(value, float) else str(value)
 
 
 COMMAND = Command("find examples in a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import distributed
 
+from persample._internal.text import format_table
 from persample.cli.command import (
     Command,
     format_json,
-    number,
+    format_number,
     parse_positive,
     parse_positive_or_none,
     redirect_user_output,
@@ -141,23 +142,25 @@ def _run(args: Namespace) -> int:
         report = found.report(data=task.data) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
-    print(format_json(answer) if args.json else "\n".join(_lines(found, files)))
+    print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
     return 0
 
 
-def _lines(found: Any, files: dict[str, Any]) -> Iterator[str]:
+def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     """The summary as text."""
     summary = found.summary
     yield f"{summary['examples']} examples"
-    width = max(map(len, summary["columns"]), default=0)
-    if width:
-        yield f"  {'':{width}}  {'median':>10}  {'99 %':>10}  {'most':>10}"
-    for name, spread in summary["columns"].items():
-        yield f"  {name:{width}}  " + "  ".join(f"{number(spread[key]):>10}" for key in ("median", "99%", "most"))
+    if summary["columns"]:
+        header = ["", "median", "99 %", "most"]
+        rows = [
+            [name, *(format_number(spread[key]) for key in ("median", "99%", "most"))]
+            for name, spread in summary["columns"].items()
+        ]
+        yield format_table(rows, header, right={1, 2, 3}, indent="  ")
     if summary.get("suggested_batch_size"):
         scale = summary["noise_scale"]
-        said = f"noise scale {number(scale)}" if scale else "the mean gradient is lost in noise"
-        yield f"{said}: batches of about {summary['suggested_batch_size']} examples"
+        result = f"noise scale {format_number(scale)}" if scale else "the mean gradient is lost in noise"
+        yield f"{result}: batches of about {summary['suggested_batch_size']} examples"
     for by in [name for name in ("self_influence", "norm", "loss") if name in summary["columns"]][:1]:
         yield f"largest {by}: examples {', '.join(map(str, found.ranked(by, 10).ids.tolist()))}"
     for name, path in files.items():

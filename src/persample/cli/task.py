@@ -82,14 +82,14 @@ def load_task(origin: Mapping[str, Any]) -> Task:
         return Task(model, data, loss_fn, None, origin)
     model, loss_fn = _load_model_and_loss(target)
     if origin["images"]:
-        from persample.scanning.files import ImageFolder
+        from persample.scanning.datasets import ImageFolder
 
         images = ImageFolder(origin["images"], origin["image_size"], origin["channels"])
         return Task(model, images, loss_fn or nn.CrossEntropyLoss(), None, origin)
-    from persample.scanning.files import TextTable, Tokenized, text_losses
+    from persample.scanning.datasets import TextCollator, TextTable, text_losses
 
     texts = TextTable(origin["text"], origin["text_column"], origin["label"])
-    collate = Tokenized(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
+    collate = TextCollator(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
     return Task(model, texts, loss_fn or text_losses, collate, origin)
 
 
@@ -115,9 +115,9 @@ def _load_tokenizer(path: str | None, max_length: int) -> Any:
                 f"{path} must return a function of a list of texts, but returned {describe_value(tokenizer)}"
             )
         return tokenizer
-    from persample.scanning.files import loaded_tokenizer
+    from persample.scanning.datasets import load_tokenizer
 
-    return loaded_tokenizer(path, max_length)
+    return load_tokenizer(path, max_length)
 
 
 def import_scanning() -> ModuleType:
@@ -132,14 +132,14 @@ def import_scanning() -> ModuleType:
 @contextmanager
 def convert_scan_errors(subject: str) -> Iterator[None]:
     """`convert_errors`, with exit codes and options of the command line for the errors of a scan."""
-    from persample.scanning.errors import NoRoom, NotFinite, ScanError
+    from persample.scanning.errors import DiskFull, NotFinite, ScanError
 
     with convert_errors(subject):
         try:
             yield
         except NotFinite as error:
             raise UsageError(join_lines(error).replace("nonfinite='keep'", "--nonfinite keep"), code=1) from error
-        except NoRoom as error:
+        except DiskFull as error:
             raise UsageError(join_lines(error), code=4) from error
         except ScanError as error:
             message = join_lines(error).replace("resume=False", "--restart").replace("`out`", "--out")

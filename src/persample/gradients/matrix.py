@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import widen
+from persample._internal.text import format_bytes
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import buffers
@@ -45,7 +46,7 @@ class PerSampleGradients(RecordedGradients):
         if self._is_empty:
             return "PerSampleGradients(nothing recorded yet)"
         numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
-        lines = [f"PerSampleGradients(batch_size={self.batch_size}, dense() would take {_bytes(4 * numbers)}"]
+        lines = [f"PerSampleGradients(batch_size={self.batch_size}, dense() would take {format_bytes(4 * numbers)}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
         return "\n".join(lines) + ")"
@@ -251,11 +252,3 @@ class PerSampleGradients(RecordedGradients):
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

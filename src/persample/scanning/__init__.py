@@ -1,4 +1,8 @@
-"""Scanning a dataset: what each example does to the model. `pip install persample[scan]`."""
+"""Scans: what the gradient of each example of a dataset looks like. Needs `pip install persample[scan]`.
+
+Other packages may use the names in `__all__`, `report.write_report`, and for the command line the modules `datasets`
+and `errors`.
+"""
 
 try:
     import numpy  # noqa: F401
@@ -7,10 +11,10 @@ try:
 except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
-from persample.scanning.errors import NoRoom, NotFinite, ScanError
+from persample.scanning.errors import DiskFull, NotFinite, ScanError
 from persample.scanning.measure import QUANTITIES
-from persample.scanning.queries import Found
+from persample.scanning.queries import Ranking
 from persample.scanning.results import Influence, Scan
 from persample.scanning.run import scan
 
-__all__ = ["QUANTITIES", "Found", "Influence", "NoRoom", "NotFinite", "Scan", "ScanError", "scan"]
+__all__ = ["QUANTITIES", "DiskFull", "Influence", "NotFinite", "Ranking", "Scan", "ScanError", "scan"]

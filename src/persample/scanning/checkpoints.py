@@ -1,4 +1,4 @@
-"""The states of the model that a scan looks at, one after the other."""
+"""The checkpoints that a scan loads into the model, one after the other."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from persample.losses import describe_value
-from persample.scanning.digest import digest_of
+from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 
 State = Mapping[str, Tensor]
-_INNER = ("state_dict", "model_state_dict", "model")  # where trainers put the model's own state
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model")  # where training code puts the state dict of the model
 
 
 class Checkpoints:
-    """States of a model, each with the learning rate that training had there; without any, the model as it is."""
+    """State dicts of a model with their learning rates. Without any, the model is used as it is."""
 
     def __init__(
         self,
@@ -29,72 +29,71 @@ class Checkpoints:
         learning_rates: Sequence[float] | None = None,
     ) -> None:
         if states is not None and (isinstance(states, (str, Path, Mapping)) or not len(states)):
-            raise ScanError("checkpoints has to be a list of state dicts or of files, with at least one.")
+            raise ScanError("checkpoints must be a list of at least one state dict or file.")
         self._model = model
-        self._states = [None] if states is None else [_apart(state, model) for state in states]
+        self._states = [None] if states is None else [_copy_if_shared(state, model) for state in states]
         rates = [1.0] * len(self._states) if learning_rates is None else [float(rate) for rate in learning_rates]
         if len(rates) != len(self._states):
-            raise ScanError(f"There are {len(rates)} learning rates for {len(self._states)} checkpoints.")
+            raise ScanError(f"Got {len(rates)} learning rates for {len(self._states)} checkpoints.")
         self.learning_rates = rates
 
     @contextmanager
-    def each(self) -> Iterator[Iterator[int]]:
-        """Loads one after the other; the model has its own state again afterwards."""
+    def load_each(self) -> Iterator[Iterator[int]]:
+        """Give an iterator that loads each checkpoint and yields its index. The block restores the model's state."""
         if self._states == [None]:
             yield iter([0])
             return
-        own = copy.deepcopy(self._model.state_dict())
+        before = copy.deepcopy(self._model.state_dict())
         try:
-            yield self._loaded()
+            yield self._load_one_by_one()
         finally:
-            self._model.load_state_dict(own)
+            self._model.load_state_dict(before)
 
-    def digests(self) -> list[str]:
-        """What tells each state from others."""
+    def compute_digests(self) -> list[str]:
+        """A digest of the weights of each checkpoint."""
         if self._states == [None]:
-            return [digest_of(dict(self._model.named_parameters()), dict(self._model.named_buffers()))]
-        return [digest_of(dict(self._read(state))) for state in self._states]
+            return [compute_digest(dict(self._model.named_parameters()), dict(self._model.named_buffers()))]
+        return [compute_digest(dict(_read_state(state))) for state in self._states]
 
-    def _loaded(self) -> Iterator[int]:
+    def _load_one_by_one(self) -> Iterator[int]:
         for i, state in enumerate(self._states):
             try:
-                self._model.load_state_dict(dict(self._read(state)))
+                self._model.load_state_dict(dict(_read_state(state)))
             except RuntimeError as error:
-                raise ScanError(f"Checkpoint {self._name(i)} does not fit the model: {error}") from error
+                name = state if isinstance(state, (str, Path)) else i
+                raise ScanError(f"Checkpoint {name} does not fit the model: {error}") from error
             yield i
 
-    def _read(self, state: Any) -> State:
-        if isinstance(state, Mapping):
-            return _inner(state)
-        if not isinstance(state, (str, Path)):
-            raise ScanError(f"A checkpoint is a state dict or a file, got {describe_value(state)}.")
-        path = Path(state)
-        if not path.is_file():
-            raise ScanError(f"There is no checkpoint {path}.")
-        try:
-            if path.suffix == ".safetensors":
-                from safetensors.torch import load_file
 
-                return load_file(path)
-            return _inner(torch.load(path, map_location="cpu", weights_only=True))
-        except Exception as error:
-            raise ScanError(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+def _read_state(state: Any) -> State:
+    if isinstance(state, Mapping):
+        return _find_model_state(state)
+    if not isinstance(state, (str, Path)):
+        raise ScanError(f"A checkpoint must be a state dict or a file, got {describe_value(state)}.")
+    path = Path(state)
+    if not path.is_file():
+        raise ScanError(f"There is no checkpoint {path}.")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
 
-    def _name(self, i: int) -> str:
-        state = self._states[i]
-        return str(state) if isinstance(state, (str, Path)) else str(i)
+            return load_file(path)
+        return _find_model_state(torch.load(path, map_location="cpu", weights_only=True))
+    except Exception as error:
+        raise ScanError(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
 
 
-def _apart(state: Any, model: nn.Module) -> Any:
-    """A state of its own, where it is the model's: loading another one would change it."""
+def _copy_if_shared(state: Any, model: nn.Module) -> Any:
+    """Copy a state dict that shares memory with the model: loading another checkpoint would change it."""
     if not isinstance(state, Mapping):
         return state
-    of_model = {value.data_ptr() for value in model.state_dict().values() if isinstance(value, Tensor)}
-    shared = any(isinstance(value, Tensor) and value.data_ptr() in of_model for value in _inner(state).values())
-    return copy.deepcopy(state) if shared else state
+    addresses = {value.data_ptr() for value in model.state_dict().values() if isinstance(value, Tensor)}
+    tensors = [value for value in _find_model_state(state).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(state) if any(tensor.data_ptr() in addresses for tensor in tensors) else state
 
 
-def _inner(state: Any) -> State:
+def _find_model_state(state: Any) -> State:
+    """The state dict of the model in a checkpoint that may contain more, such as the optimizer's."""
     if not isinstance(state, Mapping):
-        raise ScanError(f"A checkpoint has to hold a state dict, got {describe_value(state)}.")
-    return next((state[key] for key in _INNER if isinstance(state.get(key), Mapping)), state)
+        raise ScanError(f"A checkpoint must contain a state dict, got {describe_value(state)}.")
+    return next((state[key] for key in _MODEL_KEYS if isinstance(state.get(key), Mapping)), state)

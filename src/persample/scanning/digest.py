@@ -1,4 +1,4 @@
-"""Short names for contents, by which a scan that goes on sees that it is still the same."""
+"""Digests of models, functions and data, to detect changes before a scan is continued."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 
 _PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, range, slice)
-_FIXED = (*_PLAIN, tuple, Tensor, FunctionType, partial, nn.Module)  # what does not change as a program runs
-_DEEP = 8  # objects in objects that are looked at
+_CONSTANT = (*_PLAIN, tuple, Tensor, FunctionType, partial, nn.Module)  # types of values that calls do not change
+_MAX_DEPTH = 8  # of objects inside objects
 
 
-def digest_of(*values: Any) -> str:
-    """Differs where the contents do: of tensors, numbers, texts and what is made of them, functions, and modules.
+def compute_digest(*values: Any) -> str:
+    """Digest of the contents of tensors, numbers, texts, containers, functions and modules.
 
-    >>> digest_of([1, torch.ones(2)]) == digest_of([1, torch.ones(2)]), digest_of([1]) == digest_of([2])
-    (True, False)
-    >>> digest_of(lambda x: x + 1) == digest_of(lambda x: x + 2)
-    False
+    >>> compute_digest([1, torch.ones(2)]) == compute_digest([1, torch.ones(2)])
+    True
+    >>> compute_digest([1]) == compute_digest([2]), compute_digest(lambda x: x + 1) == compute_digest(lambda x: x + 2)
+    (False, False)
     """
     digest = hashlib.sha256()
-    _add(digest, values, depth=0)
+    _update(digest, values, depth=0)
     return digest.hexdigest()[:16]
 
 
-def _add(digest: Any, value: Any, depth: int) -> None:
+def _update(digest: Any, value: Any, depth: int) -> None:
     digest.update(type(value).__qualname__.encode())
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -40,49 +40,50 @@ def _add(digest: Any, value: Any, depth: int) -> None:
         digest.update(repr(value).encode())
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            _add(digest, [str(key), part], depth)
+            _update(digest, [str(key), part], depth)
     elif isinstance(value, (tuple, list)):
         for part in value:
-            _add(digest, part, depth)
-    elif hasattr(value, "tobytes"):  # of numpy, or a picture
+            _update(digest, part, depth)
+    elif hasattr(value, "tobytes"):  # a numpy array or a PIL image
         digest.update(value.tobytes())
-    elif depth < _DEEP:
-        _add(digest, _inside(value), depth + 1)
+    elif depth < _MAX_DEPTH:
+        _update(digest, _get_contents(value), depth + 1)
 
 
-def _inside(value: Any) -> Any:
-    """What an object is made of, as far as it can be seen."""
+def _get_contents(value: Any) -> Any:
+    """The values inside an object that determine what it does."""
     if isinstance(value, nn.Module):
-        return [structure_of(value), dict(value.named_parameters()), dict(value.named_buffers()), _settings(value)]
+        tensors = [dict(value.named_parameters()), dict(value.named_buffers())]
+        return [describe_structure(value), *tensors, _get_module_settings(value)]
     if isinstance(value, CodeType):
         return [value.co_code, value.co_consts, value.co_names]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, FunctionType) and not value.__module__.startswith("torch."):
-        return [value.__code__, value.__defaults__, value.__kwdefaults__, [*_fixed_cells(value)]]
+        return [value.__code__, value.__defaults__, value.__kwdefaults__, [*_iterate_constant_cells(value)]]
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
-    parts = getattr(value, "__dict__", {})
-    if callable(value):  # such as a collator: its tokenizer, or what it counts, may change as it is called
-        return {key: part for key, part in parts.items() if isinstance(part, _FIXED)}
-    return parts
+    attributes = getattr(value, "__dict__", {})
+    if callable(value):  # such as a collator: calls may change its other attributes, for example a cache
+        return {key: part for key, part in attributes.items() if isinstance(part, _CONSTANT)}
+    return attributes
 
 
-def _fixed_cells(function: FunctionType) -> Iterator[Any]:
-    """What a function has from around it, but for what it may change as it runs, such as a list or a counter."""
+def _iterate_constant_cells(function: FunctionType) -> Iterator[Any]:
+    """Values from the enclosing scope of a function, without those that it may change, such as lists."""
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
-            if isinstance(cell.cell_contents, _FIXED):
+        with suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, _CONSTANT):
                 yield cell.cell_contents
 
 
-def structure_of(model: nn.Module) -> str:
-    """The modules of a model as it prints itself, without what differs in each process."""
+def describe_structure(model: nn.Module) -> str:
+    """The `repr` of a model without memory addresses, which differ in each process."""
     return re.sub(r"0x[0-9a-f]+", "", repr(model))
 
 
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What modules have beside parameters and buffers, such as the smoothing of a loss."""
+def _get_module_settings(module: nn.Module) -> dict[str, Any]:
+    """Plain attributes of all submodules, such as the label smoothing of a loss."""
     return {
         f"{name}.{key}": value
         for name, inner in module.named_modules()

@@ -1,4 +1,4 @@
-"""What can go wrong in a scan."""
+"""Errors of a scan."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from persample._internal.text import format_list
 from persample.errors import PerSampleError
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class ScanError(PerSampleError):
-    """A scan, or a question to one, cannot be carried out; the message says why, and what can be done."""
+    """A scan or a query cannot be carried out; the message says why and what to do."""
 
 
 class NotFinite(ScanError):
-    """Examples whose loss or gradient is not a number, or infinite; `ids` are theirs."""
+    """The loss or the gradient of the examples `ids` is infinite or not a number."""
 
-    def __init__(self, ids: Sequence[int], what: str) -> None:
+    def __init__(self, ids: Sequence[int], quantity: str) -> None:
         self.ids = list(ids)
-        shown = ", ".join(map(str, self.ids[:10])) + (f" and {len(self.ids) - 10} more" if len(self.ids) > 10 else "")
-        examples = "example" if len(self.ids) == 1 else "examples"
+        noun = "example" if len(self.ids) == 1 else "examples"
         super().__init__(
-            f"The {what} of {examples} {shown} is not a finite number. Look at them, leave them out, or have them in "
-            "the table as they are with nonfinite='keep'."
+            f"The {quantity} of {noun} {format_list(self.ids)} is not a finite number. Correct or remove these "
+            "examples, or pass nonfinite='keep' to keep them in the table."
         )
 
 
-class NoRoom(ScanError):
-    """The disk is full."""
+class DiskFull(ScanError):
+    """There is no space left for a file of the scan."""
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Says in one line why a file cannot be written, and what to do where the disk is full."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Raise an `OSError` of the block as a `ScanError` that names the file and says what to do."""
     try:
         yield
     except OSError as error:
-        if error.errno in _NO_ROOM:
-            raise NoRoom(
-                f"There is no room for {path} ({error.strerror}). What was finished is whole: make room and scan "
-                "again, and it goes on from there."
+        if error.errno in _DISK_FULL:
+            raise DiskFull(
+                f"No space left to write {path} ({error.strerror}). All finished shards are saved: free some space "
+                "and run the scan again to continue."
             ) from error
-        raise ScanError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise ScanError(f"Cannot write {path}: {error.strerror or error}") from error

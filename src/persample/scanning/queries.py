@@ -1,6 +1,7 @@
-"""Questions to stored gradients: which are alike, which are like no other, which push a prediction.
+"""Queries on stored gradients: neighbours, outliers, duplicates, influence.
 
-A store has a row of length 1 for each example, and the length that it had. All answers go through the rows in blocks.
+A store has a projected gradient of length 1 for each example, and its original length. All queries read the rows in
+blocks.
 """
 
 from __future__ import annotations
@@ -14,130 +15,134 @@ from torch import Tensor
 
 from persample.scanning.store import Array, Store
 
-BLOCK = 4096
+BLOCK_SIZE = 4096  # rows
 
-# How much of the rows' squared length the directions that duplicates are looked for in have to leave out at most.
-LEFT_OUT = 0.3
+# Duplicates are first compared in the directions of largest variance. The other directions together hold at most this
+# share of the squared lengths.
+LEFT_OUT_SHARE = 0.3
 
 
-class Rows:
-    """The stored rows by one checkpoint."""
+class StoredGradients:
+    """The projected gradients of one checkpoint: rows of length 1, and their original `lengths`."""
 
     def __init__(self, store: Store, checkpoint: int) -> None:
         self._store, self._checkpoint = store, checkpoint
-        self._shards = range(store.shards(checkpoint))
-        parts = [self._store.columns(checkpoint, shard, ["length"])["length"] for shard in self._shards]
+        self._shards = range(store.count_shards(checkpoint))
+        parts = [store.read_columns(checkpoint, shard, ["length"])["length"] for shard in self._shards]
         self.lengths = torch.from_numpy(np.concatenate(parts))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """`(first, rows)`: the rows in float32, some thousands at a time."""
-        first, waiting = 0, list[Tensor]()
+    def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """`(start, rows)`: all rows in float32, in blocks of whole shards with about `BLOCK_SIZE` rows."""
+        start, waiting = 0, list[Tensor]()
         for shard in self._shards:
-            waiting.append(_as_tensor(self._store.rows(self._checkpoint, shard)))
-            if sum(map(len, waiting)) >= BLOCK or shard == self._shards[-1]:
+            waiting.append(_to_tensor(self._store.read_rows(self._checkpoint, shard)))
+            if sum(map(len, waiting)) >= BLOCK_SIZE or shard == self._shards[-1]:
                 block = torch.cat(waiting)
-                yield first, block
-                first, waiting = first + len(block), []
+                yield start, block
+                start, waiting = start + len(block), []
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        """Some rows, in float32."""
-        found = torch.empty(len(ids), self.dim)
-        size = len(self._store.rows(self._checkpoint, 0))
-        for shard in (ids // size).unique().tolist():
-            here = (ids // size == shard).nonzero().flatten()
-            found[here] = _as_tensor(self._store.rows(self._checkpoint, shard)[(ids[here] % size).numpy()])
-        return found
+        """The rows of some examples, in float32."""
+        rows = torch.empty(len(ids), self.dim)
+        shard_size = len(self._store.read_rows(self._checkpoint, 0))
+        for shard in (ids // shard_size).unique().tolist():
+            here = (ids // shard_size == shard).nonzero().flatten()
+            stored = self._store.read_rows(self._checkpoint, shard)
+            rows[here] = _to_tensor(stored[(ids[here] % shard_size).numpy()])
+        return rows
 
     @property
     def dim(self) -> int:
-        """How many numbers a row has."""
-        return self._store.rows(self._checkpoint, 0).shape[1]
+        """The number of entries in a row."""
+        return self._store.read_rows(self._checkpoint, 0).shape[1]
 
-    def second_moment(self, scaled: bool) -> Tensor:
-        """`(dim, dim)`: the mean of the rows' outer squares, as they are stored or at their lengths."""
+    def compute_second_moment(self, scaled: bool) -> Tensor:
+        """`(dim, dim)`: mean of the outer products of rows with themselves; `scaled`: at their original lengths."""
         total = torch.zeros(self.dim, self.dim, dtype=torch.float64)
-        for first, block in self.blocks():
+        for start, block in self.iterate_blocks():
             if scaled:
-                block = block * self.lengths[first : first + len(block), None].float()
+                block = block * self.lengths[start : start + len(block), None].float()
             total += (block.T @ block).double()
         return total / len(self)
 
 
 @dataclass(frozen=True)
-class Found:
-    """Examples, the most fitting first, and by how much they fit."""
+class Ranking:
+    """Examples with their scores, best first."""
 
     ids: Tensor
     scores: Tensor
 
 
-def products(rows: Rows, directions: Tensor) -> Tensor:
-    """`(directions, rows)`: the inner products of the gradients, at their lengths, with some directions."""
-    parts = [directions.float() @ block.T for _, block in rows.blocks()]
+def compute_products(rows: StoredGradients, directions: Tensor) -> Tensor:
+    """`(directions, rows)`: inner products of the gradients, at their original lengths, with some directions."""
+    parts = [directions.float() @ block.T for _, block in rows.iterate_blocks()]
     return torch.cat(parts, dim=1) * rows.lengths.float()
 
 
-def neighbours(rows: Rows, i: int, k: int) -> Found:
-    """The `k` examples whose gradients point most nearly as that of example `i`, by the cosine."""
+def find_neighbours(rows: StoredGradients, i: int, k: int) -> Ranking:
+    """The `k` examples with gradients most similar to that of example `i`, by cosine."""
     own = rows[torch.tensor([i])][0]
-    cosines = torch.cat([block @ own for _, block in rows.blocks()])
+    cosines = torch.cat([block @ own for _, block in rows.iterate_blocks()])
     cosines[i] = -torch.inf
     scores, ids = cosines.topk(min(k, len(rows) - 1))
-    return Found(ids, scores)
+    return Ranking(ids, scores)
 
 
-def outliers(rows: Rows, k: int) -> Found:
-    """The `k` examples whose gradients point where few others do.
+def find_outliers(rows: StoredGradients, k: int) -> Ranking:
+    """The `k` examples with the most unusual gradient directions.
 
-    The score is the leverage of the rows of length 1, how much of its direction a row has to itself, over the mean.
+    The score is the leverage of a row of length 1, as a multiple of the mean leverage.
     """
-    factor = whitening(rows.second_moment(scaled=False))
-    scores = torch.cat([(block @ factor).square().sum(1) for _, block in rows.blocks()])
+    factor = compute_whitening(rows.compute_second_moment(scaled=False))
+    scores = torch.cat([(block @ factor).square().sum(1) for _, block in rows.iterate_blocks()])
     best = (scores / scores.mean()).topk(min(k, len(rows)))
-    return Found(best.indices, best.values)
+    return Ranking(best.indices, best.values)
 
 
-def whitening(moment: Tensor, ridge: float = 1e-3) -> Tensor:
-    """`W` with `W Wᵀ = (moment + λ)⁻¹`; λ, a small part of the mean square, is for directions that rows never take."""
+def compute_whitening(moment: Tensor, ridge: float = 1e-3) -> Tensor:
+    """`W` with `W Wᵀ = (moment + λ)⁻¹`. λ is a fraction `ridge` of the mean eigenvalue: `moment` may be singular."""
     dim = len(moment)
-    steady = moment + ridge * moment.trace().clamp(min=torch.finfo(torch.float64).tiny) / dim * torch.eye(dim)
-    lower = torch.linalg.cholesky(steady)
+    regularised = moment + ridge * moment.trace().clamp(min=torch.finfo(torch.float64).tiny) / dim * torch.eye(dim)
+    lower = torch.linalg.cholesky(regularised)
     return torch.linalg.solve_triangular(lower, torch.eye(dim, dtype=moment.dtype), upper=False).T.float()
 
 
 # ---- duplicates ----
 
 
-def duplicates(rows: Rows, tolerance: float) -> list[list[int]]:
-    """Groups of examples whose gradients differ from the first one's by at most `tolerance` of their length.
+def find_duplicates(rows: StoredGradients, tolerance: float) -> list[list[int]]:
+    """Groups of examples with the same gradient, up to a relative difference of `tolerance`.
 
-    Exact, yet most pairs are compared in a few directions only: with rows split into a part `u` in the directions of
-    the largest variance and the rest, of length `r`, no cosine is larger than `u·u' + r r'`.
+    Each gradient of a group is compared with that of the first example; the difference is relative to the longer one.
+    The result is exact, although most pairs are compared in a few directions only. A row of length 1 is split into a
+    part `u` in the directions of largest variance and a rest of length `r`. Then the cosine of two rows is at most
+    `u·u' + r r'`, and only pairs for which this bound is large enough are compared in full.
     """
-    least = (1 - tolerance**2) ** 0.5 - _ROUNDING  # the cosine that is needed, whatever the lengths
-    bounds = _bounds(rows)
-    leads = torch.zeros(len(rows), dtype=torch.bool)
+    min_cosine = (1 - tolerance**2) ** 0.5 - _ROUNDING  # no pair within the tolerance has a smaller cosine
+    bounds = _compute_bounds(rows)
+    is_lead = torch.zeros(len(rows), dtype=torch.bool)
     groups: dict[int, list[int]] = {}
 
     def join(pairs: Tensor) -> None:
-        for lead, member in sorted(_alike(rows, pairs, tolerance).tolist()):
-            if leads[lead] and leads[member]:
-                leads[member] = False
+        for lead, member in sorted(_keep_duplicates(rows, pairs, tolerance).tolist()):
+            if is_lead[lead] and is_lead[member]:
+                is_lead[member] = False
                 groups.setdefault(lead, [lead]).append(member)
 
     for own in torch.arange(len(rows)).split(_COMPARED_AT_ONCE):
-        earlier = leads.nonzero().flatten()
-        leads[own] = True
-        for part in earlier.split(BLOCK) if len(earlier) else ():
-            join(_near(bounds, part, own, least))
-        own = own[leads[own]]
+        earlier = is_lead.nonzero().flatten()
+        is_lead[own] = True
+        for part in earlier.split(BLOCK_SIZE) if len(earlier) else ():
+            join(_find_candidates(bounds, part, own, min_cosine))
+        own = own[is_lead[own]]
         if not len(own):
             continue
-        near = _near(bounds, own, own, least)
-        join(near[near[:, 0] < near[:, 1]])
+        pairs = _find_candidates(bounds, own, own, min_cosine)
+        join(pairs[pairs[:, 0] < pairs[:, 1]])
     return list(groups.values())
 
 
@@ -145,39 +150,40 @@ _COMPARED_AT_ONCE = 512
 _ROUNDING = 1e-4
 
 
-def _bounds(rows: Rows) -> Tensor:
-    """`(rows, directions + 1)`: the product of two is no less than the cosine of theirs."""
-    values, vectors = torch.linalg.eigh(rows.second_moment(scaled=False))
-    left_out = values.cumsum(0)  # of the smallest ones
-    kept = len(values) - int((left_out <= LEFT_OUT * left_out[-1]).sum())
+def _compute_bounds(rows: StoredGradients) -> Tensor:
+    """`(rows, directions + 1)`: the inner product of two of these rows is an upper bound on the cosine."""
+    values, vectors = torch.linalg.eigh(rows.compute_second_moment(scaled=False))
+    left_out = values.cumsum(0)  # eigenvalues are in ascending order
+    kept = len(values) - int((left_out <= LEFT_OUT_SHARE * left_out[-1]).sum())
     basis = vectors[:, len(values) - kept :].float()
 
-    def bound(block: Tensor) -> Tensor:
-        block = torch.nn.functional.normalize(block)  # a float16 has made them a little longer or shorter
+    def split(block: Tensor) -> Tensor:
+        block = torch.nn.functional.normalize(block)  # rounding to float16 has changed the lengths
         inside = block @ basis
         rest = (block.square().sum(1) - inside.square().sum(1)).clamp(min=0).sqrt()
         return torch.cat([inside, rest[:, None]], 1)
 
-    return torch.cat([bound(block) for _, block in rows.blocks()])
+    return torch.cat([split(block) for _, block in rows.iterate_blocks()])
 
 
-def _near(bounds: Tensor, some: Tensor, others: Tensor, least: float) -> Tensor:
-    """The pairs whose cosine may be as large as `least`."""
+def _find_candidates(bounds: Tensor, some: Tensor, others: Tensor, min_cosine: float) -> Tensor:
+    """`(pairs, 2)`: the pairs of `some` and `others` that may have a cosine of at least `min_cosine`."""
     products = bounds[some] @ bounds[others].T
-    has_any = (products.amax(0) >= least).nonzero().flatten()  # few: the whole is looked at but once
-    near = (products[:, has_any] >= least).nonzero()
-    return torch.stack([some[near[:, 0]], others[has_any[near[:, 1]]]], 1)
+    # Few columns have a candidate, so that only one pass goes over the whole matrix.
+    has_any = (products.amax(0) >= min_cosine).nonzero().flatten()
+    found = (products[:, has_any] >= min_cosine).nonzero()
+    return torch.stack([some[found[:, 0]], others[has_any[found[:, 1]]]], 1)
 
 
-def _alike(rows: Rows, pairs: Tensor, tolerance: float) -> Tensor:
-    """Those of the pairs whose gradients differ by as little."""
+def _keep_duplicates(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
+    """The pairs of gradients that differ, at their original lengths, by at most `tolerance` of the longer one."""
     kept = []
-    for some in pairs.split(BLOCK):
+    for some in pairs.split(BLOCK_SIZE):
         one, other = (rows[ids] * rows.lengths[ids, None].float() for ids in some.T)
         longest = torch.maximum(one.norm(dim=1), other.norm(dim=1))
         kept.append(some[(one - other).norm(dim=1) <= tolerance * longest])
     return torch.cat(kept) if kept else pairs
 
 
-def _as_tensor(rows: Array) -> Tensor:
+def _to_tensor(rows: Array) -> Tensor:
     return torch.from_numpy(np.array(rows)).float()

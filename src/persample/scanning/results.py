@@ -1,4 +1,4 @@
-"""What a scan found, and questions to it."""
+"""The result of a scan, and queries on it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from persample.losses import LossFunction
 from persample.scanning import queries
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
-from persample.scanning.measure import Measurement, Projection, undisturbed
-from persample.scanning.queries import Found, Rows
-from persample.scanning.source import moved
+from persample.scanning.measure import Measurement, Projection, prepare_model
+from persample.scanning.queries import Ranking, StoredGradients
+from persample.scanning.source import move_to_device
 from persample.scanning.store import Array, Store
-from persample.scanning.table import column_names, column_of, read_table
+from persample.scanning.table import get_column_names, read_column, read_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Influence:
-    """For each sample of a test batch, the training examples that push it most: `(samples, k)`, the most first.
+    """The training examples with the most influence on each sample of a test batch: tensors `(samples, k)`, best first.
 
-    A step on an example `for` it makes its loss smaller; one on an example `against` it makes it larger. Scores are
-    positive for the one, and negative for the other.
+    A training step on one of `for_ids` lowers the loss of the test sample: its score is positive. A step on one of
+    `against_ids` raises the loss: its score is negative.
     """
 
     for_ids: Tensor
@@ -41,10 +41,10 @@ class Influence:
 
 
 class Scan:
-    """A scan that has ended, in its directory.
+    """A finished scan in a directory.
 
-    `scan(...)` gives one. One that is opened by its path has to be told the model, its loss and the checkpoints that
-    were scanned, to answer which examples push a prediction.
+    `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
+    and the checkpoints that were scanned.
     """
 
     def __init__(
@@ -58,32 +58,32 @@ class Scan:
         kept_by: Any = None,
     ) -> None:
         self.store = Store(directory)
-        self.settings = self.store.settings()
+        self.settings = self.store.read_settings()
+        shards = self.store.count_shards(len(self.settings["checkpoints"]) - 1)
         if not self.store.is_complete:
-            done = self.store.shards(len(self.settings["checkpoints"]) - 1)
             raise ScanError(
-                f"The scan in {directory} has not ended ({done} shards of its last checkpoint are whole): run it "
-                "again, and it goes on."
+                f"The scan in {directory} is not finished ({shards} shards of its last checkpoint are complete). Run "
+                "it again to continue."
             )
-        if self.store.shards(len(self.settings["checkpoints"]) - 1) != self.summary["shards"]:
-            raise ScanError(f"Files of the scan in {directory} are missing: start over with resume=False.")
+        if shards != self.summary["shards"]:
+            raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
-        self._kept_by = kept_by  # what removes the directory when nobody needs it any more
+        self._kept_by = kept_by  # an object that removes the directory when it is collected
 
     @property
     def directory(self) -> Path:
-        """Where its files are."""
+        """The directory of the scan."""
         return self.store.directory
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The dataset as a whole: the spread of each column, the noise scale, and the batch size that it suggests."""
+        """The dataset as a whole: quantiles of each column, the noise scale, and a suggested batch size."""
         return self.store.read_json("summary.json")
 
     @property
     def columns(self) -> list[str]:
-        """The names of what is known of each example."""
-        return column_names(self.store)
+        """The names of the columns."""
+        return get_column_names(self.store)
 
     def __len__(self) -> int:
         return self.summary["examples"]
@@ -94,96 +94,102 @@ class Scan:
         return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
 
     def table(self) -> pyarrow.Table:
-        """All columns, a row for each example."""
+        """All columns, with one row per example."""
         return read_table(self.store)
 
     def column(self, name: str) -> Array:
-        """One column, by the examples' numbers."""
+        """One column, with one entry per example."""
         if name not in self.columns:
-            raise ScanError(f"The scan has no column '{name}'; it has {', '.join(self.columns)}.")
-        return column_of(self.store, name)
+            raise ScanError(f"The scan has no column '{name}'. It has {', '.join(self.columns)}.")
+        return read_column(self.store, name)
 
-    def ranked(self, by: str = "self_influence", k: int | None = None) -> Found:
-        """The examples with the largest values of a column; of alignment, the smallest, which pull against the rest."""
+    def ranked(self, by: str = "self_influence", k: int | None = None) -> Ranking:
+        """The `k` examples with the largest values of a column; with the smallest values for "alignment"."""
         values = torch.from_numpy(self.column(by)).double().nan_to_num(nan=torch.inf)
         order = values.argsort(descending=by != "alignment", stable=True)[:k]
-        return Found(order, values[order])
+        return Ranking(order, values[order])
 
     @property
     def table_path(self) -> Path:
-        """The file with the table."""
+        """The file of the table."""
         return self.directory / f"table.{self.settings['table']}"
 
     def report(self, path: str | Path | None = None, *, data: Any = None, **options: Any) -> Path:
-        """Writes a page to look at, `report.html` in the scan's directory, and gives its path.
+        """Write an HTML report, by default `report.html` in the directory of the scan, and return its path.
 
-        `data`, what was scanned, is for pictures or texts of the examples. For the other options see
-        `persample.scanning.report.write_report`.
+        Pass the scanned data as `data` to show images or texts of the examples. The other options are explained
+        in `persample.scanning.report.write_report`.
         """
-        from persample.scanning.report import write_report  # which takes matplotlib and pillow
+        from persample.scanning.report import write_report  # needs matplotlib and pillow
 
         return write_report(self, path, data=data, **options)
 
-    # ---- questions ----
+    # ---- queries ----
 
-    def neighbours(self, i: int, k: int = 10) -> Found:
-        """The examples whose gradients point most nearly as that of example `i`, and the cosines."""
+    def neighbours(self, i: int, k: int = 10) -> Ranking:
+        """The `k` examples with gradients most similar to that of example `i`, with their cosines."""
         self._check_id(i)
-        return queries.neighbours(self._rows(-1), i, k)
+        return queries.find_neighbours(self._get_gradients(-1), i, k)
 
     def duplicates(self, tolerance: float = 0.1) -> list[list[int]]:
-        """Groups of examples that do the same to the model: whose gradients differ from the first one's by at most
-        `tolerance` of their length. The largest groups come first; examples without a gradient are in none."""
-        if not 0 < tolerance < 1:
-            raise ScanError(f"tolerance is between 0 and 1, got {tolerance}.")
-        return sorted(queries.duplicates(self._rows(-1), tolerance), key=len, reverse=True)
+        """Groups of examples with the same effect on the model, largest groups first.
 
-    def outliers(self, k: int = 10) -> Found:
-        """The examples whose gradients point where few others do, and how many times the average they do so."""
-        return queries.outliers(self._rows(-1), k)
+        The gradients of a group differ from that of its first example by at most `tolerance`, relative to the longer
+        gradient. Examples without a gradient are in no group.
+        """
+        if not 0 < tolerance < 1:
+            raise ScanError(f"tolerance must be between 0 and 1, got {tolerance}.")
+        return sorted(queries.find_duplicates(self._get_gradients(-1), tolerance), key=len, reverse=True)
+
+    def outliers(self, k: int = 10) -> Ranking:
+        """The `k` examples with the most unusual gradient directions.
+
+        The score is the leverage of the gradient's direction, as a multiple of the average.
+        """
+        return queries.find_outliers(self._get_gradients(-1), k)
 
     def influence(self, test_batch: Any, k: int = 10, method: Literal["tracin", "whitened"] = "tracin") -> Influence:
-        """The examples that push the model's predictions for a test batch most, for and against.
+        """The `k` training examples with the most influence on each sample of a test batch, for and against it.
 
-        "tracin": the inner product of the two gradients, times the learning rate, summed over the checkpoints (Pruthi
-        et al., 2020). "whitened": after a whitening by the examples' own second moments, in which common directions
-        count less, as in TRAK (Park et al., 2023) and influence functions. Both are of projected gradients: a score is
-        off by about |g| |g'| / sqrt(project).
+        "tracin": the inner product of the two gradients times the learning rate, summed over the checkpoints (Pruthi et
+        al., 2020). "whitened": the inner product after whitening with the second moment of the training gradients, so
+        that common directions count less, as in TRAK (Park et al., 2023) and influence functions. Both use projected
+        gradients: the error of a score is about |g| |g'| / sqrt(project).
         """
         scores = self.scores(test_batch, method)
         best, worst = scores.topk(min(k, len(self))), scores.topk(min(k, len(self)), largest=False)
         return Influence(best.indices, best.values, worst.indices, worst.values)
 
     def scores(self, test_batch: Any, method: Literal["tracin", "whitened"] = "tracin") -> Tensor:
-        """`(samples, examples)`: what `influence` ranks by."""
+        """`(samples, examples)`: the scores that `influence` ranks."""
         if method not in ("tracin", "whitened"):
             raise ScanError(f"method must be 'tracin' or 'whitened', got {method!r}.")
         total = torch.zeros(())
-        for checkpoint, (rate, projected) in enumerate(self._projected(test_batch)):
-            rows = self._rows(checkpoint)
+        for checkpoint, (rate, projected) in enumerate(self._project(test_batch)):
+            gradients = self._get_gradients(checkpoint)
             if method == "whitened":
-                factor = queries.whitening(rows.second_moment(scaled=True)).double()
+                factor = queries.compute_whitening(gradients.compute_second_moment(scaled=True)).double()
                 projected, rate = projected.double() @ factor @ factor.T, 1 / len(self.settings["checkpoints"])
-            total = total + rate * queries.products(rows, projected)
+            total = total + rate * queries.compute_products(gradients, projected)
         return total
 
-    # ---- inside ----
+    # ---- helpers ----
 
-    def _rows(self, checkpoint: int) -> Rows:
+    def _get_gradients(self, checkpoint: int) -> StoredGradients:
         if self.settings["project"] is None:
-            raise ScanError(f"{self.directory} holds no projected gradients: it was scanned with project=None.")
-        return Rows(self.store, checkpoint % len(self.settings["checkpoints"]))
+            raise ScanError(f"The scan in {self.directory} has no projected gradients: it was made with project=None.")
+        return StoredGradients(self.store, checkpoint % len(self.settings["checkpoints"]))
 
     def _check_id(self, i: int) -> None:
         if not 0 <= i < len(self):
-            raise ScanError(f"There is no example {i}; the scan has 0 to {len(self) - 1}.")
+            raise ScanError(f"There is no example {i}. The scan has examples 0 to {len(self) - 1}.")
 
-    def _projected(self, test_batch: Any) -> list[tuple[float, Tensor]]:
-        """The test batch's gradients, projected as the examples' were, by each checkpoint, with its learning rate."""
+    def _project(self, test_batch: Any) -> list[tuple[float, Tensor]]:
+        """For each checkpoint, its learning rate and the projected gradients of the test batch."""
         if self._model is None or self._loss_fn is None:
-            raise ScanError("Influence takes the model and its loss: open the scan as Scan(path, model, loss_fn).")
+            raise ScanError("influence needs the model and its loss: open the scan as Scan(path, model, loss_fn).")
+        self._get_gradients(0)
         dim, seed, method = (self.settings[key] for key in ("project", "seed", "projection"))
-        self._rows(0)
         measurement = Measurement(
             self._model,
             self._loss_fn,
@@ -194,13 +200,16 @@ class Scan:
             loss_reduction=self.settings["loss_reduction"],
         )
         states = Checkpoints(self._model, self._checkpoints, self.settings["learning_rates"])
-        if states.digests() != self.settings["checkpoints"]:
-            raise ScanError("The model's weights are not those that were scanned: load them, or pass the checkpoints.")
-        batch = moved(test_batch, measurement.device)
+        if states.compute_digests() != self.settings["checkpoints"]:
+            raise ScanError(
+                "The weights of the model differ from the scanned ones. Load the scanned weights, or pass the "
+                "checkpoints to Scan(...)."
+            )
+        batch = move_to_device(test_batch, measurement.device)
         size = Batch(batch, self._batch_dim, None, pair=measurement.takes_pairs).size
-        found = []
-        with undisturbed(measurement, None), states.each() as loaded:
+        projected = []
+        with prepare_model(measurement, None), states.load_each() as loaded:
             for checkpoint in loaded:
-                projected = measurement.of_batch(range(size), batch, None)["projection"]
-                found.append((states.learning_rates[checkpoint], projected))
-        return found
+                columns = measurement.measure_batch(range(size), batch, None)
+                projected.append((states.learning_rates[checkpoint], columns["projection"]))
+        return projected

@@ -1,4 +1,4 @@
-"""Going through a dataset, and keeping what each example's gradient is like."""
+"""The scan of a dataset."""
 
 from __future__ import annotations
 
@@ -16,31 +16,22 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import persample
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
-from persample.losses import LossFunction, get_name
+from persample.losses import LossFunction
 from persample.recording.options import Selection
 from persample.scanning.checkpoints import Checkpoints, State
-from persample.scanning.digest import digest_of, structure_of
 from persample.scanning.errors import ScanError
-from persample.scanning.measure import (
-    QUANTITIES,
-    Columns,
-    Direction,
-    Groups,
-    Measurement,
-    Projection,
-    undisturbed,
-)
-from persample.scanning.processes import Processes
+from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
+from persample.scanning.options import ScanOptions
 from persample.scanning.results import Scan
-from persample.scanning.source import Collate, Piece, Source
+from persample.scanning.source import Collate, ShardBatch, Source
 from persample.scanning.store import Array, Store
-from persample.scanning.summary import summarised
+from persample.scanning.summary import summarise
 from persample.scanning.table import TableKind, write_table
+from persample.scanning.workers import ScanWorkers
 
-# How often the sum of the gradients is saved, which is as large as the model in float64.
+# How often the sum of gradients is saved. The file has the size of the model in float64.
 SECONDS_BETWEEN_SAVES = 60.0
 
 
@@ -71,7 +62,7 @@ def scan(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> Scan:
-    """Measures each example of a dataset by its gradient, and keeps the result in the directory `out`.
+    """Measure the gradient of each example of a dataset, and store the result in the directory `out`.
 
     >>> model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> x, y = torch.randn(100, 3), torch.randint(2, (100,))
@@ -81,86 +72,75 @@ def scan(
     >>> found.column("norm").shape, len(found.neighbours(7, k=3).ids)
     ((100,), 3)
 
-    `data` is a Dataset, a DataLoader (its dataset is gone through in its own order), tensors, or what can be iterated
-    over again and again. A loss of torch, or any other `nn.Module`, is called as `loss_fn(model(inputs), targets)`;
-    another function as `loss_fn(model, batch)`, and gives a loss for each sample, or one number, their mean (or sum:
-    `loss_reduction`). One number costs a forward pass more for each sample, to know its loss.
+    `data` is a Dataset, a DataLoader (the scan reads its dataset in dataset order), tensors with the examples in
+    dimension 0, or an iterable that can be iterated several times. `batch_size` and `collate` are taken from a
+    DataLoader unless given.
 
-    `quantities` are columns of the table:
+    `loss_fn` is a loss of torch or another `nn.Module`, called as `loss_fn(model(inputs), targets)`, or any other
+    function, called as `loss_fn(model, batch)`. A function returns one loss per sample, or a single number: their mean,
+    or with `loss_reduction="sum"` their sum. A single number costs an additional forward pass per sample.
 
-    - "loss", and "norm", that of the gradient; "group_norms": `norm/GROUP` for each module, or for `groups`, a function
-      of a parameter's name, or the names of each group's parameters;
-    - "self_influence": the squared norms, times `learning_rates`, summed over the `checkpoints` (state dicts, or files
-      with them; without any, the model as it is). What only itself explains, such as a wrong label, is high here;
-    - "alignment": the cosine with the mean gradient of all examples. It takes another, plain, pass over the data,
-      as does "noise_scale", in the summary: how many examples a batch should have.
+    `quantities` selects the columns of the table:
 
-    Other columns than self_influence are of the last checkpoint. `project` numbers of each gradient are stored for
-    questions (`Scan.influence`, `neighbours`, `duplicates`, `outliers`), None: nothing is; see
-    `PerSampleGradients.project` for `projection` and `seed`.
+    - "loss": the loss of the example;
+    - "norm": the norm of its gradient;
+    - "group_norms": `norm/GROUP`, the norm for each module, or for each of `groups`: a function from a parameter's name
+      to its group, or a dict from group to parameter names;
+    - "self_influence": the squared norm times the learning rate, summed over `checkpoints`. It is high for examples
+      that no other example explains, such as wrong labels;
+    - "alignment": the cosine with the mean gradient of all examples. Needs a second, plain pass over the data;
+    - "noise_scale": not a column but in the summary, with the batch size that it suggests. Needs the same second pass.
 
-    The model is in evaluation mode meanwhile, and as it was afterwards. A scan that was stopped goes on, with `resume`,
-    after the last whole shard of `shard_size` examples, and gives what it would have given. Processes of
-    torch.distributed share the work. `classes` are the names of the classes, if the dataset has none (`data.classes`).
-    Without `out`, files are kept until the result is dropped.
+    `checkpoints` are state dicts or files of state dicts, with `learning_rates` (default 1); without them the model is
+    scanned as it is. All columns except self_influence and mean_loss describe the last checkpoint.
+
+    `project` numbers of each gradient are stored in `dtype` for the queries `Scan.influence`, `neighbours`,
+    `duplicates` and `outliers`; with None, none are stored. `PerSampleGradients.project` explains `projection` and
+    `seed`. `parameters` selects parameters as in `record`, and `batch_dim` is the dimension of the samples, as there.
+
+    The model is in evaluation mode during the scan, on `device` if given, and is restored afterwards. An example with a
+    loss or gradient that is not finite raises an error, or is kept in the table with `nonfinite="keep"`.
+
+    Results are stored in shards of `shard_size` examples. A scan that was stopped continues with the first missing
+    shard and gives the same result; `resume=False` starts over. The processes of torch.distributed share the work.
+    `table` is the format of the table, `classes` are the names of the classes (default: `data.classes`), and `progress`
+    shows a progress bar (default: in a terminal). Without `out`, the files are removed with the returned object.
     """
-    source = Source(data, batch_size, collate)
-    if source.size == 0:
-        raise ScanError("The data have no examples.")
-    if dtype not in ("float16", "float32") or table not in ("parquet", "csv"):
-        raise ScanError(f"dtype is 'float16' or 'float32', table 'parquet' or 'csv', got {dtype!r} and {table!r}.")
-    if project is not None and project < 1:
-        raise ScanError(f"project is a number of dimensions, or None, got {project}.")
-    measurement = Measurement(
-        model,
-        loss_fn,
+    options = ScanOptions(
         quantities=quantities,
-        projection=None if project is None else Projection(project, seed, projection),
+        project=project,
+        projection=projection,
+        seed=seed,
+        dtype=dtype,
         groups=groups,
         parameters=parameters,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
         nonfinite=nonfinite,
-        labelled=source.is_labelled(),
+        classes=classes,
+        shard_size=shard_size,
+        table=table,
     )
+    source = Source(data, batch_size, collate)
+    if source.size == 0:
+        raise ScanError("The data has no examples.")
+    measurement = options.make_measurement(model, loss_fn, source)
     states = Checkpoints(model, checkpoints, learning_rates)
-    settings = {
-        "examples": source.size,
-        "data": source.digest(),
-        "batch_size": source.batch_size,
-        "shard_size": max(1, shard_size // source.batch_size) * source.batch_size,
-        "quantities": list(measurement.quantities),
-        "groups": measurement.groups,
-        "project": project,
-        "projection": projection,
-        "seed": seed,
-        "dtype": dtype,
-        "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
-        "loss": get_name(loss_fn),
-        "loss_reduction": loss_reduction,
-        "nonfinite": nonfinite,
-        "code": digest_of(structure_of(model), loss_fn, source.collate, batch_dim),
-        "labelled": measurement.labelled,
-        "checkpoints": states.digests(),
-        "learning_rates": states.learning_rates,
-        "classes": source.classes if classes is None else list(classes),
-        "table": table,
-        "about": {"persample": persample.__version__, "torch": torch.__version__},
-    }
+    settings = options.make_settings(source, measurement, states)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
-    store = Store(out if out is not None else str(temporary and temporary.name))
+    store = Store(temporary.name if temporary else str(out))
     run = _Run(store, source, measurement, settings, progress)
-    with undisturbed(measurement, None if device is None else torch.device(device)):
-        if run.begin(resume):
-            with states.each() as loaded:
+    with prepare_model(measurement, None if device is None else torch.device(device)):
+        if run.start(resume):
+            with states.load_each() as loaded:
                 for checkpoint in loaded:
-                    run.go_through(checkpoint)
+                    run.scan_checkpoint(checkpoint)
             run.finish()
     return Scan(store.directory, model, loss_fn, checkpoints, batch_dim=batch_dim, kept_by=temporary)
 
 
 class _Run:
-    """This process's part of a scan."""
+    """The part of a scan that this process does."""
 
     def __init__(
         self,
@@ -171,137 +151,145 @@ class _Run:
         progress: bool | None,
     ) -> None:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
-        self._processes = Processes()
-        self._progress = self._processes.is_first and (sys.stderr.isatty() if progress is None else progress)
+        self._workers = ScanWorkers()
+        self._shows_progress = self._workers.is_first and (sys.stderr.isatty() if progress is None else progress)
 
-    def begin(self, resume: bool) -> bool:
-        """Makes the directory, or finds what is there; tells whether anything is left to do."""
-        if self._processes.is_first:
-            self._store.begin(self._settings, resume)
-        self._processes.wait()
+    def start(self, resume: bool) -> bool:
+        """Create the directory, or check the scan in it. Return whether any work is left."""
+        if self._workers.is_first:
+            self._store.start(self._settings, resume)
+        self._workers.wait()
         return not self._store.is_complete
 
-    def go_through(self, checkpoint: int) -> None:
-        """Measures the examples of this process's shards by the model as it is now."""
-        all_of_them = len(self._settings["checkpoints"])
-        number = f" {checkpoint + 1}/{all_of_them}" if all_of_them > 1 else ""
-        self._look_first(checkpoint)
-        mean = self._mean(checkpoint, f"mean gradient{number}") if self._measurement.needs_mean else None
-        pieces = self._pieces(f"examples{number}", lambda shard: not self._store.has_shard(checkpoint, shard))
-        for shard, batches in groupby(pieces, key=lambda piece: piece.shard):
-            measured = [self._measurement.of_batch(piece.ids, piece.batch, mean) for piece in batches]
-            self._store.write_shard(checkpoint, shard, *_packed(measured, self._settings["dtype"]))
-        self._processes.wait()
+    def scan_checkpoint(self, checkpoint: int) -> None:
+        """Measure the examples of this process with the checkpoint that is loaded."""
+        count = len(self._settings["checkpoints"])
+        title = f" {checkpoint + 1}/{count}" if count > 1 else ""
+        self._check_first_batch(checkpoint)
+        needs_mean = self._measurement.needs_mean
+        direction = self._find_mean_direction(checkpoint, f"mean gradient{title}") if needs_mean else None
+        batches = self._iterate_batches(f"examples{title}", lambda s: not self._store.has_shard(checkpoint, s))
+        for shard, part in groupby(batches, key=lambda batch: batch.shard):
+            columns = [self._measurement.measure_batch(b.ids, b.batch, direction) for b in part]
+            self._store.write_shard(checkpoint, shard, *_pack_shard(columns, self._settings["dtype"]))
+        self._workers.wait()
 
     def finish(self) -> None:
-        """Writes the table and the summary, when all shards are there."""
-        if self._processes.is_first:
-            summary = summarised(self._store)
+        """Write the table and the summary. All shards must be complete."""
+        if self._workers.is_first:
+            summary = summarise(self._store)
             write_table(self._store)
             self._store.write_json("summary.json", summary)
-        self._processes.wait()
+        self._workers.wait()
 
-    # ---- the mean gradient ----
+    def _check_first_batch(self, checkpoint: int) -> None:
+        """Measure the first batch, to raise errors before hours are spent.
 
-    def _mean(self, checkpoint: int, title: str) -> Direction:
-        """The direction of the mean gradient of all examples, of all processes; the gradient itself is stored."""
+        If the first shard is stored already, the first batch must give the same numbers: a change of the data, the loss
+        or the model may not show in any digest.
+        """
+        for batch in self._source.iterate_batches(self._settings["shard_size"], lambda shard: shard == 0):
+            columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
+            if not self._store.has_shard(0, 0):
+                self._measurement.check_losses_alone(batch.ids, batch.batch)
+            if self._store.has_shard(checkpoint, 0):
+                stored = self._store.read_columns(checkpoint, 0)
+                pairs = [(columns[name].numpy(), stored[name][: len(batch.ids)]) for name in ("loss", "norm")]
+                if not all(_is_close(now, before) for now, before in pairs):
+                    raise ScanError(
+                        f"The data, the loss or the model changed since the scan in {self._store.directory} was "
+                        "started: the first batch gives other numbers now. Choose another `out`, or start over with "
+                        "resume=False."
+                    )
+            return
+
+    # ---- mean gradient ----
+
+    def _find_mean_direction(self, checkpoint: int, title: str) -> Gradient:
+        """The mean gradient of all examples of all processes, scaled to length 1."""
         name = f"mean-{checkpoint}.npz"
-        found = self._store.read_arrays(name)
-        self._processes.wait()  # who finds none must not be after who writes it
-        if found is None:
-            found = self._summed(checkpoint, title)
-            total = self._processes.total(torch.tensor(float(found.pop(_COUNT)), dtype=torch.float64))
-            for key, part in found.items():
-                found[key] = (self._processes.total(torch.from_numpy(part)) / total.clamp(min=1)).numpy()
-            if self._processes.is_first:
-                self._store.write_arrays(name, found)
-                self._store.remove(f"sum-{checkpoint}-*.npz")  # also those of another number of processes
-            self._processes.wait()
-        given = self._measurement.parameters
-        length = max(math.sqrt(sum(float(np.square(part).sum()) for part in found.values())), sys.float_info.min)
-        direction = {key: torch.from_numpy(part / length) for key, part in found.items()}
-        return {key: part.to(given[key].device, widen(given[key]).dtype) for key, part in direction.items()}
+        mean = self._store.read_arrays(name)
+        self._workers.wait()  # all processes have looked for the file before one of them writes it
+        if mean is None:
+            mean = self._compute_mean(checkpoint, title)
+            if self._workers.is_first:
+                self._store.write_arrays(name, mean)
+                self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
+            self._workers.wait()
+        parameters = self._measurement.parameters
+        length = max(math.sqrt(sum(float(np.square(part).sum()) for part in mean.values())), sys.float_info.min)
+        direction = {name: torch.from_numpy(part / length) for name, part in mean.items()}
+        return {
+            name: part.to(parameters[name].device, widen(parameters[name]).dtype) for name, part in direction.items()
+        }
 
-    def _summed(self, checkpoint: int, title: str) -> dict[str, Array]:
-        """The sum of this process's gradients and their count; saved from time to time, to go on from."""
-        name, given = self._sum_name(checkpoint), self._measurement.parameters
-        total = self._store.read_arrays(name) or {
+    def _compute_mean(self, checkpoint: int, title: str) -> dict[str, Array]:
+        total = self._sum_gradients(checkpoint, title)
+        count = self._workers.sum(torch.tensor(float(total.pop(_COUNT)), dtype=torch.float64)).clamp(min=1)
+        return {name: (self._workers.sum(torch.from_numpy(part)) / count).numpy() for name, part in total.items()}
+
+    def _sum_gradients(self, checkpoint: int, title: str) -> dict[str, Array]:
+        """Sum of the gradients of this process, and under `_COUNT` their number. Saved from time to time."""
+        file = f"sum-{checkpoint}-{self._workers.rank}of{self._workers.count}.npz"
+        total = self._store.read_arrays(file) or {
             _COUNT: np.zeros(()),
             _SHARDS: np.zeros((), dtype=np.int64),
-            **{key: np.zeros(p.shape) for key, p in given.items()},
+            **{name: np.zeros(p.shape) for name, p in self._measurement.parameters.items()},
         }
         saved, done = time.monotonic(), int(total[_SHARDS])
-        pieces = self._pieces(title, lambda shard: shard >= done)
-        for shard, batches in groupby(pieces, key=lambda piece: piece.shard):
-            for piece in batches:
-                parts, count = self._measurement.sum_of_batch(piece.ids, piece.batch)
+        batches = self._iterate_batches(title, lambda shard: shard >= done)
+        for shard, part in groupby(batches, key=lambda batch: batch.shard):
+            for batch in part:
+                gradient, count = self._measurement.sum_gradients(batch.ids, batch.batch)
                 total[_COUNT] += count
-                for key, part in parts.items():
-                    total[key] += part.double().cpu().numpy()
+                for name, entries in gradient.items():
+                    total[name] += entries.double().cpu().numpy()
             total[_SHARDS][...] = shard + 1
             if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                self._store.write_arrays(name, total)
+                self._store.write_arrays(file, total)
                 saved = time.monotonic()
         del total[_SHARDS]
         return total
 
-    def _sum_name(self, checkpoint: int) -> str:
-        return f"sum-{checkpoint}-{self._processes.rank}of{self._processes.count}.npz"
+    # ---- batches ----
 
-    def _look_first(self, checkpoint: int) -> None:
-        """Has the first batch measured: what cannot be, or is not as it was, is refused before hours are spent."""
-        for piece in self._source.pieces(self._settings["shard_size"], lambda shard: shard == 0):
-            found = self._measurement.of_batch(piece.ids, piece.batch, None)
-            if not self._store.has_shard(0, 0):
-                self._measurement.check_alone(piece.ids, piece.batch)
-            if self._store.has_shard(checkpoint, 0):
-                stored = self._store.columns(checkpoint, 0)
-                parts = [(found[name].numpy(), stored[name][: len(piece.ids)]) for name in ("loss", "norm")]
-                if not all(_same(now, before) for now, before in parts):
-                    raise ScanError(
-                        f"{self._store.directory} holds a scan of other data, by another loss or model: the first "
-                        "batch gives other numbers now. Choose another `out`, or start over with resume=False."
-                    )
-            return
-
-    # ---- which examples ----
-
-    def _pieces(self, title: str, missing: Callable[[int], bool]) -> Iterator[Piece]:
-        """The batches of this process's shards that are missing, with a progress bar."""
+    def _iterate_batches(self, title: str, is_missing: Callable[[int], bool]) -> Iterator[ShardBatch]:
+        """The batches of this process's missing shards, with a progress bar."""
         size, shard_size = self._settings["examples"], self._settings["shard_size"]
-        if size is None:  # who knows how many there will be
-            own = range(self._processes.rank, sys.maxsize, self._processes.count)
-        else:
-            own = self._processes.share(-(-size // shard_size))
-        left = None if size is None else sum(min(shard_size, size - s * shard_size) for s in own if missing(s))
-        if self._processes.count > 1:
-            title = f"process 1 of {self._processes.count}: {title}"
-        with tqdm(desc=title, total=left, unit=" examples", disable=not self._progress or left == 0) as bar:
-            for piece in self._source.pieces(shard_size, lambda shard: shard in own and missing(shard)):
-                yield piece
-                bar.update(len(piece.ids))
+        own = self._workers.assign_shards(None if size is None else -(-size // shard_size))
+        left = None if size is None else sum(min(shard_size, size - s * shard_size) for s in own if is_missing(s))
+        if self._workers.count > 1:
+            title = f"process 1 of {self._workers.count}: {title}"
+        with tqdm(desc=title, total=left, unit=" examples", disable=not self._shows_progress or left == 0) as bar:
+            for batch in self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s)):
+                yield batch
+                bar.update(len(batch.ids))
 
 
-# Beside the parameters' names, which have no spaces.
+# Keys beside the names of parameters, which contain no spaces.
 _COUNT, _SHARDS = "number of examples", "number of shards"
 
 
-def _same(now: Array, before: Array) -> bool:
-    """Whether numbers are the same but for rounding, which differs with machines and threads."""
+def _is_close(now: Array, before: Array) -> bool:
+    """Whether numbers are equal up to rounding, which depends on the machine and the number of threads."""
     largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
     return np.allclose(now, before, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
 
 
-def _packed(measured: Sequence[Columns], dtype: str) -> tuple[dict[str, Array], Array | None]:
-    """The columns of a shard, and its projected gradients, each scaled to length 1, which suits float16."""
-    columns = {name: torch.cat([part[name] for part in measured]) for name in measured[0]}
+def _pack_shard(batches: Sequence[Columns], dtype: str) -> tuple[dict[str, Array], Array | None]:
+    """The columns of a shard, and its projected gradients.
+
+    Projected gradients are scaled to length 1, so that float16 neither overflows nor underflows. Their lengths become a
+    column; it is 0 for gradients that are not finite, which then influence nothing.
+    """
+    columns = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
     rows: Array | None = None
     if (projected := columns.pop("projection", None)) is not None:
-        lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)  # what is no number pushes nobody
-        rows = _unit(projected.double(), lengths).numpy().astype(dtype)
+        lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)
+        rows = _scale_to_unit_length(projected.double(), lengths).numpy().astype(dtype)
         columns["length"] = lengths
     return {name: column.numpy() for name, column in columns.items()}, rows
 
 
-def _unit(rows: Tensor, lengths: Tensor) -> Tensor:
+def _scale_to_unit_length(rows: Tensor, lengths: Tensor) -> Tensor:
     return torch.where(lengths[:, None] > 0, rows / lengths[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""The data that is scanned: examples by their numbers, in batches that are always the same."""
+"""The data of a scan: examples by index, in batches that are the same in every run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from persample import _torch
-from persample.checking.subject import preserve_state, seed_all
+from persample._internal.rng import preserve_rng, seed_all
 from persample.losses import describe_value
-from persample.scanning.digest import digest_of
+from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 
 Collate = Callable[[list[Any]], Any]
 
-_OF_LOADERS = ("num_workers", "worker_init_fn", "pin_memory", "timeout", "multiprocessing_context")
-_COMPARED = 32  # examples of a dataset, to see whether it is still the same
-_LABELS = ("label", "labels", "target", "targets", "y")
+# Options of a user's DataLoader that the scan's own loader takes over.
+_LOADER_OPTIONS = ("num_workers", "worker_init_fn", "pin_memory", "timeout", "multiprocessing_context")
+_EXAMPLES_IN_DIGEST = 32
+LABEL_KEYS = ("label", "labels", "target", "targets", "y")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A batch: the shard that it belongs to, the numbers of its examples, and what they were collated to."""
+class ShardBatch:
+    """A collated batch with the ids of its examples and the shard that they belong to."""
 
     shard: int
     ids: range
@@ -37,114 +38,118 @@ class Piece:
 
 
 class Source:
-    """Examples `0 .. len - 1` in their own order, whatever the order of a loader is.
+    """The examples `0 .. size - 1` of a dataset in dataset order, also if a loader shuffles them.
 
-    `data` is a Dataset or any other sequence of examples, tensors with the examples in dim 0 (one, a tuple, or a dict),
-    a DataLoader of a dataset, or what can be iterated over from the start again and again.
+    `data` is a Dataset or another sequence of examples; a tensor, or a tuple or dict of tensors, with the examples in
+    dimension 0; a DataLoader; or an iterable that can be iterated several times.
     """
 
     def __init__(self, data: Any, batch_size: int | None = None, collate: Collate | None = None) -> None:
-        self._loading: dict[str, Any] = {}
+        self._loader_options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
             _check_loader(data)
-            self._loading = {name: getattr(data, name) for name in _OF_LOADERS}
+            self._loader_options = {name: getattr(data, name) for name in _LOADER_OPTIONS}
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or data.collate_fn
             data = data.dataset
         self.batch_size = 64 if batch_size is None else batch_size
         if self.batch_size < 1:
             raise ScanError(f"batch_size must be positive, got {batch_size}.")
-        self._data = _as_dataset(data)
+        self._data = _make_dataset(data)
         self.collate = collate or default_collate
 
     @property
     def size(self) -> int | None:
-        """The number of examples; None where only the end will tell."""
-        return len(self._data) if _has_places(self._data) else None
+        """The number of examples; None for a stream, where only the end tells."""
+        return len(self._data) if _is_indexable(self._data) else None
 
     @property
     def classes(self) -> list[str] | None:
-        """The names of the classes, where the dataset tells them as torchvision's do."""
+        """The class names, if the dataset has an attribute `classes`, as the datasets of torchvision do."""
         names = getattr(self._data, "classes", None)
         return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
 
-    def pieces(self, shard_size: int, wanted: Callable[[int], bool]) -> Iterator[Piece]:
-        """The batches of the shards that are wanted: shard s has the examples from `s * shard_size` on."""
-        if not _has_places(self._data):
-            yield from self._streamed(shard_size, wanted)
+    def iterate_batches(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
+        """The batches of the wanted shards. Shard s holds `shard_size` examples from `s * shard_size` on."""
+        if not _is_indexable(self._data):
+            yield from self._iterate_stream(shard_size, is_wanted)
             return
         size = len(self._data)
         ranges = [
             (shard, range(at, min(at + self.batch_size, start + shard_size, size)))
             for shard, start in enumerate(range(0, size, shard_size))
-            if wanted(shard)
+            if is_wanted(shard)
             for at in range(start, min(start + shard_size, size), self.batch_size)
         ]
         loader: DataLoader[Any] = DataLoader(
-            _Steady(self._data),
-            batch_sampler=cast(Any, [ids for _, ids in ranges]),  # ranges are as good as the lists that it expects
+            _SeededDataset(self._data),
+            batch_sampler=cast(Any, [ids for _, ids in ranges]),  # typed as lists, but ranges work
             collate_fn=self.collate,
-            **self._loading,
+            **self._loader_options,
         )
         for (shard, ids), batch in zip(ranges, loader, strict=True):
-            yield Piece(shard, ids, batch)
+            yield ShardBatch(shard, ids, batch)
 
-    def _streamed(self, shard_size: int, wanted: Callable[[int], bool]) -> Iterator[Piece]:
+    def _iterate_stream(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
         seed_all(0)
         examples, at = iter(self._data), 0
         for shard in count():
             stop = at + shard_size
-            if not wanted(shard):
-                skipped = sum(1 for _ in islice(examples, shard_size))
-                at += skipped
+            if not is_wanted(shard):
+                at += sum(1 for _ in islice(examples, shard_size))
             while at < stop and (part := list(islice(examples, min(self.batch_size, stop - at)))):
-                yield Piece(shard, range(at, at + len(part)), self.collate(part))
+                yield ShardBatch(shard, range(at, at + len(part)), self.collate(part))
                 at += len(part)
             if at < stop:
                 return
 
-    def examples(self, ids: Iterable[int]) -> dict[int, Any]:
-        """Some examples by themselves, as the data gives them."""
+    def read_examples(self, ids: Iterable[int]) -> dict[int, Any]:
+        """Single examples by id, as the dataset returns them."""
         wanted = set(ids)
-        with preserve_state():
-            if _has_places(self._data):
-                steady = _Steady(self._data)
-                return {i: steady[i] for i in sorted(wanted)}
+        with preserve_rng():
+            if _is_indexable(self._data):
+                seeded = _SeededDataset(self._data)
+                return {i: seeded[i] for i in sorted(wanted)}
             seed_all(0)
             last = max(wanted, default=-1)
             return {i: example for i, example in enumerate(islice(self._data, last + 1)) if i in wanted}
 
-    def digest(self) -> str:
-        """What tells these data from others: all of them, where they are tensors, else some from first to last."""
-        if isinstance(self._data, (Tensor, TensorDataset, _Columns)):
-            return digest_of(getattr(self._data, "tensors", self._data))
+    def compute_digest(self) -> str:
+        """Digest of the data: of everything for tensors, of some examples from first to last for other datasets."""
+        if isinstance(self._data, (Tensor, TensorDataset, _TensorDict)):
+            return compute_digest(getattr(self._data, "tensors", self._data))
         if self.size is None:
-            return digest_of(self.examples([0]))
-        return digest_of(self.examples(range(0, self.size, max(1, self.size // _COMPARED))))
+            return compute_digest(self.read_examples([0]))
+        return compute_digest(self.read_examples(range(0, self.size, max(1, self.size // _EXAMPLES_IN_DIGEST))))
 
-    def is_labelled(self) -> bool:
-        """Whether examples have a class."""
-        first = list(self.examples([0]).values())
-        return bool(first) and label_of(self.collate(first), 1) is not None
+    def has_labels(self) -> bool:
+        """Whether the first example has a class label."""
+        first = list(self.read_examples([0]).values())
+        return bool(first) and find_labels(self.collate(first), 1) is not None
 
 
-def label_of(batch: Any, size: int) -> Tensor | None:
-    """The classes of a batch's samples, or None: of `(inputs, targets, ...)`, or by a usual name in a dict.
+def find_labels(batch: Any, size: int) -> Tensor | None:
+    """The class labels in a batch: the second item of a tuple, or a usual key of a dict. None if there are none.
 
-    >>> label_of((torch.ones(2, 3), torch.tensor([1, 0])), 2), label_of({"x": torch.ones(1), "y": torch.tensor([4])}, 1)
+    >>> find_labels((torch.ones(2, 3), torch.tensor([1, 0])), 2), find_labels({"x": 0, "y": torch.tensor([4])}, 1)
     (tensor([1, 0]), tensor([4]))
     """
-    found = None
+    labels = None
     if isinstance(batch, Mapping):
-        found = next((batch[name] for name in _LABELS if name in batch), None)
+        labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
     elif isinstance(batch, (tuple, list)) and len(batch) > 1:
-        found = batch[1]
-    whole = isinstance(found, Tensor) and found.shape == (size,) and not found.is_floating_point()
-    return found if whole else None
+        labels = batch[1]
+    is_label = isinstance(labels, Tensor) and labels.shape == (size,) and not labels.is_floating_point()
+    return labels if is_label else None
 
 
-class _Steady(Dataset[Any]):
-    """Examples that come out the same each time, also where random numbers are drawn for them, in any process."""
+def move_to_device(value: Any, device: torch.device) -> Any:
+    """`value` with all its tensors on `device`."""
+    return _torch.pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, value)
+
+
+class _SeededDataset(Dataset[Any]):
+    """A dataset that seeds each example by its index, so that random augmentation is the same in every run."""
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -154,61 +159,55 @@ class _Steady(Dataset[Any]):
         return self._data[i]
 
 
-class _Columns(Dataset[dict[str, Any]]):
-    """Rows of a dict of tensors."""
+class _TensorDict(Dataset[dict[str, Any]]):
+    """A dict of tensors as a dataset of dicts."""
 
-    def __init__(self, columns: Mapping[str, Tensor]) -> None:
-        self.tensors = columns
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
 
     def __len__(self) -> int:
         return len(next(iter(self.tensors.values())))
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        return {name: column[i] for name, column in self.tensors.items()}
+        return {name: tensor[i] for name, tensor in self.tensors.items()}
 
 
-def _has_places(data: Any) -> bool:
+def _is_indexable(data: Any) -> bool:
     return not isinstance(data, IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
 
-def _as_dataset(data: Any) -> Any:
+def _make_dataset(data: Any) -> Any:
     if isinstance(data, tuple) and data and all(isinstance(part, (Tensor, np.ndarray)) for part in data):
         data = tuple(map(torch.as_tensor, data))
     tensors = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else ()
     if isinstance(data, Mapping) and not (tensors and all(isinstance(part, Tensor) for part in tensors)):
-        raise ScanError("A dict of data has to hold tensors, with the examples in dim 0 of each; this holds others.")
+        raise ScanError("All values of a dict of data must be tensors, with the examples in dimension 0.")
     if tensors and all(isinstance(part, Tensor) for part in tensors):
         sizes = {len(part) if part.dim() else None for part in tensors}
         if len(sizes) > 1 or None in sizes:
             raise ScanError(f"The tensors of the data have different numbers of examples: {sorted(map(str, sizes))}.")
-        return _Columns(data) if isinstance(data, Mapping) else TensorDataset(*data)
-    if _has_places(data):
+        return _TensorDict(data) if isinstance(data, Mapping) else TensorDataset(*data)
+    if _is_indexable(data):
         return data
     if isinstance(data, Iterator):
         raise ScanError(
-            "The data can be read once only, and a scan reads them twice, and again when it goes on after a stop. Pass "
-            "a Dataset, or an object whose __iter__ starts from the first example."
+            "The data is an iterator, which can be read only once. A scan reads the data twice, and again when it is "
+            "continued. Pass a Dataset, or an object with an __iter__ that starts from the first example."
         )
     if not isinstance(data, Iterable):
-        raise ScanError(f"The data have to be a Dataset, a DataLoader or tensors, got {describe_value(data)}.")
+        raise ScanError(f"The data must be a Dataset, a DataLoader or tensors, got {describe_value(data)}.")
     return data
 
 
 def _check_loader(loader: DataLoader[Any]) -> None:
-    """Refuses a loader whose dataset is not what it gives."""
+    """Refuse a loader that does not yield each example of its dataset once, in batches."""
     if loader.batch_size is None and (loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset)):
-        raise ScanError("The loader does not batch: pass its dataset, with batch_size and, if it needs one, collate.")
+        raise ScanError("The loader does not batch. Pass its dataset, with batch_size and, if needed, collate.")
     sampler: Any = getattr(loader.batch_sampler, "sampler", loader.batch_sampler)
     if isinstance(loader.dataset, IterableDataset) or isinstance(sampler, (SequentialSampler, DistributedSampler)):
         return
-    everything = isinstance(sampler, RandomSampler) and not sampler.replacement
-    if not everything or (isinstance(sampler, RandomSampler) and sampler.num_samples != len(sampler.data_source)):
+    if not isinstance(sampler, RandomSampler) or sampler.replacement or sampler.num_samples != len(sampler.data_source):
         raise ScanError(
-            f"The {type(sampler).__name__} of the loader chooses among the examples of its dataset. Pass the dataset "
-            "that is to be scanned, such as a torch.utils.data.Subset."
+            f"The {type(sampler).__name__} of the loader selects examples of its dataset. Pass the dataset that you "
+            "want to scan instead, for example a torch.utils.data.Subset."
         )
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on a device."""
-    return _torch.pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, value)

@@ -1,4 +1,4 @@
-"""What a scan says of the dataset as a whole."""
+"""The summary of a scan: the dataset as a whole."""
 
 from __future__ import annotations
 
@@ -8,63 +8,65 @@ from typing import Any
 import numpy as np
 
 from persample.scanning.store import Array, Store
-from persample.scanning.table import check_whole, column_names, column_of
+from persample.scanning.table import check_shards, get_column_names, read_column
 
-MOST_CLASSES = 1000  # more labels than that are no classes
+MAX_CLASSES = 1000  # with more labels, they are not taken for classes
 
 
-def summarised(store: Store) -> dict[str, Any]:
-    """The number of examples, how each column is spread, and the noise scale with the batch size it suggests."""
-    settings = store.settings()
+def summarise(store: Store) -> dict[str, Any]:
+    """The number of examples, the distribution of each column, and the noise scale with a suggested batch size."""
+    settings = store.read_settings()
     last = len(settings["checkpoints"]) - 1
-    summary: dict[str, Any] = {"examples": check_whole(store), "shards": store.shards(last), "columns": {}}
-    norms = column_of(store, "norm")
-    in_mean = np.isfinite(norms) & np.isfinite(column_of(store, "loss"))  # by the last checkpoint, as the mean is
-    finite = in_mean.copy()
-    for name in column_names(store):
+    summary: dict[str, Any] = {"examples": check_shards(store), "shards": store.count_shards(last), "columns": {}}
+    norms = read_column(store, "norm")
+    is_in_mean = np.isfinite(norms) & np.isfinite(read_column(store, "loss"))  # both are of the last checkpoint
+    is_finite = is_in_mean.copy()
+    for name in get_column_names(store):
         if name == "label":
-            labels, counts = np.unique(column_of(store, name), return_counts=True)
-            if len(labels) <= MOST_CLASSES:
+            labels, counts = np.unique(read_column(store, name), return_counts=True)
+            if len(labels) <= MAX_CLASSES:
                 summary["labels"] = {str(label): int(count) for label, count in zip(labels, counts, strict=True)}
         elif name != "id":
-            column = column_of(store, name)
-            finite &= np.isfinite(column)
-            summary["columns"][name] = _spread(column)
-    summary["not_finite"] = np.flatnonzero(~finite)[:100].tolist()
+            column = read_column(store, name)
+            is_finite &= np.isfinite(column)
+            summary["columns"][name] = _compute_quantiles(column)
+    summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(f"mean-{last}.npz") or {}
-        of_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
-        summary |= noise(norms[in_mean].astype(np.float64), of_mean)
+        squared_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
+        summary |= estimate_noise_scale(norms[is_in_mean].astype(np.float64), squared_mean)
     return summary
 
 
-def noise(norms: Array, square_of_mean: float) -> dict[str, Any]:
-    """The noise scale of McCandlish et al. (2018) of a dataset, and a batch size to start from: the next power of two.
+def estimate_noise_scale(norms: Array, squared_mean: float) -> dict[str, Any]:
+    """The noise scale of McCandlish et al. (2018), and the nearest power of two as a batch size to start from.
 
-    >>> noise(np.array([2.0, 2.0]), 3.0)  # two gradients of length 2, at an angle of 60 degrees
+    `norms` are the gradient norms of all examples, `squared_mean` is the squared norm of the mean gradient.
+
+    >>> estimate_noise_scale(np.array([2.0, 2.0]), 3.0)  # two gradients of length 2, at an angle of 60 degrees
     {'mean_gradient_norm': 1.732..., 'noise_scale': 1.0, 'suggested_batch_size': 1}
     """
     size, mean_square = len(norms), float(np.square(norms).mean()) if len(norms) else math.nan
-    found: dict[str, Any] = {
-        "mean_gradient_norm": math.sqrt(square_of_mean),
+    result: dict[str, Any] = {
+        "mean_gradient_norm": math.sqrt(squared_mean),
         "noise_scale": None,
         "suggested_batch_size": None,
     }
     if size < 2 or not math.isfinite(mean_square):
-        return found
-    gradient = (size * square_of_mean - mean_square) / (size - 1)  # both without the bias of a finite sample
-    spread = (mean_square - square_of_mean) / (1 - 1 / size)
-    if gradient <= 0:  # all noise: the gradient is too small to be seen in so many examples
-        return found | {"suggested_batch_size": size}
-    scale = max(0.0, spread) / gradient
-    rounded = 2 ** round(math.log2(max(1.0, scale)))
-    return found | {"noise_scale": scale, "suggested_batch_size": min(rounded, size)}
+        return result
+    signal = (size * squared_mean - mean_square) / (size - 1)  # unbiased estimates of |G|² and tr(Σ)
+    noise = (mean_square - squared_mean) / (1 - 1 / size)
+    if signal <= 0:  # the noise hides the mean gradient
+        return result | {"suggested_batch_size": size}
+    scale = max(0.0, noise) / signal
+    power_of_two = 2 ** round(math.log2(max(1.0, scale)))
+    return result | {"noise_scale": scale, "suggested_batch_size": min(power_of_two, size)}
 
 
-def _spread(column: Array) -> dict[str, float | None]:
+def _compute_quantiles(column: Array) -> dict[str, float | None]:
     finite = column[np.isfinite(column)].astype(np.float64)
+    names = ("least", "median", "90%", "99%", "most")
     if not len(finite):
-        return dict.fromkeys(("mean", "least", "median", "90%", "99%", "most"))
-    quantiles = np.quantile(finite, [0, 0.5, 0.9, 0.99, 1])
-    named = zip(("least", "median", "90%", "99%", "most"), quantiles, strict=True)
-    return {"mean": float(finite.mean()), **{name: float(value) for name, value in named}}
+        return dict.fromkeys(("mean", *names))
+    quantiles = np.quantile(finite, [0, 0.5, 0.9, 0.99, 1]).tolist()
+    return {"mean": float(finite.mean()), **dict(zip(names, quantiles, strict=True))}

@@ -1,4 +1,4 @@
-"""The columns of a scan as one table, example by example."""
+"""The table of a scan: one row per example."""
 
 from __future__ import annotations
 
@@ -10,94 +10,95 @@ import pyarrow as pa
 from pyarrow import csv, parquet
 
 from persample.scanning.errors import ScanError
-from persample.scanning.store import Array, Store
+from persample.scanning.store import Array, Store, write_file
 
 TableKind = Literal["parquet", "csv"]
 
 
 def write_table(store: Store) -> None:
-    """Writes `table.parquet` or `table.csv`, a shard at a time."""
-    settings = store.settings()
+    """Write `table.parquet` or `table.csv`, one shard at a time."""
+    settings = store.read_settings()
     kind: TableKind = settings["table"]
-    first = _as_arrow(next(table_shards(store)), settings)
-    with store.whole_file(store.directory / f"table.{kind}") as file:
+    first = _make_arrow_table(next(_iterate_shards(store)), settings)
+    with write_file(store.directory / f"table.{kind}") as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
-            for columns in table_shards(store):
-                table.write_table(_as_arrow(columns, settings))
+            for columns in _iterate_shards(store):
+                table.write_table(_make_arrow_table(columns, settings))
 
 
 def read_table(store: Store) -> pa.Table:
-    """The table, as `write_table` left it."""
-    kind = store.settings()["table"]
+    """The table that `write_table` wrote."""
+    kind = store.read_settings()["table"]
     path = store.directory / f"table.{kind}"
     return parquet.read_table(path) if kind == "parquet" else csv.read_csv(path)
 
 
-def column_names(store: Store) -> list[str]:
-    """The columns of the table, in their order."""
-    settings = store.settings()
-    wanted, several = settings["quantities"], len(settings["checkpoints"]) > 1
-    found = {
+def get_column_names(store: Store) -> list[str]:
+    """The columns of the table, in order."""
+    settings = store.read_settings()
+    quantities, has_several_checkpoints = settings["quantities"], len(settings["checkpoints"]) > 1
+    columns = {
         "id": True,
         "label": settings["labelled"],
-        "loss": "loss" in wanted,
-        "norm": "norm" in wanted,
-        "mean_loss": "loss" in wanted and several,
-        "self_influence": "self_influence" in wanted,
-        "alignment": "alignment" in wanted,
+        "loss": "loss" in quantities,
+        "norm": "norm" in quantities,
+        "mean_loss": "loss" in quantities and has_several_checkpoints,
+        "self_influence": "self_influence" in quantities,
+        "alignment": "alignment" in quantities,
     }
-    return [*(name for name, there in found.items() if there), *(f"norm/{group}" for group in settings["groups"])]
+    names = [name for name, is_present in columns.items() if is_present]
+    return [*names, *(f"norm/{group}" for group in settings["groups"])]
 
 
-def column_of(store: Store, name: str) -> Array:
-    """A column of the table, of all examples."""
-    settings = store.settings()
-    return np.concatenate([_part(store, settings, shard, name) for shard in range(_shards(store, settings))])
+def read_column(store: Store, name: str) -> Array:
+    """One column, for all examples."""
+    settings = store.read_settings()
+    return np.concatenate([_read_part(store, settings, shard, name) for shard in range(_count_shards(store, settings))])
 
 
-def table_shards(store: Store) -> Iterator[dict[str, Array]]:
-    """The columns of the table, shard by shard."""
-    settings, names = store.settings(), column_names(store)
-    for shard in range(_shards(store, settings)):
-        yield {name: _part(store, settings, shard, name) for name in names}
-
-
-def check_whole(store: Store) -> int:
-    """Refuses shards that do not fit together, as those of data that have grown; gives the number of examples."""
-    settings, count = store.settings(), 0
-    for shard in range(_shards(store, settings)):
-        ids = _part(store, settings, shard, "id")
+def check_shards(store: Store) -> int:
+    """Check that the shards hold consecutive examples, and return the number of examples."""
+    settings, count = store.read_settings(), 0
+    for shard in range(_count_shards(store, settings)):
+        ids = _read_part(store, settings, shard, "id")
         if ids[0] != count or (count := count + len(ids)) != ids[-1] + 1:
             break
     else:
         if count and settings["examples"] in (None, count):
             return count
     raise ScanError(
-        f"The shards in {store.directory} do not follow each other: the data have no examples, or have changed since "
-        "they were first scanned. Start over with resume=False."
+        f"The shards in {store.directory} do not contain consecutive examples: the data has no examples, or changed "
+        "since the scan was started. Start over with resume=False."
     )
 
 
-def _shards(store: Store, settings: dict[str, Any]) -> int:
-    return store.shards(len(settings["checkpoints"]) - 1)
+def _iterate_shards(store: Store) -> Iterator[dict[str, Array]]:
+    settings, names = store.read_settings(), get_column_names(store)
+    for shard in range(_count_shards(store, settings)):
+        yield {name: _read_part(store, settings, shard, name) for name in names}
 
 
-def _part(store: Store, settings: dict[str, Any], shard: int, name: str) -> Array:
-    """A column of a shard: of the last checkpoint, but for what is summed over all."""
-    every = range(len(settings["checkpoints"]))
+def _count_shards(store: Store, settings: dict[str, Any]) -> int:
+    return store.count_shards(len(settings["checkpoints"]) - 1)
+
+
+def _read_part(store: Store, settings: dict[str, Any], shard: int, name: str) -> Array:
+    """One column of a shard: that of the last checkpoint, or computed from all checkpoints."""
+    checkpoints = range(len(settings["checkpoints"]))
     if name == "mean_loss":
-        return np.stack([store.columns(c, shard, ["loss"])["loss"] for c in every]).mean(axis=0, dtype=np.float64)
+        losses = [store.read_columns(c, shard, ["loss"])["loss"] for c in checkpoints]
+        return np.stack(losses).mean(axis=0, dtype=np.float64)
     if name == "self_influence":
-        squares = (store.columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in every)
+        squares = (store.read_columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in checkpoints)
         return sum(rate * part for rate, part in zip(settings["learning_rates"], squares, strict=True))
-    return store.columns(every[-1], shard, [name])[name]
+    return store.read_columns(checkpoints[-1], shard, [name])[name]
 
 
-def _as_arrow(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:
+def _make_arrow_table(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:
     arrow = {name: pa.array(column) for name, column in columns.items()}
     names = settings["classes"]
     if names and "label" in columns:
-        called = [names[label] if 0 <= label < len(names) else str(label) for label in columns["label"].tolist()]
-        arrow = {**arrow, "class": pa.array(called)}
+        labels = columns["label"].tolist()
+        arrow["class"] = pa.array([names[label] if 0 <= label < len(names) else str(label) for label in labels])
     return pa.table(arrow)

@@ -1,4 +1,7 @@
-"""The report of a scan: one HTML file that says which examples stand out, and plots beside it."""
+"""The report of a scan: one HTML file that shows which examples stand out, and plots as PNG files.
+
+Other packages may use `write_report`.
+"""
 
 from persample.scanning.report.report import write_report
 

@@ -1,4 +1,4 @@
-"""What the page says, part by part; how it looks is in the template."""
+"""The contents of the report, section by section. The template decides how they look."""
 
 from __future__ import annotations
 
@@ -12,25 +12,38 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
+from persample._internal.text import format_count, format_list
 from persample.scanning.errors import ScanError
-from persample.scanning.report.figures import axis_of, colours, histogram, is_spread, noise_curve, rank_correlation
-from persample.scanning.report.previews import Preview, guessed, preview_of
+from persample.scanning.report.charts import (
+    PALETTE,
+    choose_axis,
+    choose_colours,
+    compute_histogram,
+    compute_layer_ranges,
+    compute_noise_curve,
+    compute_rank_correlation,
+    select_points,
+)
+from persample.scanning.report.previews import Preview, find_content, make_preview
 from persample.scanning.report.reasons import Reasons
-from persample.scanning.report.wording import counted, meaning_of, number, title_of
+from persample.scanning.report.wording import format_number, get_meaning, get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
+from persample.scanning.store import Array
 
-MOST_POINTS = 1500  # of the scatter
-_MOST_KEYS = 40  # of its legend
-_SIDE_IN_SCATTER = 48
-_WORDS_IN_SCATTER = 120
-_PREVIEWS_IN_SCATTER = 1_000_000  # bytes, so that the page stays one that can be sent by mail
-_READ_AT_ONCE = 32  # examples, which can be large
-_IN_TABLE = ("loss", "mean_loss", "norm", "self_influence", "alignment")
+MAX_POINTS = 1500  # in the scatter plot
+_MAX_CLASSES_IN_LEGEND = 40
+_POINT_PREVIEW_SIDE = 48  # pixels
+_POINT_PREVIEW_LENGTH = 120  # characters
+_POINT_PREVIEW_BYTES = 1_000_000  # for all points, so that the page can be sent by mail
+_READ_AT_ONCE = 32  # examples, which may be large
+_TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "alignment")
+_SCATTER_PADDING = 0.03
+_MIN_BAR_WIDTH = 0.4  # percent
 
 
 class Page:
-    """A scan in words, numbers and places on axes."""
+    """The texts, numbers and positions of a report."""
 
     def __init__(
         self,
@@ -42,46 +55,55 @@ class Page:
         show: Callable[[Any], Any] | None,
     ) -> None:
         columns = {name: scan.column(name) for name in scan.columns}
-        self.scan, self._notes, self._source, self._show = scan, notes, source, show or guessed
+        self.scan, self._notes, self._source, self._show = scan, notes, source, show or find_content
         self.labels = columns.get("label")
         self.columns = {name: column for name, column in columns.items() if name not in ("id", "label")}
-        self.by = self._chosen(by)
+        self.by = self._choose_column(by)
         self.suspects: list[int] = scan.ranked(self.by, k).ids.tolist() if self.by else []
         if unknown := [i for i in notes if not 0 <= i < len(scan)]:
-            raise ScanError(f"There is no example {unknown[0]} to note anything on; the scan has {len(scan)}.")
+            raise ScanError(f"notes contains example {unknown[0]}, but the scan has examples 0 to {len(scan) - 1}.")
 
-    def _chosen(self, by: str | None) -> str | None:
+    def _choose_column(self, by: str | None) -> str | None:
         if by is not None and by not in self.columns:
-            raise ScanError(f"Suspects cannot be ranked by {by!r}; there is {', '.join(self.columns) or 'nothing'}.")
-        found = (name for name in ("self_influence", "norm", "loss", *self.columns) if name in self.columns)
-        return by or next(found, None)
+            raise ScanError(f"Suspects cannot be ranked by {by!r}. Choose from {', '.join(self.columns) or 'nothing'}.")
+        names = (name for name in ("self_influence", "norm", "loss", *self.columns) if name in self.columns)
+        return by or next(names, None)
 
     # ---- classes ----
 
-    def class_name(self, label: int) -> str:
-        """What a class is called."""
+    def get_class_name(self, label: int) -> str:
+        """The name of a class, or its number."""
         names = self.scan.settings["classes"]
         return str(names[label]) if names and 0 <= label < len(names) else str(label)
 
     @cached_property
     def classes(self) -> list[dict[str, Any]]:
-        """The classes that occur, with a colour and the number of examples each."""
+        """The classes of the examples, each with its name, colour and number of examples."""
         if self.labels is None:
             return []
-        found, counts = np.unique(self.labels, return_counts=True)
-        every = zip(found.tolist(), counts.tolist(), colours(len(found)), strict=True)
-        return [{"label": i, "name": self.class_name(i), "count": n, "colour": colour} for i, n, colour in every]
+        labels, counts = np.unique(self.labels, return_counts=True)
+        colours = choose_colours(len(labels))
+        if len(labels) <= len(PALETTE):
+            colours = [f"var(--class-{i})" for i in range(len(labels))]  # these differ between light and dark mode
+        classes = zip(labels.tolist(), counts.tolist(), colours, strict=True)
+        return [{"label": i, "name": self.get_class_name(i), "count": n, "colour": colour} for i, n, colour in classes]
 
     @property
-    def keys(self) -> list[dict[str, Any]]:
-        """Those of the legend: the largest classes, where there are too many."""
-        largest = sorted(self.classes, key=lambda one: -one["count"])[:_MOST_KEYS]
+    def legend(self) -> list[dict[str, Any]]:
+        """The classes of the legend: the largest ones if there are too many."""
+        largest = sorted(self.classes, key=lambda one: -one["count"])[:_MAX_CLASSES_IN_LEGEND]
         return [one for one in self.classes if one in largest]
+
+    def _get_class(self, i: int) -> dict[str, Any] | None:
+        if self.labels is None:
+            return None
+        return self.classes[int(np.searchsorted([one["label"] for one in self.classes], self.labels[i]))]
 
     # ---- header and summary ----
 
+    @property
     def facts(self) -> list[tuple[str, str]]:
-        """What was scanned."""
+        """Names and values of the header."""
         settings = self.scan.settings
         sizes = [math.prod(shape) for shape in settings["parameters"].values()]
         when = datetime.fromtimestamp((self.scan.directory / "summary.json").stat().st_mtime)
@@ -93,221 +115,252 @@ class Page:
             ("Scanned", f"{when.day} {when:%B %Y}"),
         ]
 
+    @property
     def cards(self) -> list[dict[str, str]]:
-        """The numbers of the summary."""
-        spread, cards = self.scan.summary["columns"], []
-        if loss := spread.get("loss"):
-            text = f"The median is {number(loss['median'])}; 99 % are below {number(loss['99%'])}."
-            cards.append({"name": "Mean loss", "value": number(loss["mean"]), "text": text})
-        if norm := spread.get("norm"):
-            text = f"99 % are below {number(norm['99%'])}"
-            text += f", {number(norm['99%'] / norm['median'])} times the median." if norm["median"] else "."
-            cards.append({"name": "Median gradient norm", "value": number(norm["median"]), "text": text})
+        """The figures of the summary."""
+        quantiles, cards = self.scan.summary["columns"], []
+        if loss := quantiles.get("loss"):
+            text = f"The median is {format_number(loss['median'])}; 99 % are below {format_number(loss['99%'])}."
+            cards.append({"name": "Mean loss", "value": format_number(loss["mean"]), "text": text})
+        if norm := quantiles.get("norm"):
+            text = f"99 % are below {format_number(norm['99%'])}"
+            text += f", {format_number(norm['99%'] / norm['median'])} times the median." if norm["median"] else "."
+            cards.append({"name": "Median gradient norm", "value": format_number(norm["median"]), "text": text})
         if noise := self.noise:
             text = f"It suggests batches of about {noise['size']:,}. {noise['meaning']}"
             cards.append({"name": "Noise scale", "value": noise["scale"], "text": text})
-        if self.labels is not None and len(self.classes) > 1:
+        if len(self.classes) > 1:
             counts = [one["count"] for one in self.classes]
-            span = "" if min(counts) == max(counts) else f"from {min(counts):,} to "
-            text = f"They have {span}{counted(max(counts), 'example')} each."
+            least = "" if min(counts) == max(counts) else f"{min(counts):,} to "
+            text = f"Each has {least}{format_count(max(counts), 'example')}."
             cards.append({"name": "Classes", "value": f"{len(counts):,}", "text": text})
         if count := self.not_finite:
-            which = self.scan.summary["not_finite"]
-            text = f"What was measured is no finite number in {'example' if count == 1 else 'examples'} "
-            text += ", ".join(map(str, which[:8])) + (f" and {count - 8:,} more." if count > 8 else ".")
+            ids = self.scan.summary["not_finite"]
+            shown = format_list(ids[:8]) + (f" and {count - 8:,} more" if count > 8 else "")
+            noun = "example" if count == 1 else "examples"
+            text = f"A measured value is not finite for {noun} {shown}."
             cards.append({"name": "Not finite", "value": f"{count:,}", "text": text, "kind": "warning"})
         return cards
 
     @cached_property
     def not_finite(self) -> int:
-        """The number of examples with a value that is no finite number."""
-        finite = [np.isfinite(column) for column in self.columns.values()]
-        return int((~np.all(finite, axis=0)).sum()) if finite else 0
+        """The number of examples with a value that is not finite."""
+        is_finite = [np.isfinite(column) for column in self.columns.values()]
+        return int((~np.all(is_finite, axis=0)).sum()) if is_finite else 0
 
     @cached_property
     def noise(self) -> dict[str, Any] | None:
-        """The noise scale, the batch size that it suggests, and what it means; None where it was not measured."""
+        """The noise scale, the suggested batch size and their meaning; None if they were not measured."""
         summary = self.scan.summary
         size, scale = summary.get("suggested_batch_size"), summary.get("noise_scale")
         if size is None:
             return None
-        found = {"size": size, "mean": number(summary["mean_gradient_norm"])}
+        noise = {"size": size, "mean": format_number(summary["mean_gradient_norm"])}
         if scale is None:
-            meaning = "The mean gradient cannot be told from noise in so many examples: take large batches."
-            return found | {"scale": "very large", "meaning": meaning, "curve": None}
-        meaning = "Smaller ones give noisy steps; much larger ones give little more per step."
+            meaning = "The mean gradient cannot be distinguished from noise with this many examples: use large batches."
+            return noise | {"scale": "very large", "meaning": meaning, "curve": None}
+        meaning = "Smaller batches give noisy steps; much larger batches improve a step only little."
         if scale > len(self.scan):
-            meaning = "Single gradients differ so much that even a batch of all examples gives a noisy step."
-        curve = noise_curve(scale, len(self.scan))
-        curve["at"] = float(curve["x"].place([size])[0])
-        curve["gain"] = 100 / (1 + scale / size) if size else 100.0
-        return found | {"scale": number(scale), "meaning": meaning, "curve": curve}
+            meaning = "The gradients of examples differ so much that even a batch of all examples gives a noisy step."
+        axis, (positions, gains) = compute_noise_curve(scale, len(self.scan))
+        curve = {
+            "x": axis,
+            "line": " ".join(f"{x:.2f},{100 - y:.2f}" for x, y in zip(positions, gains, strict=True)),
+            "at": float(axis.locate([size])[0]),
+            "gain": 100 / (1 + scale / size) if size else 100.0,
+        }
+        return noise | {"scale": format_number(scale), "meaning": meaning, "curve": curve}
 
-    # ---- the table ----
+    # ---- table of suspects ----
 
+    @property
     def table_columns(self) -> list[dict[str, str]]:
-        """The measured columns of the table: what suspects are ranked by is one of them."""
-        names = [name for name in _IN_TABLE if name in self.columns]
+        """The measured columns of the table, including the one that suspects are ranked by."""
+        names = [name for name in _TABLE_COLUMNS if name in self.columns]
         names += [self.by] if self.by and self.by not in names else []
-        return [{"name": name, "title": title_of(name)} for name in names]
+        return [{"name": name, "title": get_title(name)} for name in names]
 
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """The suspects."""
         reasons = Reasons(self.columns, self.by) if self.by else None
-        names = [column["name"] for column in self.table_columns()]
+        names = [column["name"] for column in self.table_columns]
         return [
             {
                 "rank": rank,
                 "id": i,
-                "label": self._label(i),
-                "values": [(_sortable(self.columns[name][i]), number(self.columns[name][i])) for name in names],
-                "why": reasons.of(i) if reasons else [],
+                "label": self._get_class(i),
+                "values": [(_format_sort_key(self.columns[n][i]), format_number(self.columns[n][i])) for n in names],
+                "why": reasons.find(i) if reasons else [],
                 "note": self._notes.get(i, ""),
                 "preview": self.previews.get(i),
             }
             for rank, i in enumerate(self.suspects, 1)
         ]
 
-    def _label(self, i: int) -> dict[str, Any] | None:
-        if self.labels is None:
-            return None
-        place = int(np.searchsorted([one["label"] for one in self.classes], self.labels[i]))
-        return self.classes[place]
-
+    @property
     def noted(self) -> str:
-        """How many of the examples with notes are among the suspects."""
+        """A sentence on how many of the examples with notes are suspects; empty without notes."""
         if not self._notes:
             return ""
-        found = len(set(self.suspects) & set(self._notes))
-        return f"{found:,} of the {counted(len(self._notes), 'example')} with a note are among them."
+        count = len(set(self.suspects) & set(self._notes))
+        return f"Examples with a note among them: {count:,} of {len(self._notes):,}."
 
     # ---- previews ----
 
     @cached_property
     def previews(self) -> dict[int, Preview]:
-        """What is shown of the suspects, and of as many points of the scatter as there is room for."""
-        found = {i: p for i, value in self._shown(self.suspects) if (p := preview_of(value)) is not None}
+        """Previews of the suspects, and of points of the scatter plot up to a total size."""
+        suspects = ((i, make_preview(value)) for i, value in self._read_contents(self.suspects))
+        previews = {i: preview for i, preview in suspects if preview is not None}
         if self._source is None or self._source.size is None:  # a stream is read once, for the suspects
-            return found
-        room = _PREVIEWS_IN_SCATTER
-        for i, value in self._shown([i for i in self.points if i not in found]):
-            preview = preview_of(value, _SIDE_IN_SCATTER, _WORDS_IN_SCATTER)
-            room -= len(preview.content) if preview else 0
-            if room < 0:
+            return previews
+        bytes_left = _POINT_PREVIEW_BYTES
+        for i, value in self._read_contents([i for i in self.points if i not in previews]):
+            preview = make_preview(value, _POINT_PREVIEW_SIDE, _POINT_PREVIEW_LENGTH)
+            bytes_left -= len(preview.content) if preview else 0
+            if bytes_left < 0:
                 break
             if preview is not None:
-                found[i] = preview
-        return found
+                previews[i] = preview
+        return previews
 
-    def _shown(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
+    def _read_contents(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        """What to show of some examples."""
         if self._source is None:
             return
         at_once = _READ_AT_ONCE if self._source.size is not None else max(1, len(ids))
         for start in range(0, len(ids), at_once):
-            for i, example in self._source.examples(ids[start : start + at_once]).items():
+            for i, example in self._source.read_examples(ids[start : start + at_once]).items():
                 yield i, self._show(example)
 
     # ---- charts ----
 
     @cached_property
     def points(self) -> list[int]:
-        """The examples of the scatter: all suspects, and others at random; those that have no place are left out."""
+        """The examples of the scatter plot."""
         if not {"loss", "norm"} <= set(self.columns):
             return []
-        finite = np.isfinite(self.columns["loss"]) & np.isfinite(self.columns["norm"])
-        first = [i for i in self.suspects if finite[i]][:MOST_POINTS]
-        finite[first] = False
-        others = np.random.default_rng(0).permutation(np.flatnonzero(finite))[: MOST_POINTS - len(first)]
-        return first + others.tolist()
+        return select_points(self.columns["loss"], self.columns["norm"], self.suspects, MAX_POINTS)
 
+    @property
     def scatter(self) -> dict[str, Any] | None:
-        """Circles, axes and what is known of each example; None without losses and norms."""
+        """The scatter plot of gradient norm against loss; None if one of them was not measured."""
         if not self.points:
             return None
         losses, norms = self.columns["loss"][self.points], self.columns["norm"][self.points]
-        x, y = axis_of(losses, 0.03), axis_of(norms, 0.03)
+        x, y = choose_axis(losses, _SCATTER_PADDING), choose_axis(norms, _SCATTER_PADDING)
         ranks = {i: rank for rank, i in enumerate(self.suspects, 1)}
-        circles, known = [], []
-        places = zip(self.points, x.place(losses).tolist(), y.place(norms).tolist(), strict=True)
-        for i, across, up in reversed(list(places)):  # suspects last, so that they lie on top
-            label, preview = self._label(i), self.previews.get(i)
+        circles, details = [], []
+        positions = zip(self.points, x.locate(losses).tolist(), y.locate(norms).tolist(), strict=True)
+        for i, across, up in reversed(list(positions)):  # suspects last, so that they are drawn on top
+            label = self._get_class(i)
             colour = label["colour"] if label else "var(--accent)"
             circles.append((f"{across:.2f}", f"{100 - up:.2f}", colour, i in ranks, label["label"] if label else ""))
-            one = {"id": i, "loss": number(self.columns["loss"][i]), "norm": number(self.columns["norm"][i])}
-            one |= {"label": label["name"]} if label else {}
-            one |= {"note": self._notes[i]} if i in self._notes else {}
-            if i in ranks:
-                one |= {"rank": ranks[i]}  # the page takes the preview from its row
-            elif preview is not None:
-                one |= {"preview": [preview.kind, preview.content, preview.tiny]}
-            known.append(one)
-        left_out = int((~np.isfinite(self.columns["loss"]) | ~np.isfinite(self.columns["norm"])).sum())
-        agreement = rank_correlation(losses, norms)
-        seen = (
-            f"Scatter of {counted(len(circles), 'example')}: loss from {number(losses.min())} to "
-            f"{number(losses.max())} across, gradient norm from {number(norms.min())} to {number(norms.max())} up."
-        )
-        if math.isfinite(agreement):
-            seen += f" The correlation of their ranks is {number(agreement)}."
+            details.append(self._describe_point(i, ranks.get(i)))
+        is_finite = np.isfinite(self.columns["loss"]) & np.isfinite(self.columns["norm"])
+        left_out = int((~is_finite).sum())
         return {
             "x": x,
             "y": y,
             "circles": circles,
-            "known": _safe_json(known),
-            "seen": seen + " Suspects have a ring.",
+            "details": _format_script_json(details),
+            "description": _describe_scatter(losses, norms),
             "at_edge": int((losses < x.low).sum() + (norms < y.low).sum()),
             "left_out": left_out,
             "selected": len(circles) < len(self.scan) - left_out,
             "without_preview": self._source is not None and sum(i not in self.previews for i in self.points),
         }
 
-    def histograms(self) -> list[dict[str, Any]]:
-        """Of loss and norm."""
-        found = []
-        for name in ("loss", "norm"):
-            spread = self.scan.summary["columns"].get(name)
-            if spread is None or spread["median"] is None:
-                continue
-            figure, title = histogram(self.columns[name]), title_of(name)
-            marks = [("median", spread["median"]), ("99 %", spread["99%"])]
-            figure["marks"] = [(float(figure["x"].place([v])[0]), text, number(v)) for text, v in marks]
-            figure["title"], count = title, int(np.isfinite(self.columns[name]).sum())
-            figure["seen"] = (
-                f"Histogram of {title.lower()}, {counted(count, 'example')}: median {number(spread['median'])}, "
-                f"99 % below {number(spread['99%'])}, from {number(spread['least'])} to {number(spread['most'])}."
-            )
-            found.append(figure)
-        return found
+    def _describe_point(self, i: int, rank: int | None) -> dict[str, Any]:
+        """What the page shows if the point of example `i` is selected."""
+        label, preview = self._get_class(i), self.previews.get(i)
+        values = {name: format_number(self.columns[name][i]) for name in ("loss", "norm")}
+        point: dict[str, Any] = {"id": i, **values}
+        point |= {"label": label["name"]} if label else {}
+        point |= {"note": self._notes[i]} if i in self._notes else {}
+        if rank is not None:
+            point |= {"rank": rank}  # the page copies the preview from the table
+        elif preview is not None:
+            point |= {"preview": [preview.kind, preview.content, preview.tiny]}
+        return point
 
+    @property
+    def histograms(self) -> list[dict[str, Any]]:
+        """The histograms of loss and gradient norm."""
+        figures = []
+        for name in ("loss", "norm"):
+            histogram = compute_histogram(self.columns[name]) if name in self.columns else None
+            if histogram is None:
+                continue
+            values, title = self.columns[name], get_title(name)
+            finite = values[np.isfinite(values)]
+            median, high = format_number(histogram.median), format_number(histogram.high)
+            description = (
+                f"Histogram of {title.lower()}, {format_count(len(finite), 'example')}: median {median}, 99 % below "
+                f"{high}, from {format_number(finite.min())} to {format_number(finite.max())}."
+            )
+            figures.append(
+                {
+                    "title": title,
+                    "x": histogram.axis,
+                    "bars": histogram.bars,
+                    "counts": histogram.count_ticks,
+                    "marks": histogram.axis.locate([histogram.median, histogram.high]).tolist(),
+                    "median": median,
+                    "high": high,
+                    "at_edge": histogram.at_edge,
+                    "description": description,
+                }
+            )
+        return figures
+
+    @property
     def layers(self) -> dict[str, Any] | None:
-        """The median and the 99 % quantile of each layer's part of the gradient."""
-        spread = {n[5:]: s for n, s in self.scan.summary["columns"].items() if n.startswith("norm/")}
-        spread = {group: s for group, s in spread.items() if s["median"] is not None}
-        if not spread:
+        """The median and the 99 % quantile of the gradient norm of each layer; None if they were not measured."""
+        layers = compute_layer_ranges(self.columns)
+        if layers is None:
             return None
-        ends = np.array([[s["median"], s["99%"]] for s in spread.values()])
-        axis = axis_of(ends.flatten(), 0.03, log=is_spread(ends.flatten()) and bool((ends > 0).all()))
         shapes, groups = self.scan.settings["parameters"], self.scan.settings["groups"]
         rows = []
-        for (group, s), (start, end) in zip(spread.items(), axis.place(ends).tolist(), strict=True):
-            size = sum(math.prod(shapes[name]) for name in groups.get(group, ()) if name in shapes)
-            rows.append((group, f"{size:,}", number(s["median"]), number(s["99%"]), start, max(end - start, 0.4)))
-        return {"x": axis, "rows": rows}
+        for layer, (median, high) in layers.ranges.items():
+            size = sum(math.prod(shapes[name]) for name in groups.get(layer, ()) if name in shapes)
+            start, end = layers.axis.locate([median, high]).tolist()
+            width = max(end - start, _MIN_BAR_WIDTH)
+            rows.append((layer, f"{size:,}", format_number(median), format_number(high), start, width))
+        return {"x": layers.axis, "rows": rows}
 
+    @property
     def meanings(self) -> list[tuple[str, str]]:
-        """Each column in a line."""
-        found = [(title_of(name), meaning_of(name)) for name in self.columns if not name.startswith("norm/")]
+        """Title and meaning of each column."""
+        meanings = [(get_title(name), get_meaning(name)) for name in self.columns if not name.startswith("norm/")]
         if any(name.startswith("norm/") for name in self.columns):
-            found.append(("Layers", "How the gradient norm divides among the modules: the squares add up to its own."))
-        return found
+            text = (
+                "The gradient norm of each module. The squares of these norms add up to the square of the whole norm."
+            )
+            meanings.append(("Layers", text))
+        return meanings
 
 
-def _sortable(value: Any) -> str:
+def _describe_scatter(losses: Array, norms: Array) -> str:
+    """A description for screen readers."""
+    text = (
+        f"Scatter plot of {format_count(len(losses), 'example')}: loss from {format_number(losses.min())} to "
+        f"{format_number(losses.max())} on the horizontal axis, gradient norm from {format_number(norms.min())} to "
+        f"{format_number(norms.max())} on the vertical axis."
+    )
+    correlation = compute_rank_correlation(losses, norms)
+    if math.isfinite(correlation):
+        text += f" Their rank correlation is {format_number(correlation)}."
+    return text + " Suspects have a ring."
+
+
+def _format_sort_key(value: Any) -> str:
     return repr(float(value)) if math.isfinite(value) else ""
 
 
-def _safe_json(value: Any) -> Markup:
-    """JSON that can stand in a script element, whatever texts are in it."""
+def _format_script_json(value: Any) -> Markup:
+    """JSON in which no text can end the script element that contains it."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

@@ -1,4 +1,4 @@
-"""What the report shows of an example: a thumbnail, a piece of text, or a line of numbers."""
+"""Previews of examples: a thumbnail, a piece of text, or some numbers."""
 
 from __future__ import annotations
 
@@ -12,78 +12,78 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from persample.scanning.source import LABEL_KEYS
 from persample.scanning.store import Array
 
-SIDE = 96  # of a thumbnail, at most
-WORDS = 300  # characters of a text, at most
-_NUMBERS = 6  # shown of anything else
-_TINY = 48  # an image up to this side is enlarged by the browser, pixel by pixel
-_SHORTEST = 4  # the side of what can be taken for an image
-_LONGEST_RATIO = 8
-_TEXTS = ("text", "sentence", "content", "question", "prompt", "review", "document", "title")
-_LABELS = ("label", "labels", "target", "targets", "y")  # nothing to look at
-_IMAGES = ("image", "img", "pixel_values", "picture", "x", "input", "inputs")
+MAX_SIDE = 96  # pixels of a thumbnail
+MAX_LENGTH = 300  # characters of a text
+_MAX_NUMBERS = 6
+_TINY_SIDE = 48  # pixels; up to this size the browser enlarges an image without smoothing
+_MIN_IMAGE_SIDE = 4  # smaller arrays are shown as numbers
+_MAX_IMAGE_RATIO = 8  # of the longer side to the shorter side
+_TEXT_KEYS = ("text", "sentence", "content", "question", "prompt", "review", "document", "title")
+_IMAGE_KEYS = ("image", "img", "pixel_values", "picture", "x", "input", "inputs")
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What is shown of an example: a data URI, or words; `tiny` images are enlarged without smoothing."""
+    """A preview: a data URI of an image, or a text. `tiny` images are enlarged without smoothing."""
 
     kind: Literal["image", "text", "numbers"]
     content: str
     tiny: bool = False
 
 
-def guessed(example: Any) -> Any:
+def find_content(example: Any) -> Any:
     """The part of an example that a person would look at: the inputs of a pair, the text or the image of a dict.
 
-    >>> guessed(("a film to forget", 0)), guessed({"label": 1, "idx": 7, "sentence": "splendid"})
+    >>> find_content(("a film to forget", 0)), find_content({"label": 1, "idx": 7, "sentence": "splendid"})
     ('a film to forget', 'splendid')
     """
     if isinstance(example, Mapping):
-        texts = [name for name in example if isinstance(example[name], str)]
-        named = [name for name in _TEXTS if name in texts] or [name for name in texts if name not in _LABELS]
-        named += [name for name in _IMAGES if name in example] + [name for name in example if name not in _LABELS]
-        return guessed(example[named[0]]) if named else None
+        texts = [key for key in example if isinstance(example[key], str)]
+        keys = [key for key in _TEXT_KEYS if key in texts] or [key for key in texts if key not in LABEL_KEYS]
+        keys += [key for key in _IMAGE_KEYS if key in example] + [key for key in example if key not in LABEL_KEYS]
+        return find_content(example[keys[0]]) if keys else None
     if isinstance(example, (tuple, list)) and example and not isinstance(example[0], (int, float)):
-        return guessed(example[0])
+        return find_content(example[0])
     return example
 
 
-def preview_of(value: Any, side: int = SIDE, words: int = WORDS) -> Preview | None:
-    """How a value is shown: images as thumbnails of at most `side` pixels, texts cut at so many characters.
+def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> Preview | None:
+    """A thumbnail of at most `side` pixels, a text of at most `length` characters, or some numbers.
 
-    >>> preview_of("well " * 100, words=12)
+    >>> make_preview("well " * 100, length=12)
     Preview(kind='text', content='well well we…', tiny=False)
-    >>> preview_of([0.125, 3, 4.5]).content, preview_of(np.arange(64.0)).content
+    >>> make_preview([0.125, 3, 4.5]).content, make_preview(np.arange(64.0)).content
     ('0.125, 3, 4.5', '0, 1, 2, 3, 4, 5, … (64 numbers)')
     """
     if value is None:
         return None
     if isinstance(value, Image.Image):
-        return _thumbnail(_plain(value), side)
+        return _make_thumbnail(_convert_mode(value), side)
     if isinstance(value, str):
-        return Preview("text", _cut(value, words))
-    array = _as_array(value)
+        return Preview("text", _shorten(value, length))
+    array = _to_array(value)
     if array is None:
-        return Preview("text", _cut(str(value), words))
-    if (pixels := _as_pixels(array)) is not None:
-        return _thumbnail(_plain(Image.fromarray(pixels)), side)
-    return Preview("numbers", _in_a_line(array))
+        return Preview("text", _shorten(str(value), length))
+    if (pixels := _to_pixels(array)) is not None:
+        return _make_thumbnail(_convert_mode(Image.fromarray(pixels)), side)
+    return Preview("numbers", _format_numbers(array))
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten(text: str, most: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= most else text[:most].rstrip() + "…"
 
 
-def _in_a_line(array: Array) -> str:
-    shown = ", ".join(f"{value:.3g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:_NUMBERS])
-    return shown if array.size <= _NUMBERS else f"{shown}, … ({array.size:,} numbers)"
+def _format_numbers(array: Array) -> str:
+    shown = ", ".join(f"{value:.3g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:_MAX_NUMBERS])
+    return shown if array.size <= _MAX_NUMBERS else f"{shown}, … ({array.size:,} numbers)"
 
 
-def _as_array(value: Any) -> Array | None:
-    """The numbers of a value, or None where it is something else."""
+def _to_array(value: Any) -> Array | None:
+    """A value as an array of real numbers; None if it is something else."""
     if isinstance(value, Tensor):
         if value.is_complex():
             return None
@@ -91,7 +91,7 @@ def _as_array(value: Any) -> Array | None:
         value = value.float().numpy() if value.is_floating_point() else value.numpy()
     try:
         array = np.asarray(value)
-    except ValueError:  # of parts of different lengths
+    except ValueError:  # nested lists of different lengths
         return None
     return array if array.dtype.kind in "biuf" else None
 
@@ -99,22 +99,22 @@ def _as_array(value: Any) -> Array | None:
 # ---- images ----
 
 
-def _as_pixels(array: Array) -> Array | None:
-    """An array as `(H, W)` or `(H, W, C)` in uint8, or None where it cannot be an image."""
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and min(array.shape[1:]) >= _SHORTEST:
+def _to_pixels(array: Array) -> Array | None:
+    """An array as `(H, W)` or `(H, W, C)` in uint8; None if its shape is not that of an image."""
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and min(array.shape[1:]) >= _MIN_IMAGE_SIDE:
         array = np.moveaxis(array, 0, -1)
     if array.ndim == 3 and array.shape[-1] == 1:
         array = array[..., 0]
     if not (array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (3, 4))):
         return None
     short, long = sorted(array.shape[:2])
-    if short < _SHORTEST or long > _LONGEST_RATIO * short:
+    if short < _MIN_IMAGE_SIDE or long > _MAX_IMAGE_RATIO * short:
         return None
-    return array if array.dtype == np.uint8 else (255 * _in_unit(array)).round().astype(np.uint8)
+    return array if array.dtype == np.uint8 else (255 * _scale_to_unit(array)).round().astype(np.uint8)
 
 
-def _in_unit(array: Array) -> Array:
-    """Brightness between 0 and 1: as it is in [0, 1], shifted in [-1, 1], stretched to its own range elsewhere."""
+def _scale_to_unit(array: Array) -> Array:
+    """Brightness in [0, 1]. Values in [0, 1] stay, values in [-1, 1] are shifted, other values are stretched."""
     values = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
     least, most = float(values.min()), float(values.max())
     if least >= 0 and most <= 1:
@@ -125,27 +125,27 @@ def _in_unit(array: Array) -> Array:
     return (values - least) / (most - least)
 
 
-def _plain(image: Image.Image) -> Image.Image:
-    """The image in grey or in colours, what is transparent in it on white."""
+def _convert_mode(image: Image.Image) -> Image.Image:
+    """The image in grey or RGB, with a white background where it is transparent."""
     if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        image = Image.fromarray((255 * _in_unit(np.asarray(image))).round().astype(np.uint8))
+        image = Image.fromarray((255 * _scale_to_unit(np.asarray(image))).round().astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA", "P"):
-        colours = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours).convert("RGB")
+        rgba = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
     return image if image.mode in ("L", "RGB") else image.convert("L" if image.mode == "1" else "RGB")
 
 
-def _thumbnail(image: Image.Image, side: int) -> Preview:
+def _make_thumbnail(image: Image.Image, side: int) -> Preview:
     image = image.copy()
-    tiny = max(image.size) <= _TINY
+    tiny = max(image.size) <= _TINY_SIDE
     image.thumbnail((side, side))
-    lossless = _encoded(image, "PNG", optimize=True)
-    if max(image.size) > 16 and len(small := _encoded(image, "JPEG", quality=82)) < len(lossless):
+    lossless = _encode(image, "PNG", optimize=True)
+    if max(image.size) > 16 and len(small := _encode(image, "JPEG", quality=82)) < len(lossless):
         return Preview("image", f"data:image/jpeg;base64,{small}", tiny)
     return Preview("image", f"data:image/png;base64,{lossless}", tiny)
 
 
-def _encoded(image: Image.Image, kind: str, **options: Any) -> str:
+def _encode(image: Image.Image, kind: str, **options: Any) -> str:
     file = io.BytesIO()
     image.save(file, kind, **options)
     return base64.b64encode(file.getvalue()).decode()

@@ -1,9 +1,9 @@
 "use strict";
-// The page is whole without this: sorting and filtering, and looking at single examples, are all that is added.
+// The page is readable without this script. It adds sorting, filtering and the details of single examples.
 (() => {
   const byId = (id) => document.getElementById(id);
 
-  // ---- the table: sorting and filtering ----
+  // ---- table: sorting and filtering ----
 
   const table = byId("table");
   if (table) {
@@ -12,7 +12,7 @@
     const heads = [...table.tHead.rows[0].cells];
     const text = byId("filter-text");
     const choice = byId("filter-class");
-    const found = new Map(
+    const searchTexts = new Map(
       rows.map((row) => [row, [...row.querySelectorAll("[data-search]")].map((c) => c.textContent).join(" ").toLowerCase()])
     );
 
@@ -20,8 +20,8 @@
       const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
       let count = 0;
       for (const row of rows) {
-        const fits = words.every((word) => found.get(row).includes(word));
-        row.hidden = !(fits && (!choice || choice.value === "" || row.dataset.class === choice.value));
+        const matches = words.every((word) => searchTexts.get(row).includes(word));
+        row.hidden = !(matches && (!choice || choice.value === "" || row.dataset.class === choice.value));
         count += row.hidden ? 0 : 1;
       }
       table.parentElement.hidden = count === 0;
@@ -40,7 +40,7 @@
       const value = (row) => row.cells[head.cellIndex].dataset.v || "";
       rows.sort((a, b) => {
         const [one, two] = [value(a), value(b)];
-        if (one === "" || two === "") return (one === "") - (two === ""); // what has no value comes last either way
+        if (one === "" || two === "") return (one === "") - (two === ""); // missing values come last in both directions
         return sign * (numeric ? Number(one) - Number(two) : one.localeCompare(two, "en", { numeric: true }));
       });
       body.append(...rows);
@@ -61,27 +61,27 @@
     });
     byId("jump")?.addEventListener("click", (event) => {
       const row = document.querySelector(event.target.getAttribute("href"));
-      if (row?.hidden || table.parentElement.hidden) showAll(); // there is no way to a row that is not there
+      if (row?.hidden || table.parentElement.hidden) showAll(); // a hidden row cannot be scrolled to
     });
     text.form.hidden = false;
     filter();
   }
 
-  // ---- the scatter: the example that is pointed at ----
+  // ---- scatter plot: details of the selected example ----
 
   const plot = byId("plot");
   if (plot) {
     const points = JSON.parse(byId("points").textContent);
     const circles = [...plot.querySelectorAll(".points circle")];
-    const places = circles.map((circle) => [parseFloat(circle.getAttribute("cx")), parseFloat(circle.getAttribute("cy"))]);
+    const positions = circles.map((circle) => [parseFloat(circle.getAttribute("cx")), parseFloat(circle.getAttribute("cy"))]);
     const marker = byId("marker");
     const isShown = (i) => !circles[i].classList.contains("faded");
-    const order = (axis, sign) => circles.map((_, i) => i).sort((a, b) => sign * (places[a][axis] - places[b][axis]) || a - b);
+    const order = (axis, sign) => circles.map((_, i) => i).sort((a, b) => sign * (positions[a][axis] - positions[b][axis]) || a - b);
     const orders = { x: order(0, 1), y: order(1, -1) };
-    const first = points.length - 1; // the first suspect lies on top
+    const first = points.length - 1; // the first suspect is drawn last
     let current = -1;
 
-    const stage = (point) => {
+    const showPreview = (point) => {
       const own = point.rank && byId(`example-${point.id}`)?.querySelector(".preview");
       let preview = null;
       if (own) {
@@ -101,13 +101,13 @@
       byId("stage").replaceChildren(...(preview ? [preview] : []));
     };
 
-    const choose = (i, aloud) => {
+    const select = (i, announce) => {
       if (i < 0) return;
       current = i;
       const point = points[i];
-      marker.setAttribute("cx", `${places[i][0]}%`);
-      marker.setAttribute("cy", `${places[i][1]}%`);
-      stage(point);
+      marker.setAttribute("cx", `${positions[i][0]}%`);
+      marker.setAttribute("cy", `${positions[i][1]}%`);
+      showPreview(point);
       const facts = [["Id", point.id], ["Label", point.label], ["Loss", point.loss], ["Gradient norm", point.norm], ["Suspect", point.rank && `no. ${point.rank}`]];
       const known = facts.filter(([, value]) => value !== undefined);
       byId("known").replaceChildren(
@@ -121,20 +121,20 @@
       byId("known-note").textContent = point.note || "";
       byId("jump").hidden = !point.rank;
       byId("jump").firstElementChild.href = point.rank ? `#example-${point.id}` : "#suspects";
-      if (aloud) {
+      if (announce) {
         const words = known.map(([name, value]) => `${name} ${value}`);
         byId("spoken").textContent = [...words, point.note].filter(Boolean).join(", ");
       }
     };
 
-    const near = (event) => {
+    const findNearest = (event) => {
       const box = plot.getBoundingClientRect();
       let [best, least] = [-1, 28 * 28];
-      places.forEach(([x, y], i) => {
+      positions.forEach(([x, y], i) => {
         const across = box.left + (x / 100) * box.width - event.clientX;
         const up = box.top + (y / 100) * box.height - event.clientY;
         const distance = across * across + up * up;
-        if (distance <= least && isShown(i)) [best, least] = [i, distance]; // the last of equals lies on top
+        if (distance <= least && isShown(i)) [best, least] = [i, distance]; // of circles at the same position, the last one is on top
       });
       return best;
     };
@@ -156,19 +156,19 @@
       Home: () => first,
     };
 
-    plot.addEventListener("pointermove", (event) => choose(near(event), false));
-    plot.addEventListener("pointerdown", (event) => choose(near(event), false));
+    plot.addEventListener("pointermove", (event) => select(findNearest(event), false));
+    plot.addEventListener("pointerdown", (event) => select(findNearest(event), false));
     plot.addEventListener("keydown", (event) => {
       if (!keys[event.key] || event.ctrlKey || event.metaKey || event.altKey) return;
       event.preventDefault();
-      choose(keys[event.key](), true);
+      select(keys[event.key](), true);
     });
     byId("detail").hidden = byId("hint").hidden = false;
-    choose(first, false);
+    select(first, false);
 
-    // ---- the legend: some classes only ----
+    // ---- legend: show only the selected classes ----
 
-    const chosen = new Set();
+    const selected = new Set();
     byId("legend")?.querySelectorAll("li[data-class]").forEach((item) => {
       const button = document.createElement("button");
       button.type = "button";
@@ -176,9 +176,9 @@
       button.setAttribute("aria-pressed", "false");
       button.addEventListener("click", () => {
         const own = item.dataset.class;
-        if (!chosen.delete(own)) chosen.add(own);
-        button.setAttribute("aria-pressed", String(chosen.has(own)));
-        circles.forEach((circle) => circle.classList.toggle("faded", chosen.size > 0 && !chosen.has(circle.dataset.class)));
+        if (!selected.delete(own)) selected.add(own);
+        button.setAttribute("aria-pressed", String(selected.has(own)));
+        circles.forEach((circle) => circle.classList.toggle("faded", selected.size > 0 && !selected.has(circle.dataset.class)));
       });
       item.replaceChildren(button);
     });

@@ -1,4 +1,4 @@
-"""Writing the report as one file."""
+"""Writes the report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from persample._internal.files import remove_unfinished
+from persample._internal.text import format_count
 from persample.scanning.errors import ScanError
 from persample.scanning.report.page import Page
 from persample.scanning.report.plots import write_plots
-from persample.scanning.report.wording import counted, title_of
+from persample.scanning.report.wording import get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
+from persample.scanning.store import write_file
 
 
 def write_report(
@@ -33,12 +36,12 @@ def write_report(
     k: int = 100,
     plots: bool = True,
 ) -> Path:
-    """Writes what a scan found as one HTML file that needs nothing else, and plots of it as PNG files beside it.
+    """Write a report as one HTML file without external resources, with PNG plots in a folder `plots` beside it.
 
-    `path` is `report.html` in the scan's directory if not given. `data` is what was scanned, or the same examples in
-    another form, to show them; `show` gives what to show of one: a text, or an image as an array, a tensor or a PIL
-    image. The `k` suspects are the first by the column `by`: self_influence, or what there is of norm and loss.
-    `notes` are remarks on single examples by their ids, and `remarks` sentences for the summary.
+    `path` is the file, by default `report.html` in the directory of the scan. `data` is the scanned data, or the same
+    examples in another form, for previews. `show` is a function from an example to its preview: a text, or an image as
+    an array, a tensor or a PIL image. The `k` suspects are the first examples by the column `by`, by default
+    self_influence, norm or loss. `notes` are remarks on examples by id, and `remarks` are sentences for the summary.
 
     >>> import persample, torch
     >>> x, y = torch.rand(40, 8, 8), torch.randint(3, (40,))
@@ -48,35 +51,36 @@ def write_report(
     'report.html'
     """
     if k < 0:
-        raise ScanError(f"k is a number of suspects, got {k}.")
+        raise ScanError(f"k must be a number of suspects, got {k}.")
     source = None if data is None else Source(data)
     if source is not None and source.size not in (None, len(scan)):
-        raise ScanError(f"The scan has {len(scan)} examples, and the data given to show them {source.size}.")
+        raise ScanError(f"The scan has {len(scan)} examples, but `data` has {source.size}.")
     page = Page(scan, by, k, dict(notes or {}), source, show)
     path = scan.directory / "report.html" if path is None else Path(path)
-    html = _rendered(page, title or "Dataset scan", remarks)
-    with scan.store.whole_file(path) as file:
+    html = _render(page, title or "Dataset scan", remarks)
+    remove_unfinished(path)
+    with write_file(path) as file:
         file.write(html.encode())
     if plots:
-        write_plots(scan.store, path.parent / "plots", page.columns, page.labels, page.suspects, page.class_name)
+        write_plots(path.parent / "plots", page.columns, page.labels, page.suspects, page.get_class_name)
     return path
 
 
-def _rendered(page: Page, title: str, remarks: Sequence[str]) -> str:
-    here = files("persample.scanning.report")
-    style, script = ((here / name).read_text("utf-8") for name in ("report.css", "report.js"))
+def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
+    folder = files("persample.scanning.report")
+    style, script = ((folder / name).read_text("utf-8") for name in ("report.css", "report.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((here / "template.html").read_text("utf-8"))
+    template = environment.from_string((folder / "template.html").read_text("utf-8"))
     return template.render(
         page=page,
         title=title,
         remarks=[remarks] if isinstance(remarks, str) else list(remarks),
         about=page.scan.settings["about"],
-        ranked_by=title_of(page.by).lower() if page.by else None,
+        ranked_by=get_title(page.by).lower() if page.by else None,
         smallest_first=page.by == "alignment",
         style=Markup(style),
         script=Markup(script),
         digest=digest,
-        counted=counted,
+        format_count=format_count,
     )

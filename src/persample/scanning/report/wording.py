@@ -1,4 +1,4 @@
-"""Numbers and columns, as the report calls them."""
+"""How the report writes numbers and names of columns."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import math
 from typing import Any
 
 NOT_FINITE = "not finite"
-ABSENT = "–"
+MISSING = "–"
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
-# The title of each column, and what it says in a line.
+# Title and meaning of each column.
 _COLUMNS = {
-    "loss": ("Loss", "How wrong the model is on the example, by its own loss function."),
-    "mean_loss": ("Mean loss", "The loss, averaged over all checkpoints: high for what is never learnt."),
-    "norm": ("Gradient norm", "How hard a training step on this example alone would pull on the weights."),
+    "loss": ("Loss", "How wrong the model is on the example, measured by the loss function."),
+    "mean_loss": ("Mean loss", "The loss, averaged over all checkpoints. High for examples that are never learnt."),
+    "norm": ("Gradient norm", "How much a training step on this example alone would change the weights."),
     "self_influence": (
         "Self-influence",
-        "The squared gradient norm times the learning rate, summed over the checkpoints: high for what only the "
-        "example itself explains, such as a wrong label.",
+        "The squared gradient norm times the learning rate, summed over the checkpoints. High for examples that no "
+        "other example explains, such as wrong labels.",
     ),
     "alignment": (
         "Alignment",
-        "The cosine between the example's gradient and the mean gradient: 1 pulls with the rest, 0 elsewhere, "
-        "and below 0 against them.",
+        "The cosine between the gradient of the example and the mean gradient: 1 means the same direction, 0 an "
+        "unrelated direction, below 0 against the mean.",
     ),
 }
 
 
-def number(value: Any) -> str:
-    """A number in some three digits.
+def format_number(value: Any) -> str:
+    """A number with three significant digits.
 
-    >>> [number(v) for v in (0.024374, 12.345, 2085.9, 0.0000431, -0.41, 0, math.nan, None)]
+    >>> [format_number(v) for v in (0.024374, 12.345, 2085.9, 0.0000431, -0.41, 0, math.nan, None)]
     ['0.0244', '12.3', '2,086', '4.3×10⁻⁵', '−0.410', '0', 'not finite', '–']
     """
     if value is None:
-        return ABSENT
+        return MISSING
     value = float(value)
     if not math.isfinite(value):
         return NOT_FINITE
@@ -50,10 +50,10 @@ def number(value: Any) -> str:
     return text.replace("-", "−")
 
 
-def tick(value: float) -> str:
-    """A round number at an axis.
+def format_tick(value: float) -> str:
+    """A round number for the tick of an axis.
 
-    >>> [tick(v) for v in (0, 0.5, 20, 5000, 10000, 2e-6, -1.5)]
+    >>> [format_tick(v) for v in (0, 0.5, 20, 5000, 10000, 2e-6, -1.5)]
     ['0', '0.5', '20', '5,000', '10⁴', '2×10⁻⁶', '−1.5']
     """
     if value == 0 or 1e-3 <= abs(value) < 9999.5:
@@ -64,19 +64,10 @@ def tick(value: float) -> str:
     return power if digits == "1" else f"{digits}×{power}"
 
 
-def counted(count: int, what: str) -> str:
-    """How many there are of something.
+def get_title(column: str) -> str:
+    """The title of a column.
 
-    >>> counted(1, "example"), counted(1797, "example")
-    ('1 example', '1,797 examples')
-    """
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
-
-
-def title_of(column: str) -> str:
-    """What a column is called.
-
-    >>> title_of("self_influence"), title_of("norm/head.0")
+    >>> get_title("self_influence"), get_title("norm/head.0")
     ('Self-influence', 'Norm of head.0')
     """
     if column.startswith("norm/"):
@@ -84,8 +75,8 @@ def title_of(column: str) -> str:
     return _COLUMNS[column][0] if column in _COLUMNS else column
 
 
-def meaning_of(column: str) -> str:
-    """What a column says, in a line."""
+def get_meaning(column: str) -> str:
+    """The meaning of a column, in one sentence."""
     if column.startswith("norm/"):
-        return f"The part of the gradient norm that lies in {column[5:]}."
+        return f"The gradient norm of the parameters in {column[5:]}."
     return _COLUMNS[column][1] if column in _COLUMNS else ""

@@ -1,4 +1,4 @@
-"""Datasets from files: a folder of images, or a table with a column of text."""
+"""Datasets from files: a folder of images, or a table with a text column."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from persample.scanning.errors import ScanError
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
 
 _READERS = {".csv": csv.read_csv, ".parquet": parquet.read_table, ".jsonl": json.read_json, ".json": json.read_json}
-_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
+_IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".tiff"}
 
 
 class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """The images `root/CLASS/...` as `(image, class)`: `(channels, size, size)` with values from 0 to 1."""
+    """The images in `root/CLASS/...` as pairs `(image, class)`.
+
+    Images are tensors `(channels, size, size)` with values from 0 to 1.
+    """
 
     def __init__(self, root: str | Path, size: int, channels: int = 3) -> None:
         self.root, self._size, self._mode = Path(root), (size, size), {1: "L", 3: "RGB"}[channels]
@@ -36,10 +39,10 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             (path, label)
             for label, name in enumerate(self.classes)
             for path in sorted((self.root / name).rglob("*"))
-            if path.suffix.lower() in _SUFFIXES
+            if path.suffix.lower() in _IMAGE_SUFFIXES
         ]
         if not self.files:
-            raise ScanError(f"{root} has no images: they are looked for in a folder for each class, {root}/CLASS/....")
+            raise ScanError(f"{root} has no images. Put the images of each class in a folder {root}/CLASS.")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -58,19 +61,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 class TextTable(Dataset[dict[str, Any]]):
     """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`.
 
-    Labels are numbers from 0, or names, which are numbered in alphabetical order. Without `label` they are the column
-    of that name, if there is one.
+    `text` and `label` are the columns to read; without `label`, a column "label" is used if there is one. Labels are
+    integers from 0, or names, which are numbered in alphabetical order.
     """
 
     def __init__(self, path: str | Path, text: str = "text", label: str | None = None) -> None:
-        table = _read(Path(path))
+        table = _read_table(Path(path))
         for name in (text, *([label] if label is not None else [])):
             if name not in table.column_names:
-                raise ScanError(f"{path} has no column '{name}'; it has {', '.join(table.column_names)}.")
+                raise ScanError(f"{path} has no column '{name}'. It has {', '.join(table.column_names)}.")
         label = label or "label"
         texts = table[text]
         if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
-            raise ScanError(f"The column '{text}' of {path} is of {texts.type}, not of text.")
+            raise ScanError(f"The column '{text}' of {path} has type {texts.type}; it must contain text.")
         self._texts = texts
         self.classes: list[str] | None = None
         self._labels: list[int] | None = None
@@ -82,8 +85,8 @@ class TextTable(Dataset[dict[str, Any]]):
                 self._labels = values
             else:
                 self.classes = sorted({str(value) for value in values})
-                places = {name: i for i, name in enumerate(self.classes)}
-                self._labels = [places[str(value)] for value in values]
+                indices = {name: i for i, name in enumerate(self.classes)}
+                self._labels = [indices[str(value)] for value in values]
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -93,8 +96,8 @@ class TextTable(Dataset[dict[str, Any]]):
         return example if self._labels is None else {**example, "label": self._labels[i]}
 
 
-class Tokenized:
-    """Collates rows of a `TextTable` to `{"tokens": {...}, "label": ...}`."""
+class TextCollator:
+    """Collates rows of a `TextTable` to a batch `{"tokens": {...}, "label": ...}`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -106,14 +109,14 @@ class Tokenized:
         return {"tokens": tokens, "label": torch.tensor([example["label"] for example in examples])}
 
 
-def loaded_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
-    """A tokenizer of Hugging Face's from its folder, or its `tokenizer.json`."""
+def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
+    """Load a Hugging Face tokenizer from its folder or its `tokenizer.json`."""
     if not Path(path).exists():
-        raise ScanError(f"There is no tokenizer {path}: a folder that a tokenizer was saved in, or its tokenizer.json.")
+        raise ScanError(f"There is no tokenizer {path}. Pass the folder of a saved tokenizer, or its tokenizer.json.")
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
-        raise ScanError("A tokenizer from files needs transformers: pip install transformers") from error
+        raise ScanError("Loading a tokenizer needs transformers: pip install transformers") from error
     if Path(path).is_file():
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     else:
@@ -122,7 +125,7 @@ def loaded_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
 
     def tokenize(texts: list[str]) -> Mapping[str, Any]:
-        # To a few lengths only: what a model does is looked at anew for each shape of its inputs.
+        # Few lengths, because each new input shape costs time: layouts are found anew.
         return tokenizer(
             texts, padding=True, truncation=True, max_length=max_length, pad_to_multiple_of=32, return_tensors="pt"
         )
@@ -131,7 +134,7 @@ def loaded_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
 
 
 def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """`(batch,)`: the cross entropy of each text's class, or without one, the mean over its next tokens."""
+    """`(batch,)`: cross entropy of the class of each text; without classes, mean cross entropy of its next tokens."""
     tokens = dict(batch["tokens"])
     outputs = call_model(model, tokens)
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
@@ -139,16 +142,16 @@ def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         return F.cross_entropy(logits, batch["label"], reduction="none")
     targets = tokens["input_ids"][:, 1:]
     losses = F.cross_entropy(logits[:, :-1].mT, targets, reduction="none")
-    real = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))
-    counted = real[:, 1:] * real[:, :-1]  # the padding may be on either side
-    return (losses * counted).sum(1) / counted.sum(1).clamp(min=1)
+    mask = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))
+    mask = mask[:, 1:] * mask[:, :-1]  # padding may be on either side
+    return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _read(path: Path) -> pa.Table:
+def _read_table(path: Path) -> pa.Table:
     if not path.is_file():
         raise ScanError(f"There is no file {path}.")
     if path.suffix not in _READERS:
-        raise ScanError(f"{path} has to be one of {', '.join(_READERS)}.")
+        raise ScanError(f"{path} must be one of {', '.join(_READERS)}.")
     try:
         return _READERS[path.suffix](path)
     except pa.ArrowInvalid as error:

@@ -1,0 +1,72 @@
+"""Text for people: tables, numbers of bytes, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def format_table(
+    rows: Sequence[Sequence[str]],
+    header: Sequence[str] = (),
+    *,
+    right: Collection[int] = (),
+    rule: bool = False,
+    indent: str = "",
+) -> str:
+    """Align the cells of a table; each column is as wide as its widest cell.
+
+    `right` holds the positions of columns that are aligned on the right. `rule` draws a line below the header.
+
+    >>> print(format_table([["a", "5"], ["bias", "10"]], ["name", "size"], right={1}, rule=True, indent="  "))
+      name  size
+      ----  ----
+      a        5
+      bias    10
+    """
+    lines = [list(header), *rows] if header else list(rows)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    if header and rule:
+        lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(indent + format_row(line, widths, right) for line in lines)
+
+
+def format_row(cells: Sequence[str], widths: Sequence[int], right: Collection[int] = ()) -> str:
+    """One line of a table, for tables that are printed while their rows are computed.
+
+    >>> format_row(["bias", "10"], [6, 4], right={1})
+    'bias      10'
+    """
+    pairs = enumerate(zip(cells, widths, strict=True))
+    return "  ".join(cell.rjust(width) if i in right else cell.ljust(width) for i, (cell, width) in pairs).rstrip()
+
+
+def format_bytes(count: float) -> str:
+    """A number of bytes in three digits and a decimal unit.
+
+    >>> format_bytes(12), format_bytes(4_200_000), format_bytes(1.5e16)
+    ('12 B', '4.2 MB', '1.5e+04 TB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def format_count(count: int, noun: str) -> str:
+    """A number with its noun, in the plural where needed.
+
+    >>> format_count(1, "example"), format_count(1797, "example")
+    ('1 example', '1,797 examples')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def format_list(items: Sequence[object], most: int = 10) -> str:
+    """The first items, separated by commas, and how many more there are.
+
+    >>> format_list([3, 5]), format_list(range(1200), most=2)
+    ('3, 5', '0, 1 and 1,198 more')
+    """
+    shown = ", ".join(map(str, items[:most]))
+    return shown + (f" and {len(items) - most:,} more" if len(items) > most else "")

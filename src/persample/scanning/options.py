@@ -1,0 +1,90 @@
+"""The options of `scan` that determine its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from persample._version import __version__
+from persample.batches import BatchDim
+from persample.losses import LossFunction, get_name
+from persample.recording.options import Selection
+from persample.scanning.checkpoints import Checkpoints
+from persample.scanning.digest import compute_digest, describe_structure
+from persample.scanning.errors import ScanError
+from persample.scanning.measure import Groups, Measurement, Projection
+from persample.scanning.source import Source
+from persample.scanning.table import TableKind
+
+
+@dataclass(frozen=True)
+class ScanOptions:
+    """The options of `scan` that determine its result; see there."""
+
+    quantities: Sequence[str]
+    project: int | None
+    projection: Literal["tensor", "sparse"]
+    seed: int
+    dtype: Literal["float16", "float32"]
+    groups: Groups | None
+    parameters: Selection | None
+    batch_dim: BatchDim
+    loss_reduction: str
+    nonfinite: Literal["raise", "keep"]
+    classes: Sequence[str] | None
+    shard_size: int
+    table: TableKind
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "float32"):
+            raise ScanError(f"dtype must be 'float16' or 'float32', got {self.dtype!r}.")
+        if self.table not in ("parquet", "csv"):
+            raise ScanError(f"table must be 'parquet' or 'csv', got {self.table!r}.")
+        if self.project is not None and self.project < 1:
+            raise ScanError(f"project must be a positive number of dimensions or None, got {self.project}.")
+
+    def make_measurement(self, model: nn.Module, loss_fn: LossFunction, source: Source) -> Measurement:
+        """The measurement that these options ask for."""
+        return Measurement(
+            model,
+            loss_fn,
+            quantities=self.quantities,
+            projection=None if self.project is None else Projection(self.project, self.seed, self.projection),
+            groups=self.groups,
+            parameters=self.parameters,
+            batch_dim=self.batch_dim,
+            loss_reduction=self.loss_reduction,
+            nonfinite=self.nonfinite,
+            has_labels=source.has_labels(),
+        )
+
+    def make_settings(self, source: Source, measurement: Measurement, checkpoints: Checkpoints) -> dict[str, Any]:
+        """The contents of scan.json: all that the result depends on. A scan is continued only if they are the same."""
+        code = (describe_structure(measurement.model), measurement.loss_fn, source.collate, self.batch_dim)
+        return {
+            "examples": source.size,
+            "data": source.compute_digest(),
+            "batch_size": source.batch_size,
+            "shard_size": max(1, self.shard_size // source.batch_size) * source.batch_size,
+            "quantities": list(measurement.quantities),
+            "groups": measurement.groups,
+            "project": self.project,
+            "projection": self.projection,
+            "seed": self.seed,
+            "dtype": self.dtype,
+            "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
+            "loss": get_name(measurement.loss_fn),
+            "loss_reduction": self.loss_reduction,
+            "nonfinite": self.nonfinite,
+            "code": compute_digest(*code),
+            "labelled": measurement.has_labels,
+            "checkpoints": checkpoints.compute_digests(),
+            "learning_rates": checkpoints.learning_rates,
+            "classes": source.classes if self.classes is None else list(self.classes),
+            "table": self.table,
+            "about": {"persample": __version__, "torch": torch.__version__},
+        }
