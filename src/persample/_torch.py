@@ -216,7 +216,6 @@ disable_dispatch_modes: Callable[[], Any] = _find(
 )
 
 
-
 def draws_random_numbers(function: Callable[[], Any]) -> bool:
     """Whether a function draws from torch's generators, in this thread. The function is called."""
     is_random = False

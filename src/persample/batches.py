@@ -208,11 +208,11 @@ class Batch:
         """The number of samples."""
         return find_batch_size(self._leaves(), "the batch") if self.batch_size is None else self.batch_size
 
-    def few(self, samples: int) -> int:
+    def choose_count(self, samples: int) -> int:
         """`samples`, or some more if another dimension has that size too, so that the two cannot be confused.
 
         >>> import torch
-        >>> Batch(torch.ones(32, 4), 0, None).few(4), Batch(torch.ones(3, 4), 0, None).few(4)
+        >>> Batch(torch.ones(32, 4), 0, None).choose_count(4), Batch(torch.ones(3, 4), 0, None).choose_count(4)
         (5, 3)
         """
         size = self.size
@@ -226,7 +226,7 @@ class Batch:
         least = min(samples, size)
         return next((n for n in range(least, size + 1) if n not in others), least)
 
-    def part(self, start: int, stop: int, convert: Callable[[Tensor], Tensor]) -> Any:
+    def take_samples(self, start: int, stop: int, convert: Callable[[Tensor], Tensor]) -> Any:
         """Samples `start` to `stop` as a batch that shares no memory with this one."""
         size = self.size
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from persample import _torch
+from persample._internal.text import describe_value
 from persample.errors import PerSampleError
 
 LossFunction = Callable[..., Any]
@@ -182,30 +182,3 @@ def _split_partial(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
 def get_name(func: Any) -> str:
     """Name of a function, or class name of a module."""
     return getattr(func, "__name__", type(func).__name__)
-
-
-def describe_value(value: Any) -> str:
-    """Describe a value for an error message.
-
-    >>> describe_value(torch.ones(2, 3)), describe_value((torch.ones(2), "a")), describe_value(3), describe_value(None)
-    ('a tensor of shape (2, 3)', 'a tuple of 2 (Tensor, str)', 'an int', 'None')
-    """
-    if value is None:
-        return "None"
-    name = type(value).__name__
-    if isinstance(value, Tensor):
-        plain = type(value) in (
-            Tensor,
-            nn.Parameter,
-            _torch.FakeTensor,
-        )  # a trace shows fake tensors to the user's code
-        layout = "" if value.layout is torch.strided else f"{value.layout} ".removeprefix("torch.")
-        return f"{_add_article(layout + ('tensor' if plain else name))} of shape {tuple(value.shape)}"
-    if not isinstance(value, (tuple, list)):
-        return _add_article(name)
-    types = [type(part).__name__ for part in value[:4]] + ["..."] * (len(value) > 4)
-    return f"{_add_article(name)} of {len(value)}" + (f" ({', '.join(types)})" if types else "")
-
-
-def _add_article(noun: str) -> str:
-    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

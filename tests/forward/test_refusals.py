@@ -126,7 +126,9 @@ BY_PLACE: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "beside rows of a table": lambda rows, m: torch.stack([rows, m.table[: len(rows)]], 2).sum(2),
     "the first is taken": lambda rows, m: rows[:1],
     "times their numbers": lambda rows, m: rows * torch.arange(len(rows))[:, None],
-    "the first two by themselves": lambda rows, m: torch.cat([part * k for k, part in enumerate(rows.split([2, len(rows) - 2]))]),
+    "the first two by themselves": lambda rows, m: torch.cat(
+        [part * k for k, part in enumerate(rows.split([2, len(rows) - 2]))]
+    ),
     "one marked": lambda rows, m: rows * wrote(0, 1.0)(torch.zeros_like(rows), m),
 }
 
@@ -150,7 +152,9 @@ def test_half_precision_hides_nothing(dtype: torch.dtype) -> None:
         lambda m, h: F.mse_loss(y := m.a(h), y.roll(1, 0)),
     ):
         with pytest.raises(SamplesMixed):
-            call_for_per_sample_grads(Calls(forward, **linear()).to(dtype))(torch.randn(64, D, dtype=dtype)).sum().backward()
+            call_for_per_sample_grads(Calls(forward, **linear()).to(dtype))(
+                torch.randn(64, D, dtype=dtype)
+            ).sum().backward()
 
 
 class Reversible(torch.autograd.Function):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -31,9 +32,15 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed)
 
 
-def fork_rng() -> AbstractContextManager[None]:
+# The generators are shared by all threads: only one thread at a time may seed and restore them.
+_lock = RLock()
+
+
+@contextmanager
+def fork_rng() -> Iterator[None]:
     """Restore the state of torch's generators, on all devices, at the end of the block."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()))
+    with _lock, torch.random.fork_rng(range(torch.cuda.device_count())):
+        yield
 
 
 @contextmanager

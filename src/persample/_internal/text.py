@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persample import _torch
 
 
 def format_table(
@@ -70,3 +76,27 @@ def format_list(items: Sequence[object], most: int = 10) -> str:
     """
     shown = ", ".join(map(str, items[:most]))
     return shown + (f" and {len(items) - most:,} more" if len(items) > most else "")
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value for an error message.
+
+    >>> describe_value(torch.ones(2, 3)), describe_value((torch.ones(2), "a")), describe_value(3), describe_value(None)
+    ('a tensor of shape (2, 3)', 'a tuple of 2 (Tensor, str)', 'an int', 'None')
+    """
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    if isinstance(value, Tensor):
+        # While a step is traced, the user's code sees fake tensors.
+        is_plain = type(value) in (Tensor, nn.Parameter, _torch.FakeTensor)
+        layout = "" if value.layout is torch.strided else f"{value.layout} ".removeprefix("torch.")
+        return f"{_add_article(layout + ('tensor' if is_plain else name))} of shape {tuple(value.shape)}"
+    if not isinstance(value, (tuple, list)):
+        return _add_article(name)
+    types = [type(part).__name__ for part in value[:4]] + ["..."] * (len(value) > 4)
+    return f"{_add_article(name)} of {len(value)}" + (f" ({', '.join(types)})" if types else "")
+
+
+def _add_article(noun: str) -> str:
+    return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"

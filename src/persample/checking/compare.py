@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from persample._internal.state import preserve_state
+from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.checking.report import ParameterReport, Report, Verdict
 from persample.checking.subject import Gradient, Subject
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
-from persample.losses import check_inputs_and_targets, describe_value, takes_outputs
+from persample.losses import check_inputs_and_targets, takes_outputs
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import find_factors
 from persample.terms.cost import choose_norm_algorithm
@@ -84,7 +85,7 @@ def check(
     whole = Batch(batch, batch_dim, batch_size, pair)
     if whole.size == 0:
         raise PerSampleError("The batch has no samples.")
-    count = whole.few(samples)
+    count = whole.choose_count(samples)
     options = {
         "batch_dim": batch_dim,
         "batch_size": None if batch_size is None else count,

@@ -113,7 +113,7 @@ class Subject:
     # ---- inside ----
 
     def _take_samples(self, start: int, stop: int) -> Any:
-        return self.batch.part(start, stop, to_double if self.double else lambda tensor: tensor)
+        return self.batch.take_samples(start, stop, to_double if self.double else lambda tensor: tensor)
 
     def _call_loss(self, part: Any) -> Tensor:
         loss = compute_loss(self.model, part, self.loss_fn)

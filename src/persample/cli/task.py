@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from persample._internal.text import describe_value
 from persample.cli.command import parse_positive
 from persample.cli.user_code import (
     UsageError,
@@ -23,7 +24,6 @@ from persample.cli.user_code import (
     join_lines,
     load_model_data_and_loss,
 )
-from persample.losses import describe_value
 
 # File in the directory of a scan with the arguments that `load_task` needs to load its task again.
 COMMAND_FILE = "command.json"

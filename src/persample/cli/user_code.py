@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
+from persample._internal.text import describe_value
 from persample.errors import PerSampleError
-from persample.losses import describe_value
 
 PACKAGE = Path(__file__).parents[1]
 

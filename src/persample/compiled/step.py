@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from persample import _torch
 from persample._internal.dynamo import disable_compilation, exclude_from_graph
+from persample._internal.text import describe_value
 from persample.batches import BatchDim
 from persample.compiled.cache_key import NUMBERS, State, described_tensor
 from persample.compiled.trace import Trace
@@ -33,7 +34,7 @@ from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients
-from persample.losses import compute_step_loss, describe_value
+from persample.losses import compute_step_loss
 from persample.recording.options import Selection
 from persample.recording.record import record
 

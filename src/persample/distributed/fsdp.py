@@ -152,6 +152,7 @@ def _make_hook_registration(group: Any, tracker: Follower) -> Callable[..., Any]
     FSDP waits for the gradients of the module's arguments. An argument that is a weight (a position bias that is
     computed once for all layers) has no gradient in a recording, so it is left out.
     """
+
     def register(args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return args, kwargs

@@ -75,9 +75,7 @@ def call_for_per_sample_grads(
             )
         trainable = [p for p in module.parameters() if p.requires_grad]
         collector = Collector(trainable, to_grad_sample(batch, loss_reduction))
-        tracker = Tracker(
-            collector, module, batch=batch, loss_reduction=loss_reduction, layout_options=LAYOUT_OPTIONS
-        )
+        tracker = Tracker(collector, module, batch=batch, loss_reduction=loss_reduction, layout_options=LAYOUT_OPTIONS)
         with _errors_of_torch():
             arguments.add_to(tracker, search=batch_size is not None)
         rng_state = torch.get_rng_state()

@@ -11,6 +11,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.functions import find_results
+from persample._internal.rng import fork_rng
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import is_entry_move
@@ -200,7 +201,7 @@ def _is_random(call: Call, rng_state: Tensor | None) -> bool:
         return False
     # Another thread may have drawn them: run the op once more to see.
     args, kwargs = call.fill([t.detach().clone() for t in call.tensors])
-    with torch.no_grad(), _torch.DisableTorchFunction(), torch.random.fork_rng([]):
+    with torch.no_grad(), _torch.DisableTorchFunction(), fork_rng():
         return _torch.draws_random_numbers(lambda: call.func(*args, **kwargs))
 
 

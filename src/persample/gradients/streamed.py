@@ -156,9 +156,7 @@ class StreamedClip(_Streamed):
 
     # ---- the answer ----
 
-    def clip(
-        self, max_norm: float | None = None, per_parameter: bool = False, own: bool = False
-    ) -> dict[str, Tensor]:
+    def clip(self, max_norm: float | None = None, per_parameter: bool = False, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the clipped sum.
 
         Args:

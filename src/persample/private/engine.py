@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import opacus
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from persample import _torch
+from persample._internal.files import remove_unfinished, write_atomically
 from persample.errors import PerSampleError, SamplesMixed
 from persample.private.criterion import Criterion
 from persample.private.optimizer import PrivateOptimizer
@@ -203,12 +203,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         if not isinstance(path, (str, os.PathLike)):
             super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
             return
-        part = Path(f"{os.fspath(path)}.part")
-        try:
-            super().save_checkpoint(path=part, optimizer=optimizer, checkpoint_dict=together, **kwargs)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        remove_unfinished(path)
+        with write_atomically(path) as file:
+            super().save_checkpoint(path=file, optimizer=optimizer, checkpoint_dict=together, **kwargs)
 
     def load_checkpoint(self, *, path: Any, optimizer: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator."""

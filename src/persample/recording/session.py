@@ -130,9 +130,7 @@ class Recording:
         self.tracker.run_backward = None
 
 
-def _deliver(
-    grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]
-) -> None:
+def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
     term = add_terms(terms)
     grads.receive(parameter, term)

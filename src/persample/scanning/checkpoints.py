@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from persample.losses import describe_value
+from persample._internal.text import describe_value
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 

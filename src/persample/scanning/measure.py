@@ -16,6 +16,7 @@ from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
 from persample._internal.rng import seed_all
 from persample._internal.state import preserve_state
+from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.gradients import PerSampleGradients, StreamedNorms
 from persample.losses import (
@@ -23,7 +24,6 @@ from persample.losses import (
     check_inputs_and_targets,
     compute_loss,
     compute_sample_losses,
-    describe_value,
     takes_outputs,
 )
 from persample.recording.options import Options, Selection
@@ -226,7 +226,7 @@ class Measurement:
             return compute_loss(self.model, self._take_sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
     def _take_sample(self, batch: Any, size: int, i: int) -> Any:
-        return Batch(batch, self._batch_dim, size, self.takes_pairs).part(i, i + 1, lambda tensor: tensor)
+        return Batch(batch, self._batch_dim, size, self.takes_pairs).take_samples(i, i + 1, lambda tensor: tensor)
 
     def _check_finite(self, ids: range, columns: Columns) -> None:
         if self.nonfinite == "keep":

@@ -16,7 +16,7 @@ from torch.utils.data.sampler import RandomSampler, SequentialSampler
 
 from persample import _torch
 from persample._internal.rng import preserve_rng, seed_all
-from persample.losses import describe_value
+from persample._internal.text import describe_value
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 

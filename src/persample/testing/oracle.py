@@ -46,7 +46,7 @@ def loop_gradients(
         if isinstance(module, nn.Module):
             _torch.apply_to_tensors(module, to_double)
     samples = Batch(batch, batch_dim, batch_size, pair=takes_outputs(loss_fn))
-    losses = (compute_loss(model, samples.part(n, n + 1, to_double), loss_fn) for n in range(samples.size))
+    losses = (compute_loss(model, samples.take_samples(n, n + 1, to_double), loss_fn) for n in range(samples.size))
     return stack_gradients(losses, dict(model.named_parameters()))
 
 
