@@ -1,8 +1,8 @@
-"""Memory for large results that is used again, once nobody has the result any more.
+"""Reuse of memory for large dense results.
 
-On a CPU, memory that comes fresh from the system costs several times what it takes to write the result into it. So what
-`dense()` gives lies in memory that is kept when the last tensor in it has gone (a view counts), and goes to the next
-result of its size. It never belongs to two results at a time. On other devices torch's own allocator does the same.
+On a CPU, memory that comes fresh from the system takes several times as long to fill as memory that was used before. So
+the memory of a dense result is kept when its last tensor (or view) has been freed, and is given to the next result of
+about the same size. It never belongs to two results at a time. On other devices torch's own allocator does the same.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from torch import Tensor
 
 from persample._internal import tracing
 
-_SMALLEST = 2**20  # bytes; below that, malloc has memory at hand
-_PATIENCE = 4  # how many times dense() may be asked before unused memory is given back
+_SMALLEST = 2**20  # bytes; malloc reuses smaller blocks itself
+_PATIENCE = 4  # calls of dense() after which unused memory is returned to the system
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 @dataclass
-class _Piece:
+class _Block:
     memory: mmap.mmap
-    since: int  # the round in which it became free
+    freed_in: int  # the round in which it became free
 
 
-_free: deque[_Piece] = deque()
+# Free blocks of this process, shared by all threads.
+_free: deque[_Block] = deque()
 _lock = Lock()
 _round = 0
 
 
-def next_round() -> None:
-    """Says that results are about to be asked for; gives back what nobody has wanted for some rounds."""
+def start_round() -> None:
+    """Start a round of allocations, and return blocks that were not needed for some rounds to the system."""
     global _round
     with _lock:
         _round += 1
-        for piece in list(_free):
-            if _round - piece.since > _PATIENCE:
-                _free.remove(piece)
+        for block in list(_free):
+            if _round - block.freed_in > _PATIENCE:
+                _free.remove(block)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`.
+    """Like `torch.empty`, in memory that an earlier result has left if there is any.
 
     >>> a = empty((600, 600), torch.float32, torch.device("cpu"))
     >>> address = a.data_ptr()
@@ -58,36 +59,38 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     size = count * dtype.itemsize
     if device.type != "cpu" or size < _SMALLEST or tracing.get_trace() is not None:
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = _taken(size) or mmap.mmap(-1, size, **_PRIVATE)
+    memory = _take_free(size) or mmap.mmap(-1, size, **_PRIVATE)
     view = memoryview(memory)
-    weakref.finalize(view, _give_back, memory).atexit = False  # torch holds the view as long as there is a tensor in it
+    # torch keeps the view alive as long as a tensor uses the memory.
+    weakref.finalize(view, _give_back, memory).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
 
 
 def release_memory() -> int:
-    """Gives the memory that is kept for results to come back to the system; returns how many bytes.
+    """Return the memory that is kept for later results to the system, and its size in bytes.
 
-    What a tensor still lies in stays.
+    Memory that a tensor still uses is not affected.
 
     >>> release_memory() >= 0
     True
     """
     with _lock:
-        count = sum(len(piece.memory) for piece in _free)
+        count = sum(len(block.memory) for block in _free)
         _free.clear()
     return count
 
 
-def _taken(size: int) -> mmap.mmap | None:
-    """A free piece of about this size."""
+def _take_free(size: int) -> mmap.mmap | None:
+    """Remove and return a free block of about this size, None if there is none."""
     with _lock:
-        fitting = [piece for piece in list(_free) if size <= len(piece.memory) <= 1.25 * size]
+        fitting = [block for block in list(_free) if size <= len(block.memory) <= 1.25 * size]
         if not fitting:
             return None
-        best = min(fitting, key=lambda piece: len(piece.memory))
+        best = min(fitting, key=lambda block: len(block.memory))
         _free.remove(best)
         return best.memory
 
 
 def _give_back(memory: mmap.mmap) -> None:
-    _free.append(_Piece(memory, _round))  # without the lock: this runs wherever a tensor dies, perhaps inside of it
+    # Without the lock: this runs wherever a tensor is freed, possibly in a thread that holds the lock.
+    _free.append(_Block(memory, _round))

@@ -61,7 +61,7 @@ class PerSampleGradients(RecordedGradients):
             names: the parameters to include; all by default.
         """
         chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
-        buffers.next_round()
+        buffers.start_round()
         return {name: self._compute_dense(name) for name in chosen}
 
     @torch.no_grad()
