@@ -67,7 +67,7 @@ def test_memory_is_released_on_request_and_after_a_while() -> None:
     assert persample.release_memory() == 0
     del kept
     for _ in range(10):
-        buffers.next_round()
+        buffers.start_round()
     assert persample.release_memory() == 0
 
 
