@@ -464,11 +464,11 @@ def test_one_tensor_given_twice() -> None:
 
 
 def test_many_shapes_are_forgotten_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("persample.compiled.step._MOST_GRAPHS", 2)
+    monkeypatch.setattr("persample.compiled.step._MAX_GRAPHS", 2)
     model, (x, y), loss_fn = built("MLP")
     step = persample.compile(model, loss_fn, lambda grads: grads.norms(), backend="eager")
     step(x, y), step(x[:3], y[:3])
-    with pytest.warns(UserWarning, match="forgets the oldest"):
+    with pytest.warns(UserWarning, match="the oldest graph is dropped"):
         step(x[:2], y[:2])
     assert "graphs: 2" in repr(step)
 
@@ -592,15 +592,15 @@ def seeds(m: Any, x: Tensor) -> Tensor:
 OUTSIDE = torch.tensor([1.0, 2.0, 3.0]).double()
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "item": (lambda m, x: m.a(x) * x.max().item(), "goes by the values"),
-    "if": (lambda m, x: m.a(x) if x.sum() > 0 else -m.a(x), "goes by the values"),
-    "a value read, and the error caught": (reads_and_goes_on, "goes by the values"),
+    "item": (lambda m, x: m.a(x) * x.max().item(), "reads the values"),
+    "if": (lambda m, x: m.a(x) if x.sum() > 0 else -m.a(x), "reads the values"),
+    "a value read, and the error caught": (reads_and_goes_on, "reads the values"),
     "tolist": (lambda m, x: m.a(x) * x.tolist()[0][0], "cannot be compiled"),
     "numpy": (lambda m, x: m.a(x) * float(x.detach().numpy().max()), "cannot be compiled"),
-    "a mask": (lambda m, x: m.a(x[x[:, 0] > 0]), "goes by the values"),
+    "a mask": (lambda m, x: m.a(x[x[:, 0] > 0]), "reads the values"),
     "a permutation": (lambda m, x: m.a(x[torch.randperm(len(x))]), "whose values are not known"),
-    "an order of the samples": (lambda m, x: m.a(x[x[:, 0].argsort()]), "not apart|mixed"),
-    "random of Python": (lambda m, x: m.a(x) * random.random(), "random numbers of Python's"),
+    "an order of the samples": (lambda m, x: m.a(x[x[:, 0].argsort()]), "samples of the batch are mixed"),
+    "random of Python": (lambda m, x: m.a(x) * random.random(), "random numbers with Python"),
     "a seed": (seeds, "sets a seed"),
     "a tensor from outside": (lambda m, x: m.a(x) * OUTSIDE, "neither an argument of the step"),
     "an attribute that counts": (counts_calls, "changes 'calls' of Calls"),
@@ -608,7 +608,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "a buffer that is assigned": (assigns_a_buffer, "changes '_buffers' of Calls"),
     "an argument changed in place": (changes_its_argument, "changes one of its arguments"),
     "a checkpoint with dropout": (
-        lambda m, x: checkpoint(lambda h: F.dropout(m.a(h)).tanh(), x, use_reentrant=False), "checkpoint that computes"
+        lambda m, x: checkpoint(lambda h: F.dropout(m.a(h)).tanh(), x, use_reentrant=False), "checkpoint that recomputes"
     ),
 }  # fmt: skip
 
@@ -655,7 +655,7 @@ def test_mixed_samples_are_refused_with_the_place() -> None:
 
 def test_messages_name_the_place_of_a_value() -> None:
     model = nn.Sequential(Calls(lambda m, x: m.a(x) * x.max().item(), a=nn.Linear(5, 3))).double()
-    with pytest.raises(PerSampleError, match=r"module '0' \(Calls\), at test_compiled.py:\d+, goes by the values"):
+    with pytest.raises(PerSampleError, match=r"module '0' \(Calls\), at test_compiled.py:\d+, reads the values"):
         persample.compile(model, cross_entropy, lambda grads: grads.norms(), backend="eager")(*batch())
 
 
@@ -667,7 +667,7 @@ def test_bad_calls_are_named() -> None:
         persample.compile(model, cross_entropy, lambda g: g.norms(), backend="eager")(x, object())
     with pytest.raises(PerSampleError, match="must return a tensor with one element, or a tuple"):
         persample.compile(model, lambda m, x: m(x), lambda g: g.norms(), backend="eager")(x)
-    with pytest.raises(PerSampleError, match="gives a PerSampleGradients too"):
+    with pytest.raises(PerSampleError, match="returned a PerSampleGradients"):
         persample.compile(model, cross_entropy, lambda grads: grads, backend="eager")(x, y)
     step = persample.compile(model, cross_entropy, lambda g: g.norms(), backend="eager")
     with persample.record(model), pytest.raises(PerSampleError, match="outside of a recording"):
