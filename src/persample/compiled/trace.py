@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -76,7 +75,8 @@ class Trace(_torch.TorchDispatchMode):
         if is_random and _torch.get_backward_pass() >= 0:
             self._refuse(
                 "draws random numbers in the backward pass (a checkpoint that recomputes dropout), which would differ "
-                "from those of the forward pass. Remove the checkpoint: the compiler decides which activations to keep"
+                "from the random numbers of the forward pass. Remove the checkpoint: the compiler decides which "
+                "activations to keep"
             )
         is_known = not is_random and all(self._get_value(t) is not None for t in tensors)
         try:
@@ -168,7 +168,6 @@ def _run_simplified(func: Any, args: Any, kwargs: Any) -> Any:
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
-@cache
 def _find_functional_form(func: Any) -> Any:
     """For an op that writes into `out=`, the overload that returns its result; None for all other ops."""
     arguments = _torch.get_schema(func).arguments
