@@ -1,4 +1,4 @@
-"""What is known of an op from two sizes of the batch holds for the others, and nothing is assumed that may not hold."""
+"""A motion that is the same for two batch sizes is used for all sizes, unless it may depend on the size."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
-        self.places = nn.Parameter(torch.randn(T, D))
+        self.positions = nn.Parameter(torch.randn(T, D))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x + self.places)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm(x + self.positions)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         return self.out(attended).softmax(-1).flatten(1)
 
 
-def convolutions() -> nn.Module:
+def make_convolutions() -> nn.Module:
     return nn.Sequential(
         nn.Unflatten(1, (1, T)), nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(),
         nn.Linear(4 * T * D, 3),
@@ -48,22 +48,22 @@ class LastStep(nn.Module):
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The ops that are tried, in a process that knows nothing."""
+    """The names of the functions that are tried, starting with an empty cache."""
     CACHE.clear()
     tried: list[str] = []
-    trial = find.find_motion_by_trial
+    find_by_trial = find.find_motion_by_trial
 
-    def noted(op: Any, results: Any) -> Any:
-        tried.append(op.func.__name__)
-        return trial(op, results)
+    def find_and_note(call: Any, results: Any) -> Any:
+        tried.append(call.func.__name__)
+        return find_by_trial(call, results)
 
-    monkeypatch.setattr(find, "find_motion_by_trial", noted)
+    monkeypatch.setattr(find, "find_motion_by_trial", find_and_note)
     return tried
 
 
-@pytest.mark.parametrize("make", [Block, convolutions, LastStep])
-def test_any_size(make: Callable[[], nn.Module], trials: list[str]) -> None:
-    """Of one sample and of none nothing is learnt. The last sizes may be those of other things too: they are tried."""
+@pytest.mark.parametrize("make", [Block, make_convolutions, LastStep])
+def test_new_batch_sizes_need_no_trials(make: Callable[[], nn.Module], trials: list[str]) -> None:
+    """Sizes 0 and 1 say nothing about others. The last sizes equal other dimensions of the model, so they are tried."""
     torch.manual_seed(0)
     model = make().double()
     for i, size in enumerate((1, 7, 11, 9, 0, 1, 13, T, D, 3, 2)):
@@ -82,13 +82,13 @@ def test_any_size(make: Callable[[], nn.Module], trials: list[str]) -> None:
 
 
 def mixes_large_batches(x: Tensor) -> Tensor:
-    """A function of somebody's own, which looks at the size of the batch."""
+    """A function that is not of torch, and depends on the batch size."""
     if has_torch_function_unary(x):
         return handle_torch_function(mixes_large_batches, (x,), x)
     return x - x.mean(0) if len(x) > 4 else x * 2
 
 
-def test_functions_of_others_are_tried_for_each_size(trials: list[str]) -> None:
+def test_functions_outside_torch_are_tried_for_each_size(trials: list[str]) -> None:
     layer = nn.Linear(D, D)
     for size in (2, 3, 4):
         with record(layer):
@@ -98,8 +98,8 @@ def test_functions_of_others_are_tried_for_each_size(trials: list[str]) -> None:
         mixes_large_batches(layer(torch.randn(5, D))).square().sum(1).mean().backward()
 
 
-def test_numbers_that_may_be_the_size_are_not_taken_for_others(trials: list[str]) -> None:
-    """`narrow(0, 0, 4)` keeps all samples of a batch of 4, and not those of one of 5."""
+def test_arguments_that_may_be_the_batch_size_are_not_generalised(trials: list[str]) -> None:
+    """`narrow(0, 0, 4)` keeps all samples of a batch of 4, but not of a batch of 5."""
     layer = nn.Linear(D, D)
     for size in (2, 3, 4, 5, 6):
         with record(layer, loss_reduction="sum") as grads:

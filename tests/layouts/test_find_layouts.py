@@ -1,4 +1,4 @@
-"""The engine from inside: layouts, motion, what is pulled back, and which rule is taken."""
+"""Layouts: how samples are split and joined, and where calls of torch functions put them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.case import Case
 from tests.support.cases import B, Calls, D, T, param, x
 
 
-def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
+def find_layout(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch: int = B, **kwargs: Any) -> Any:
     """Where the samples lie in the first result of a call, given where they lie in its tensors."""
     tensors = tuple(find_tensors((args, kwargs)))
     call = Call(func, args, kwargs, tensors, tuple(where.get(i) for i in range(len(tensors))), batch)
@@ -43,8 +43,8 @@ def motion(func: Callable[..., Any], *args: Any, where: dict[int, Layout], batch
     return find_motion(call, find_results(result, args)).results[0]
 
 
-def numbered(shape: tuple[int, ...], layout: Layout, batch: int) -> Tensor:
-    """A tensor in which every entry is the number of its sample."""
+def make_ids(shape: tuple[int, ...], layout: Layout, batch: int) -> Tensor:
+    """A tensor in which every entry is the id of its sample."""
     size = shape[layout.dim]
     row = torch.tensor(layout.get_ids(size, batch))
     return row.view(size, *[1] * (len(shape) - layout.dim - 1)).expand(shape)
@@ -58,26 +58,26 @@ layouts = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(layouts)
-def test_samples_are_told_apart_and_put_together_again(drawn: tuple[int, int, int, int]) -> None:
+def test_split_and_joined_samples_are_equal(drawn: tuple[int, int, int, int]) -> None:
     dim, outer, inner, batch = drawn
     shape = [2, 3, 4]
     shape[dim] = outer * batch * inner
     layout = Layout(dim, inner)
-    numbers = numbered(tuple(shape), layout, batch)
-    rows = split_samples(numbers, layout, batch)
+    ids = make_ids(tuple(shape), layout, batch)
+    rows = split_samples(ids, layout, batch)
     assert all((rows[n] == n).all() for n in range(batch))
     assert rows[0].shape[dim] == outer * inner
-    values = torch.arange(numbers.numel()).view(shape)
+    values = torch.arange(ids.numel()).view(shape)
     explicit = Layout(dim, ids=layout.get_ids(shape[dim], batch))
     for same in (layout, explicit):
-        apart = split_samples(values, same, batch)
-        assert torch.equal(join_samples(apart, same, values.shape, batch), values)
-        assert torch.equal(place_rows(apart, same, values.shape, batch).sum(0), values)
-    assert batch == 1 or find_layout_of_ids(numbers, batch) == layout
+        samples = split_samples(values, same, batch)
+        assert torch.equal(join_samples(samples, same, values.shape, batch), values)
+        assert torch.equal(place_rows(samples, same, values.shape, batch).sum(0), values)
+    assert batch == 1 or find_layout_of_ids(ids, batch) == layout
     assert batch == 1 or make_layout(dim, layout.get_ids(shape[dim], batch), batch) == layout
 
 
-def test_samples_of_different_lengths_are_filled_up_with_zeros() -> None:
+def test_shorter_samples_are_padded_with_zeros() -> None:
     ids = (2, 0, 2, -1, 2)
     values = torch.arange(1.0, 11.0).view(5, 2)
     rows = split_samples(values, Layout(0, ids=ids), 3)
@@ -86,7 +86,7 @@ def test_samples_of_different_lengths_are_filled_up_with_zeros() -> None:
     assert back[:, 0].tolist() == [1, 3, 5, 0, 9]
 
 
-def test_entries_that_lie_along_no_dim_are_lost() -> None:
+def test_samples_along_no_single_dimension_are_lost() -> None:
     assert isinstance(find_layout_of_ids(torch.tensor([[0, 0], [0, 1], [1, 1]]), 2), Lost)
     assert find_layout_of_ids(torch.full((2, 3), -1), 2) is None
 
@@ -106,16 +106,16 @@ RESHAPES = [
 
 @pytest.mark.parametrize(("shape", "before", "to", "after"), RESHAPES)
 def test_reshaping(shape: tuple[int, ...], before: Layout, to: tuple[int, ...], after: Layout) -> None:
-    assert motion(Tensor.reshape, torch.randn(shape), to, where={0: before}) == after
+    assert find_layout(Tensor.reshape, torch.randn(shape), to, where={0: before}) == after
 
 
 OPS: list[tuple[str, Callable[[Tensor], Any]]] = [
-    ("softmax of the last", lambda t: t.softmax(-1)),
-    ("sum of the last", lambda t: t.sum(-1)),
-    ("max of the middle", lambda t: t.amax(1)),
-    ("sort of the last", lambda t: t.sort(-1).values),
-    ("cumsum of the middle", lambda t: t.cumsum(1)),
-    ("norm of the last", lambda t: t.norm(dim=-1, keepdim=True)),
+    ("softmax over the last", lambda t: t.softmax(-1)),
+    ("sum over the last", lambda t: t.sum(-1)),
+    ("max over the middle", lambda t: t.amax(1)),
+    ("sort along the last", lambda t: t.sort(-1).values),
+    ("cumsum along the middle", lambda t: t.cumsum(1)),
+    ("norm over the last", lambda t: t.norm(dim=-1, keepdim=True)),
     ("outer product within", lambda t: torch.einsum("btd,bte->bde", t, t)),
     ("pad", lambda t: F.pad(t, (1, 2, 0, 1))),
     ("unfold", lambda t: t.unfold(1, 2, 1)),
@@ -132,27 +132,27 @@ OPS: list[tuple[str, Callable[[Tensor], Any]]] = [
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(("name", "op"), OPS, ids=[name for name, _ in OPS])
-def test_motion_agrees_with_changing_one_sample(name: str, op: Callable[[Tensor], Tensor], dim: int) -> None:
-    """For each dim that could hold the batch: what moves when one sample is changed is what the layout says."""
+def test_layouts_agree_with_changing_one_sample(name: str, op: Callable[[Tensor], Tensor], dim: int) -> None:
+    """With each dimension as the batch dimension: if one sample changes, exactly its entries in the result may change."""
     shape = [4, 4, 4]
     batch = shape[dim]
     values = torch.rand(shape, dtype=torch.float64) + 0.05
-    found = motion(lambda t: op(t), values, where={0: Layout(dim)}, batch=batch)
-    moved: list[Tensor] = []
+    found = find_layout(lambda t: op(t), values, where={0: Layout(dim)}, batch=batch)
+    changed: list[Tensor] = []
     for n in range(batch):
         other = values.clone()
         other.select(dim, n).uniform_(0.05, 1.05)
-        moved.append(op(other) != op(values))
-    overlap = sum(m.int() for m in moved).max() > 1  # type: ignore[union-attr]
+        changed.append(op(other) != op(values))
+    overlap = sum(c.int() for c in changed).max() > 1  # type: ignore[union-attr]
     if isinstance(found, Layout):
-        rows = numbered(tuple(op(values).shape), found, batch)
-        assert all((rows[m] == n).all() for n, m in enumerate(moved)), found
+        rows = make_ids(tuple(op(values).shape), found, batch)
+        assert all((rows[c] == n).all() for n, c in enumerate(changed)), found
     else:
         assert isinstance(found, (Lost, Reduced))
-        assert overlap or name in ("pad", "unfold")  # which leave rows to nobody, or take only some
+        assert overlap or name in ("pad", "unfold")  # these add constant rows, or drop rows
 
 
-def test_what_was_found_is_remembered_by_shape() -> None:
+def test_motions_are_cached_by_shape() -> None:
     CACHE.clear()
     calls = []
 
@@ -161,38 +161,38 @@ def test_what_was_found_is_remembered_by_shape() -> None:
         return t * 2
 
     for _ in range(2):
-        assert motion(op, torch.randn(B, D), where={0: Layout(0)}) == Layout(0)
+        assert find_layout(op, torch.randn(B, D), where={0: Layout(0)}) == Layout(0)
     first = len(calls)
     assert first > 3
-    assert motion(op, torch.randn(B, T), where={0: Layout(0)}) == Layout(0)
+    assert find_layout(op, torch.randn(B, T), where={0: Layout(0)}) == Layout(0)
     assert len(calls) > first + 1
 
 
-def test_the_memory_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
     for size in range(2, 12):
-        motion(torch.sin, torch.randn(B, size), where={0: Layout(0)})
+        find_layout(torch.sin, torch.randn(B, size), where={0: Layout(0)})
     assert len(CACHE) <= 3
 
 
-def test_arguments_that_cannot_be_remembered_are_no_obstacle() -> None:
+def test_unhashable_arguments_are_accepted() -> None:
     class Unhashable:
         __hash__ = None  # type: ignore[assignment]
 
-    assert motion(lambda t, _: t + 1, torch.randn(B, D), Unhashable(), where={0: Layout(0)}) == Layout(0)
+    assert find_layout(lambda t, _: t + 1, torch.randn(B, D), Unhashable(), where={0: Layout(0)}) == Layout(0)
 
 
-def test_a_function_that_takes_only_its_own_numbers_is_tried_on_them() -> None:
+def test_a_function_that_accepts_only_certain_values_is_tried_on_the_given_values() -> None:
     values = torch.randint(0, 2, (B, D)).float()
 
     def op(t: Tensor) -> Tensor:
         assert set(t.unique().tolist()) <= {0.0, 1.0}
         return t * 3
 
-    assert motion(op, values, where={0: Layout(0)}) == Layout(0)
+    assert find_layout(op, values, where={0: Layout(0)}) == Layout(0)
 
 
-def test_a_function_that_takes_nothing_else_is_lost() -> None:
+def test_a_function_that_accepts_only_the_given_tensor_is_lost() -> None:
     values = torch.randn(B, D)
     seen: list[Tensor] = []
 
@@ -201,13 +201,13 @@ def test_a_function_that_takes_nothing_else_is_lost() -> None:
         seen.append(t)
         return t * 3
 
-    found = motion(op, values, where={0: Layout(0)})
+    found = find_layout(op, values, where={0: Layout(0)})
     assert isinstance(found, Lost)
     assert "could not be tried" in found.cause
 
 
-class Halves(torch.autograd.Function):
-    """A function of weights whose backward looks at values, which vmap does not allow."""
+class Halve(torch.autograd.Function):
+    """A function of weights whose backward reads values, which vmap does not allow."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -218,36 +218,36 @@ class Halves(torch.autograd.Function):
         return grad / 2 if bool(grad.isfinite().all()) else grad * 0
 
 
-def gated(m: Any, h: Tensor) -> Tensor:
+def choose_by_value(m: Any, h: Tensor) -> Tensor:
     return h if bool(h.sum() > 1e9) else m.a(h)
 
 
-MORE: list[Case] = [
+UNUSUAL_USES: list[Case] = [
     Case("a weight as the input of linear", lambda: Calls(lambda m, h: F.linear(m.w, h).t() * 1.5, w=param(5, D)), x(B, D)),
     Case("samples in weight and input of linear", lambda: Calls(lambda m, h: (m.w @ h.transpose(1, 2)).softmax(-1), w=param(5, D)), x(B, T, D)),
-    Case("backward of weights that vmap refuses", lambda: Calls(lambda m, h: F.linear(h, Halves.apply(m.w)), w=param(5, D)), x(B, D)),
-    Case("a choice by values", lambda: Calls(gated, a=nn.Linear(D, D)), x(B, D)),
+    Case("backward of weights that vmap refuses", lambda: Calls(lambda m, h: F.linear(h, Halve.apply(m.w)), w=param(5, D)), x(B, D)),
+    Case("a branch on values", lambda: Calls(choose_by_value, a=nn.Linear(D, D)), x(B, D)),
     Case("index_put", lambda: Calls(lambda m, h: torch.zeros_like(h).index_put_((torch.arange(len(h))[:, None], torch.tensor([[0, 2]])), m.a(h)[:, :2]), a=nn.Linear(D, D)), x(B, D)),
     Case("zip over samples", lambda: Calls(lambda m, h: torch.stack([m.a(a) * b for a, b in zip(h, h.sin(), strict=True)]), a=nn.Linear(D, D)), x(B, D)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_more_ways_to_use_a_weight(case: Case) -> None:
+@pytest.mark.parametrize("case", UNUSUAL_USES, ids=str)
+def test_unusual_uses_of_a_weight(case: Case) -> None:
     module, args, kwargs = case.build()
     expected = case.loop_gradients(module, args, kwargs, B)
     compute_test_loss(call_for_per_sample_grads(module)(*args), 0).backward()
     assert_rows_close({name: p.grad_sample for name, p in module.named_parameters()}, expected)
 
 
-def test_numbers_of_one_sample_are_refused_not_shared() -> None:
+def test_a_number_of_one_sample_may_not_scale_all_samples() -> None:
     module = Calls(lambda m, h: m.a(h * h[0, 0]), a=nn.Linear(D, D))
     with pytest.raises(SamplesMixed, match="mixes the samples"):
         call_for_per_sample_grads(module)(torch.randn(B, D))
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(["sum", "mean"], 2)), ids=str)
-def test_a_reduced_loss_may_be_scaled_and_added(pair: tuple[str, str]) -> None:
+def test_sums_over_the_samples_may_be_scaled_and_added(pair: tuple[str, str]) -> None:
     first, second = pair
 
     def forward(m: Any, h: Tensor) -> Tensor:
@@ -261,7 +261,7 @@ def test_a_reduced_loss_may_be_scaled_and_added(pair: tuple[str, str]) -> None:
     torch.testing.assert_close(module.a.weight.grad_sample.sum(0), plain)
 
 
-def test_an_output_of_weights_that_was_expanded_to_the_batch_is_each_samples() -> None:
+def test_an_output_of_weights_expanded_to_the_batch_has_a_row_for_each_sample() -> None:
     def forward(m: Any, h: Tensor) -> Any:
         volume = torch.linalg.slogdet(m.w @ m.w.mT + 2 * torch.eye(D, dtype=h.dtype))[1]
         return h @ m.w, volume.expand(len(h)), m.v.expand(len(h), -1)

@@ -1,4 +1,4 @@
-"""Whole steps for `torch.compile`: forward, backward and an answer, as one graph.
+"""`persample.compile`: a whole step (forward, backward, a function of the gradients) as one graph of `torch.compile`.
 
 Other packages use `compile` and `CompiledStep`.
 """

@@ -1,8 +1,8 @@
-"""While a step is traced for `persample.compile`, its tensors have shapes but no values.
+"""The trace of a step for `persample.compile`, in which tensors have shapes but no values.
 
-How the samples lie is found all the same: outside of the trace, with made-up tensors standing in for those of the step.
-Where their values would matter it is not known where the samples are. What only the run can tell is left to it: the
-trace notes a requirement, which the compiled step checks each time.
+Layouts are found outside the trace, with invented tensors in place of the tensors of the step. If their values would
+matter, the layout is unknown. A condition that depends on the values of a run is computed in each run of the compiled
+step (`Trace.require`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,30 +24,37 @@ from persample._internal.tree import find_tensors, map_tensors
 from persample.errors import PerSampleError, find_place
 from persample.layouts import Call
 
-_LARGEST_CONSTANT = 2**20
-_PACKAGES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["persample"]))  # type: ignore[arg-type]
+_LARGEST_CONSTANT = 2**20  # entries of a tensor whose values are computed during the trace
+
+# The folders of code that is not the user's.
+_LIBRARIES = tuple(str(Path(module.__file__).parent) for module in (torch, sys.modules["persample"]))  # type: ignore[arg-type]
 
 
 class Trace(_torch.TorchDispatchMode):
-    """Sees every op that is traced, and refuses what a graph cannot repeat with other values.
+    """Sees every op of a trace, and refuses ops that a graph cannot repeat with other values.
 
-    Of tensors that are made of nothing but numbers (`arange(n)[:, None]`), the values are known, whatever the step is
-    given; they are computed along with the trace.
+    The values of tensors that are computed from numbers alone (`arange(n)[:, None]`) are the same in each run. They are
+    computed along with the trace.
+
+    Attributes:
+        requirements: conditions that each run must check, and the error message for each.
+        refusal: the error that was raised, even if the user's code caught it.
+        drawn: the number of ops that drew random numbers.
     """
 
     def __init__(self, names: Mapping[nn.Module, str]) -> None:
         super().__init__()
-        self.requirements: list[tuple[Tensor, str]] = []  # what has to hold in a run, and what to say if it does not
-        self.refused: PerSampleError | None = None  # which the user's code may have caught
-        self.drawn = 0  # how many ops have drawn random numbers
+        self.requirements: list[tuple[Tensor, str]] = []
+        self.refusal: PerSampleError | None = None
+        self.drawn = 0
         self._names = names
-        self._values: Any = WeakIdKeyDictionary()
-        self._overwritten: set[int] = set()  # memory of which the values are no longer known
-        self._made_up: set[int] = set()  # memory of the tensors that stand in for others
+        self._values: Any = WeakIdKeyDictionary()  # fake tensor -> tensor with its values
+        self._overwritten: set[int] = set()  # storages of known values that are no longer valid
+        self._invented: set[int] = set()  # storages of invented tensors
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """The time of the trace."""
+    def activate(self) -> Iterator[None]:
+        """Make this the current trace inside the block."""
         with tracing.activate(self), self:
             yield
 
@@ -57,83 +64,87 @@ class Trace(_torch.TorchDispatchMode):
         kwargs = kwargs or {}
         tensors = list(find_tensors((args, kwargs)))
         foreign = [t for t in tensors if not isinstance(t, _torch.FakeTensor)]
-        random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        self.drawn += random
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.drawn += is_random
         if foreign and func is not torch.ops.aten.lift_fresh.default:
             self._refuse(
                 f"uses a tensor of shape {tuple(foreign[0].shape)} that is neither an argument of the step nor a "
-                "parameter or buffer of the model: its values would be fixed. Pass it to the step, or register it as a "
-                "buffer"
+                "parameter or buffer of the model, so its values would be constants of the graph. Pass it to the step, "
+                "or register it as a buffer"
             )
-        if random and _torch.get_backward_pass() >= 0:
+        if is_random and _torch.get_backward_pass() >= 0:
             self._refuse(
-                "draws random numbers in the backward pass (a checkpoint that computes dropout again), which would not "
-                "be those of the forward pass. Do without the checkpoint: the compiler decides what to keep"
+                "draws random numbers in the backward pass (a checkpoint that recomputes dropout), which would differ "
+                "from the random numbers of the forward pass. Remove the checkpoint: the compiler decides which "
+                "activations to keep"
             )
-        known = not random and all(self._value(t) is not None for t in tensors)
+        is_known = not is_random and all(self._get_value(t) is not None for t in tensors)
         try:
-            result = _simply(func, args, kwargs)
+            result = _run_simplified(func, args, kwargs)
         except _torch.VALUE_READ_ERRORS as error:
-            if not known:
-                self._refuse(f"goes by the values of a tensor ({error.func}), which are another's in each run", error)
-            return map_tensors(tracing.lift, self._of_values(func, args, kwargs))
-        if known and all(t.numel() <= _LARGEST_CONSTANT for t in find_tensors(result)):
-            values = self._of_values(func, args, kwargs)
-            for made, of_made in zip(find_tensors(result), find_tensors(values), strict=True):
-                self._values[made] = of_made
+            if not is_known:
+                self._refuse(f"reads the values of a tensor ({error.func}), which are different in each run", error)
+            return map_tensors(tracing.lift, self._compute_values(func, args, kwargs))
+        if is_known and all(t.numel() <= _LARGEST_CONSTANT for t in find_tensors(result)):
+            values = self._compute_values(func, args, kwargs)
+            for made, value in zip(find_tensors(result), find_tensors(values), strict=True):
+                self._values[made] = value
         elif _torch.get_schema(func).is_mutable:
-            values = [value for t in tensors if (value := self._value(t)) is not None]
-            self._overwritten |= set(map(_torch.get_storage_id, values))
+            known = [old for t in tensors if (old := self._get_value(t)) is not None]
+            self._overwritten |= set(map(_torch.get_storage_id, known))
         return result
 
-    def _refuse(self, cause: str, error: Exception | None = None) -> None:
-        self.refused = PerSampleError(f"This step cannot be compiled: {find_place(self._names)}{_line()} {cause}.")
-        raise self.refused from error
+    def _refuse(self, cause: str, error: Exception | None = None) -> NoReturn:
+        place = find_place(self._names) + _describe_line()
+        self.refusal = PerSampleError(f"This step cannot be compiled: {place} {cause}.")
+        raise self.refusal from error
 
-    def _of_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an op gives for tensors whose values are known."""
+    def _compute_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op whose arguments have known values."""
         with tracing.suspend(), torch.no_grad():
-            return func(*map_tensors(self._value, args), **map_tensors(self._value, kwargs))
+            return func(*map_tensors(self._get_value, args), **map_tensors(self._get_value, kwargs))
 
-    def _value(self, tensor: Tensor) -> Tensor | None:
+    def _get_value(self, tensor: Tensor) -> Tensor | None:
+        """A tensor with the values of `tensor`, None if they are not known."""
         value = self._values.get(tensor) if isinstance(tensor, _torch.FakeTensor) else tensor
         return None if value is None or _torch.get_storage_id(value) in self._overwritten else value
 
-    # ---- for those who look for the samples ----
+    # ---- for the search of layouts ----
 
     def stand_in(self, call: Call) -> Call:
-        """The same call with tensors that have values: their own if these are known, else made-up ones."""
-        self._made_up = set()
-        return call.with_tensors([self._stand_in(t) for t in call.tensors])
+        """The same call with tensors that have values: their own where these are known, else invented ones."""
+        self._invented = set()
+        return call.with_tensors([self._stand_in_tensor(t) for t in call.tensors])
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
-        value = self._value(tensor)
+    def _stand_in_tensor(self, tensor: Tensor) -> Tensor:
+        value = self._get_value(tensor)
         if value is not None:
             return value
-        # Zeros are indices and targets that any op takes. They lie in memory as the tensor's do, as strides may matter.
+        # Every function accepts zeros as indices and targets. The strides are kept, because they may matter.
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        numbers = tensor.is_floating_point() or tensor.is_complex()
+        is_number = tensor.is_floating_point() or tensor.is_complex()
         with torch.random.fork_rng([]):
-            memory = (torch.rand if numbers else torch.zeros)(size, device=tensor.device).to(tensor.dtype)
-        made_up = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
-        made_up.requires_grad_(tensor.requires_grad)
-        self._made_up.add(_torch.get_storage_id(made_up))
+            memory = (torch.rand if is_number else torch.zeros)(size, device=tensor.device).to(tensor.dtype)
+        invented = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
+        invented.requires_grad_(tensor.requires_grad)
+        self._invented.add(_torch.get_storage_id(invented))
         with torch.enable_grad():
-            return made_up if tensor.is_leaf else made_up.view_as(made_up)
+            return invented if tensor.is_leaf else invented.view_as(invented)
 
     def is_invented(self, tensor: Tensor) -> bool:
-        """Whether the values of a tensor, or of what it is a view of, are not those that a run will have."""
-        return _torch.get_storage_id(tensor) in self._made_up
+        """Whether the values of a tensor, or of its base, are invented."""
+        return _torch.get_storage_id(tensor) in self._invented
 
-    def require(self, holds: Tensor, otherwise: str) -> None:
-        """Has each run of the step check that something holds."""
-        self.requirements.append((holds, otherwise))
+    def require(self, condition: Tensor, message: str) -> None:
+        """Have each run of the step check a condition, and raise with this message if it does not hold."""
+        self.requirements.append((condition, message))
 
 
-def _simply(func: Any, args: Any, kwargs: Any) -> Any:
-    """An op, by others that leave less for a compiler to take apart.
+def _run_simplified(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op, computed by ops that the compiler can handle.
 
-    What is written into one of several views that were made at once would be written into all of them anew.
+    Several views that one op returns become views by one op each: the compiler would repeat a write into one of them in
+    all of them. An op with `out=` becomes one without it, and a copy.
     """
     if func is torch.ops.aten.unbind.int:
         tensor, dim = (*args, 0)[:2]
@@ -142,36 +153,38 @@ def _simply(func: Any, args: Any, kwargs: Any) -> Any:
         tensor, size, dim = (*args, 0)[:3]
         starts = range(0, max(1, tensor.shape[dim]), max(1, size))
         return [torch.ops.aten.slice.Tensor(tensor, dim, i, min(i + size, tensor.shape[dim])) for i in starts]
-    functional = _without_out(func)
+    functional = _find_functional_form(func)
     if functional is None:
         return func(*args, **kwargs)
     names = [argument.name for argument in _torch.get_schema(func).arguments if argument.is_out]
     results = functional(*args, **{name: value for name, value in kwargs.items() if name not in names})
     for name, result in zip(names, [results] if isinstance(results, Tensor) else results, strict=True):
         if kwargs[name].shape != result.shape:
-            raise PerSampleError(f"{func}: in a compiled step, out= must have the shape of the result")
+            raise PerSampleError(
+                f"{func} in a compiled step: out= has shape {tuple(kwargs[name].shape)}, and the result has shape "
+                f"{tuple(result.shape)}. The shapes must be equal."
+            )
         torch.ops.aten.copy_.default(kwargs[name], result)
     return kwargs[names[0]] if len(names) == 1 else tuple(kwargs[name] for name in names)
 
 
-@cache
-def _without_out(func: Any) -> Any:
-    """The form of an op that makes its result, if it is one that writes it into given memory."""
+def _find_functional_form(func: Any) -> Any:
+    """For an op that writes into `out=`, the overload that returns its result; None for all other ops."""
     arguments = _torch.get_schema(func).arguments
     if not any(argument.is_out for argument in arguments):
         return None
-    given = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+    inputs = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
     for name in func.overloadpacket.overloads():
-        form = getattr(func.overloadpacket, name)
-        schema = _torch.get_schema(form)
-        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == given:
-            return form
+        overload = getattr(func.overloadpacket, name)
+        schema = _torch.get_schema(overload)
+        if not schema.is_mutable and [(a.name, str(a.type)) for a in schema.arguments] == inputs:
+            return overload
     return None
 
 
-def _line() -> str:
-    """The line of the user's code that is running, in words."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, "<")):
+def _describe_line() -> str:
+    """The line of the user's code that is running, as part of an error message."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
     return f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}," if frame is not None else ""

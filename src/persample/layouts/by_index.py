@@ -238,7 +238,7 @@ def _depends_on_invented(indexing: Indexing, trace: tracing.Trace) -> bool:
             layouts += [indexing.get_layout(part)] if indexing.writes else []
         dim += part.dim() if isinstance(part, Tensor) and _is_mask(part) else part is not None
     if indexing.writes and not get_op_name(indexing.call.func).startswith("scatter"):
-        # The dimensions of the value are not those of the base.
+        # The value need not have the dimensions of the base.
         return bool(invented) and any(isinstance(where, Layout) for where in layouts[1:])
     return any(isinstance(where, Layout) and where.dim in invented for where in layouts)
 

@@ -230,7 +230,7 @@ class Trials:
     all_changed: Results
     run: Callable[[Set[int]], Results]  # the results with other values for these samples
     samples: Set[int]
-    depends_on_values: bool  # the values were those of the call, or could not be changed
+    depends_on_values: bool  # the given values were used, or integers could not be changed
 
     def iterate_changed(self, result: int) -> Iterator[tuple[frozenset[int], Tensor]]:
         """Sets of samples, each followed by its complement, and one of the results if these samples are changed."""

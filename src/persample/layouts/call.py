@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -201,7 +200,6 @@ def without_batch_size(key: CallKey) -> CallKey | None:
     return found
 
 
-@cache
 def _is_torch_function(func: Callable[..., Any]) -> bool:
     """Whether a function belongs to torch itself, which does not treat any batch size differently."""
     if (name := _torch.get_operator_name(func)) is not None:

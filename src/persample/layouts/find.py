@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -176,7 +175,6 @@ _INDEXING_NAMES = re.compile(
 _LOOKUPS = {torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag, torch.embedding_bag}
 
 
-@cache
 def _has_indexing_name(func: Callable[..., Any]) -> bool:
     return _INDEXING_NAMES.search(get_op_name(func)) is not None
 

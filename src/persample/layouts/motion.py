@@ -24,13 +24,12 @@ class Motion:
             `zeros(B, H)`, a learned token that was expanded to the batch): position among the tensors, and layout.
         depends_on_values: the motion was found from the values of the arguments, so it must not be cached.
 
-    The other attributes are a cache that `persample.forward` keeps here, because it has the same key: what it knows
-    about calls that move the samples in this way.
+    The other attributes are a cache of `persample.forward`, which has the same keys as motions:
 
         plans: plans for uses of weights, by the positions of the weights among the tensors.
         use: the plan for later calls with the same key that use parameters; None if each call must be planned.
-        simple: where the samples lie in the result, if calls with the same key do nothing else than to return one new
-            tensor; None if that is not known.
+        simple: where the samples lie in the result, if calls with the same key only return one new tensor; None if
+            that is not known.
     """
 
     results: tuple[Where | None, ...]

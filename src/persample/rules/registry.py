@@ -74,7 +74,7 @@ def _find_key(func: Callable[..., Any]) -> Callable[..., Any] | str:
     return _torch.get_operator_name(func) or func
 
 
-# Runs a use by a handler that is neither a Rule nor a Rewrite: `adapter(tracker, handler, op, weights)`.
+# Runs a use by a handler that is neither a Rule nor a Rewrite: `adapter(tracker, handler, call, weights)`.
 Adapter = Callable[[Any, Any, Any, Mapping[int, Tensor]], Any]
 
 _ADAPTERS: dict[type, Adapter] = {}
