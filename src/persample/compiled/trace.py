@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from persample import _torch
 from persample._internal import tracing
+from persample._internal.rng import fork_rng
 from persample._internal.tree import find_tensors, map_tensors
 from persample.errors import PerSampleError, find_place
 from persample.layouts import Call
@@ -123,7 +124,7 @@ class Trace(_torch.TorchDispatchMode):
         # Every function accepts zeros as indices and targets. The strides are kept, because they may matter.
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         is_number = tensor.is_floating_point() or tensor.is_complex()
-        with torch.random.fork_rng([]):
+        with fork_rng():
             memory = (torch.rand if is_number else torch.zeros)(size, device=tensor.device).to(tensor.dtype)
         invented = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).detach()
         invented.requires_grad_(tensor.requires_grad)
