@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,12 +126,3 @@ def test_the_generic_rule_is_used_if_an_unexpected_argument_has_samples() -> Non
     expected = case.loop_gradients(module, args, kwargs, B)
     persample.register_rule(shift)(lambda grad, input, weight, steps=1: {"weight": Dense(weight)})
     assert_rows_close(record(module, *args), expected)
-
-
-def test_the_example_in_the_docs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "rules.md").read_text()
-    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
-    scope: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, scope)
-    scope["test_snake"]()
