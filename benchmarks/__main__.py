@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import growth, report, run, timing
+from benchmarks import growth, regression, report, run, timing
 from benchmarks.engines import ENGINES, QUANTITIES
 from benchmarks.machine import machine
 from benchmarks.workloads import WORKLOADS
@@ -39,8 +39,12 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parts.add_argument("--time", action="store_true", help="ratios to plain, engines interleaved in one process")
     parts.add_argument("--memory", action="store_true", help="peak memory, in a process for each engine and quantity")
     parts.add_argument("--growth", action="store_true", help="both, with the batch, length, width and vocabulary")
-    parts.add_argument("--regression", action="store_true", help="our ratios on one thread, which the tests compare to")
+    parts.add_argument("--regression", action="store_true", help="our ratios on one thread, which --check compares to")
     parts.add_argument("--plot", action="store_true", help="pictures of what the results directory holds")
+    check = (
+        f"fail if a ratio of ours on one thread is {regression.ALLOWED:g} times the published one; measure nothing else"
+    )
+    parser.add_argument("--check", action="store_true", help=check)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, and {', '.join(WEIGHED)} only")
     parser.add_argument("--only", default="", metavar="TEXT", help="workloads whose name contains this")
     parser.add_argument("--quantities", type=_names(QUANTITIES), metavar="A,B", help=f"of {', '.join(QUANTITIES)}")
@@ -70,10 +74,12 @@ def _names(known: Iterable[str]) -> Any:
     return chosen
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes what the arguments ask for."""
+def main(arguments: list[str] | None = None) -> int:
+    """Measures, prints and writes what the arguments ask for. The result is the exit code."""
     options = options_of(arguments)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    if options.check:
+        return check_published(options)
     if {"time", "memory"} & set(options.parts):
         workloads(options)
     if "growth" in options.parts:
@@ -87,6 +93,17 @@ def main(arguments: list[str] | None = None) -> None:
 
         for picture in plots.draw(options.output):
             print(f"drew {picture}")
+    return 0
+
+
+def check_published(options: argparse.Namespace) -> int:
+    """Compare our ratios with the published ones."""
+    published = regression.read_published(RESULTS)
+    slowdowns = regression.find_slowdowns(published, options.only)
+    for name, ratios in slowdowns.items():
+        print(f"{name}: times of a plain step {ratios}, published {published[name]}")
+    print("too slow" if slowdowns else "no ratio is too large")
+    return 1 if slowdowns else 0
 
 
 def workloads(options: argparse.Namespace) -> None:
@@ -147,4 +164,4 @@ def write(directory: Path | None, name: str, figures: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    main()
+    sys.exit(main())

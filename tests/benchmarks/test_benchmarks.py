@@ -1,16 +1,15 @@
-"""The benchmark itself: it notices what is wrong, and our ratios to a plain step have not grossly worsened."""
+"""The benchmark itself: it checks the answers of the engines, and forms ratios within a round."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import run, timing
-from benchmarks.__main__ import RESULTS, options_of
+from benchmarks import regression, run, timing
+from benchmarks.__main__ import RESULTS, main, options_of
 from benchmarks.check import examine
 from benchmarks.engines import ENGINES, Engine, Plain
 from benchmarks.engines.base import RowsEngine
@@ -19,8 +18,7 @@ from benchmarks.rows import Rows
 from benchmarks.targets import TIME
 from benchmarks.workloads import WORKLOADS, Workload
 
-PUBLISHED = json.loads((RESULTS / "regression.json").read_text())["ratios"]
-GROSS = 2.0  # times the published ratio
+PUBLISHED = regression.read_published(RESULTS)
 
 
 def _small() -> tuple[nn.Module, Tensor, Tensor]:
@@ -140,6 +138,7 @@ def test_a_step_starts_with_nothing_left() -> None:
 
 
 def test_slow_engines_take_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "ENDLESS", float("inf"))
     assert timing.measure(SMALL, "norms", [Loop(SMALL)], rounds=9, patience=0)["loop"].rounds == timing.FEWEST
     monkeypatch.setattr(timing, "ENDLESS", 0)
     assert timing.measure(SMALL, "norms", [Loop(SMALL)], rounds=9, patience=0)["loop"].rounds == 1
@@ -159,20 +158,49 @@ def test_every_workload_has_targets_and_a_published_ratio() -> None:
     assert list(TIME) == names and list(PUBLISHED) == names
 
 
-@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: workload.short)
-def test_no_gross_loss_of_speed(workload: Workload) -> None:
-    """At most twice the published ratio; what is above is measured again, with more rounds."""
-    published = PUBLISHED[workload.short]
+class Measure:
+    """Stands for a measurement; returns one table after the other, with the quantities that are asked for."""
+
+    def __init__(self, *tables: dict[str, float]) -> None:
+        self.tables = list(tables)
+        self.rounds: list[int] = []
+
+    def __call__(self, workload: Workload, quantities: Iterable[str], rounds: int) -> dict[str, float]:
+        self.rounds.append(rounds)
+        table = self.tables.pop(0)
+        return {quantity: table[quantity] for quantity in quantities}
+
+
+@pytest.mark.parametrize(
+    ("tables", "slow"),
+    [
+        ([{"dense": 1.9, "norms": 5.9}], {}),
+        ([{"dense": 2.1, "norms": 5.9}, {"dense": 1.9}], {}),
+        ([{"dense": 2.1, "norms": 6.1}, {"dense": 2.2, "norms": 5.0}], {"dense": 2.2}),
+    ],
+    ids=["right", "not confirmed", "confirmed"],
+)
+def test_slowdowns_are_measured_twice(tables: list[dict[str, float]], slow: dict[str, float]) -> None:
+    measure = Measure(*tables)
+    assert regression.confirm_slowdowns(SMALL, {"dense": 1.0, "norms": 3.0}, measure) == slow
+    assert measure.rounds == [regression.ROUNDS, regression.MORE_ROUNDS][: len(tables)] and not measure.tables
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_check_fails_if_a_ratio_is_too_large(
+    slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = WORKLOADS[0]
+    found = {"norms": 2.5 * PUBLISHED[workload.short]["norms"]} if slow else {}
+    monkeypatch.setattr(regression, "confirm_slowdowns", lambda workload, published: found)
+    assert main(["--check", "--only", workload.name]) == int(slow)
+    printed = capsys.readouterr().out
+    assert ("too slow" in printed and f"{workload.short}: times of a plain step" in printed) == slow
+
+
+def test_no_thread_setting_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        lost = _above(published, run.our_ratios(workload, published, rounds=3))
-        if lost:
-            lost = _above(published, run.our_ratios(workload, lost, rounds=11))
-    finally:
-        torch.set_num_threads(threads)
-    assert not lost, f"times of a plain step {lost}, published {published}"
-
-
-def _above(published: dict[str, float], found: dict[str, float]) -> dict[str, float]:
-    return {quantity: ratio for quantity, ratio in found.items() if ratio > GROSS * published[quantity]}
+    seen: list[int] = []
+    monkeypatch.setattr(regression, "confirm_slowdowns", lambda *_: seen.append(torch.get_num_threads()) or {})
+    assert not regression.find_slowdowns(PUBLISHED, WORKLOADS[0].name)
+    assert set(seen) == {1} and torch.get_num_threads() == threads

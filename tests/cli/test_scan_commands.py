@@ -24,6 +24,8 @@ from tests.support.processes import torchrun
 
 TASKS = """
 import time
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -63,8 +65,12 @@ def no_loss():
     return model(), data(), None
 
 def slow():
+    calls = []
     def loss_fn(model, batch):
-        time.sleep(0.1)
+        calls.append(1)
+        while len(calls) > 3 and not Path("continue").exists():  # until the test lets it continue
+            Path("waiting").touch()
+            time.sleep(0.01)
         return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return model(), data(64), loss_fn
 
@@ -175,16 +181,17 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
 def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
     process = subprocess.Popen(command, cwd=tasks.parent, stderr=subprocess.PIPE, text=True)
-    while not (tasks.parent / "out" / "scan.json").exists():
+    while not (tasks.parent / "waiting").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    time.sleep(0.3)
+    assert (tasks.parent / "out" / "scan.json").exists()
     process.send_signal(signal.SIGINT)
     message = process.communicate()[1]
     assert process.returncode == 130 and message == "persample scan: stopped\n"
     assert main(["report", "out"]) == 2
     message = capsys.readouterr().err
     assert "is not finished" in message and "Run it again to continue" in message
+    Path("continue").touch()
     assert main(command[3:]) == 0
 
 
