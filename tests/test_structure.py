@@ -147,3 +147,13 @@ def test_public_names() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = persample.nothing  # type: ignore[attr-defined]
     assert torch.__version__.startswith("2.13")
+
+
+def test_importing_needs_torch_alone() -> None:
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['numpy', 'sklearn', 'scipy', 'pyarrow', 'PIL', 'matplotlib'])); "
+        "import persample, persample.cli, torch; "
+        "m = torch.nn.Linear(2, 2); persample.call_for_per_sample_grads(m)(torch.ones(3, 2)).sum().backward(); "
+        "assert m.weight.grad_sample.shape == (3, 2, 2)"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

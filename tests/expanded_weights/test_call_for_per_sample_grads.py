@@ -6,12 +6,14 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
-from persample import call_for_per_sample_grads
+from persample import ExpandedWeight, call_for_per_sample_grads
 from persample.testing.oracle import assert_rows_close, compute_test_loss, find_tensors
-from tests.support.case import Case
-from tests.support.cases import CASES
-from tests.support.modules import read_state
+from tests.support.case import Case, loop_gradients
+from tests.support.cases import CASES, B, D, T
+from tests.support.modules import clear_grad_samples, get_grad_samples, read_state
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -79,3 +81,64 @@ def test_gradient_of_the_input_is_the_plain_one(case: Case) -> None:
         call_for_per_sample_grads(module, **case.options)(inputs, *args[1:], **kwargs), case.out_dim
     ).backward()
     torch.testing.assert_close(inputs.grad, expected)
+
+
+def test_a_wrapper_called_again_without_clearing_raises() -> None:
+    module = nn.Linear(D, D)
+    call = call_for_per_sample_grads(module)
+    call(torch.randn(B, D)).sum().backward()
+    with pytest.raises(RuntimeError, match="clear out the grad_sample parameter of weight"):
+        call(torch.randn(B, D))
+    clear_grad_samples(module)
+    x = torch.randn(B + 1, D)
+    compute_test_loss(call(x), 0).backward()
+    assert_rows_close(get_grad_samples(module), loop_gradients(module, x), 1e-5)
+
+
+def test_two_calls_of_one_loss_add_up() -> None:
+    module = nn.Linear(D, D).double()
+    call = call_for_per_sample_grads(module)
+    a, b = torch.randn(2, B, D).double()
+    (compute_test_loss(call(a), 0) + compute_test_loss(call(b), 0)).backward()
+    first, second = loop_gradients(module, a), loop_gradients(module, b)
+    assert_rows_close(get_grad_samples(module), {name: first[name] + second[name] for name in first})
+
+
+def test_two_calls_with_different_batches_do_not_broadcast() -> None:
+    call = call_for_per_sample_grads(nn.Linear(D, D))
+    loss = call(torch.randn(B, D)).sum() + call(torch.randn(1, D)).sum()
+    with pytest.raises(RuntimeError, match="cannot be added"):
+        loss.backward()
+
+
+def test_the_pad_row_gets_nothing_from_a_bare_weight_either() -> None:
+    w = torch.randn(4, D, requires_grad=True)
+    ids = torch.tensor([[0, 1, 1], [2, 1, 0]])
+    F.embedding(ids, ExpandedWeight(w, 2, "sum"), padding_idx=1).sum().backward()
+    assert w.grad_sample[:, 1].abs().max() == 0
+    assert w.grad_sample[0, 0].eq(1).all()
+
+
+def test_same_model_again_with_another_batch_size() -> None:
+    module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double()
+    for batch in (3, 5, 1, 3):
+        x = torch.randn(batch, T, D).double()
+        compute_test_loss(call_for_per_sample_grads(module)(x), 0).backward()
+        assert_rows_close(get_grad_samples(module), loop_gradients(module, x))
+        clear_grad_samples(module)
+
+
+def test_dropout_draws_from_the_same_stream() -> None:
+    module = nn.Sequential(nn.Linear(D, 50), nn.Dropout(0.5), nn.Linear(50, D))
+    x = torch.randn(B, D)
+    torch.manual_seed(3)
+    plain = module(x)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    output = call_for_per_sample_grads(module)(x)
+    assert torch.equal(output, plain)
+    assert torch.equal(torch.get_rng_state(), state)
+    output.sum().backward()
+    plain.sum().backward()
+    for p in module.parameters():
+        torch.testing.assert_close(p.grad_sample.sum(0), p.grad)

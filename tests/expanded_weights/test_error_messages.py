@@ -22,8 +22,13 @@ from persample.expanded_weights import (
     set_grad_sample_if_exists,
     unpack_expanded_weight_or_tensor,
 )
+from tests.support.expanded_weights import (
+    BATCH,
+    make_expanded,
+    make_rows,
+    make_weight,
+)
 
-BATCH = 5
 MIXTURE = "ExpandedWeights currently does not support a mixture of ExpandedWeight parameters and normal Parameters"
 CONFLICTING_BATCH_FIRST = "Got conflicting batch_first arguments in the same layer"
 INPUT_IS_EXPANDED = (
@@ -57,18 +62,6 @@ def raises(message: str) -> Any:
     """A RuntimeError that starts with the whole message; "..." at its end stands for some words."""
     fixed, dots, _ = message.partition("...")
     return pytest.raises(RuntimeError, match=f"^{re.escape(fixed)}" + (r"\S" if dots else r"(?!\w)"))
-
-
-def weight(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def expanded(*shape: int, batch: int = BATCH, reduction: str = "sum") -> ExpandedWeight:
-    return ExpandedWeight(weight(*shape), batch, reduction)
-
-
-def rows(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
 
 
 # ---- building the wrapper ----
@@ -173,13 +166,13 @@ class NoPytree:
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
-        pytest.param((rows(3, 4), rows(BATCH, 4)), {}, id="args"),
-        pytest.param((rows(3, 4),), {"y": rows(BATCH, 4)}, id="args and kwargs"),
-        pytest.param((), {"x": rows(3, 4), "y": rows(BATCH, 4)}, id="kwargs"),
-        pytest.param(([rows(3, 4), {"y": (1, rows(BATCH, 4))}],), {}, id="nested in args"),
-        pytest.param((rows(3, 4),), {"y": {"z": [None, rows(BATCH, 4)]}}, id="nested in kwargs"),
-        pytest.param((rows(3, 4), rows(3, 4), rows(BATCH, 4)), {}, id="only the last"),
-        pytest.param((NoPytree(rows(7, 4)), rows(3, 4), rows(BATCH, 4)), {}, id="next to a dataclass"),
+        pytest.param((make_rows(3, 4), make_rows(BATCH, 4)), {}, id="args"),
+        pytest.param((make_rows(3, 4),), {"y": make_rows(BATCH, 4)}, id="args and kwargs"),
+        pytest.param((), {"x": make_rows(3, 4), "y": make_rows(BATCH, 4)}, id="kwargs"),
+        pytest.param(([make_rows(3, 4), {"y": (1, make_rows(BATCH, 4))}],), {}, id="nested in args"),
+        pytest.param((make_rows(3, 4),), {"y": {"z": [None, make_rows(BATCH, 4)]}}, id="nested in kwargs"),
+        pytest.param((make_rows(3, 4), make_rows(3, 4), make_rows(BATCH, 4)), {}, id="only the last"),
+        pytest.param((NoPytree(make_rows(7, 4)), make_rows(3, 4), make_rows(BATCH, 4)), {}, id="next to a dataclass"),
     ],
 )
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -198,8 +191,8 @@ def test_tensors_that_disagree_on_the_batch_size(
         pytest.param((), {}, id="nothing"),
         pytest.param((3, "text", None), {"y": 2.0}, id="no tensors"),
         pytest.param(([], {"y": ()}), {}, id="empty pytrees"),
-        pytest.param((NoPytree(rows(BATCH, 4)),), {}, id="dataclass"),
-        pytest.param((), {"x": [NoPytree(rows(BATCH, 4))]}, id="nested dataclass in kwargs"),
+        pytest.param((NoPytree(make_rows(BATCH, 4)),), {}, id="dataclass"),
+        pytest.param((), {"x": [NoPytree(make_rows(BATCH, 4))]}, id="nested dataclass in kwargs"),
     ],
 )
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -213,9 +206,9 @@ def test_no_tensor_to_read_the_batch_size_from(
 @pytest.mark.parametrize(
     ("args", "options"),
     [
-        pytest.param((rows(BATCH, 4), [rows(BATCH, 2)]), {}, id="agreeing in dim 0"),
-        pytest.param((rows(2, BATCH, 4), rows(7, BATCH)), {"batch_first": False}, id="agreeing in dim 1"),
-        pytest.param((rows(BATCH, 4), rows(3, 4)), {"batch_size": BATCH}, id="disagreeing but given"),
+        pytest.param((make_rows(BATCH, 4), [make_rows(BATCH, 2)]), {}, id="agreeing in dim 0"),
+        pytest.param((make_rows(2, BATCH, 4), make_rows(7, BATCH)), {"batch_first": False}, id="agreeing in dim 1"),
+        pytest.param((make_rows(BATCH, 4), make_rows(3, 4)), {"batch_size": BATCH}, id="disagreeing but given"),
     ],
 )
 def test_a_batch_size_that_is_known(args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -226,12 +219,12 @@ def test_a_batch_size_that_is_known(args: tuple[Any, ...], options: dict[str, An
 
 def test_an_input_with_no_samples() -> None:
     with raises("0 is not a valid batch size for Expanded Weights but got input tensor of ..."):
-        call_for_per_sample_grads(TakesAnything())(rows(0, 4))
+        call_for_per_sample_grads(TakesAnything())(make_rows(0, 4))
 
 
 def test_a_given_batch_size_that_the_input_does_not_have() -> None:
     with raises(batch_size_mismatch(3, BATCH)):
-        call_for_per_sample_grads(TakesAnything(), batch_size=BATCH)(rows(3, 4)).sum().backward()
+        call_for_per_sample_grads(TakesAnything(), batch_size=BATCH)(make_rows(3, 4)).sum().backward()
 
 
 def test_a_packed_sequence_with_fewer_samples_than_the_given_batch_size() -> None:
@@ -279,15 +272,15 @@ def test_expanded_weight_of_a_tensor_without_grad(tensor: Tensor) -> None:
         ("t", Tensor.t),
         ("relu", F.relu),
         ("cumsum", lambda w: torch.cumsum(w, 0)),
-        ("matmul", lambda w: torch.matmul(rows(BATCH, 4), w)),
-        ("bilinear", lambda w: F.bilinear(rows(BATCH, 4), rows(BATCH, 4), w)),
-        ("cat", lambda w: torch.cat([rows(4, 4), w])),
+        ("matmul", lambda w: torch.matmul(make_rows(BATCH, 4), w)),
+        ("bilinear", lambda w: F.bilinear(make_rows(BATCH, 4), make_rows(BATCH, 4), w)),
+        ("cat", lambda w: torch.cat([make_rows(4, 4), w])),
         ("__getitem__", lambda w: w[0]),
     ],
 )
 def test_a_function_without_a_rule(name: str, function: Callable[[Tensor], Any]) -> None:
     with raises(f"Expanded Weights encountered but cannot handle function {name}") as caught:
-        function(expanded(4, 4))
+        function(make_expanded(4, 4))
     assert "call_for_per_sample_grads" in str(caught.value)
 
 
@@ -315,13 +308,13 @@ class Call:
     requires_rank: bool = False  # a check of its own refuses an input without dims
 
     def input(self, batch: int = BATCH) -> Tensor:
-        return torch.zeros(batch, *self.sample).long() if self.name == "embedding" else rows(batch, *self.sample)
+        return torch.zeros(batch, *self.sample).long() if self.name == "embedding" else make_rows(batch, *self.sample)
 
     def expanded(self, **options: Any) -> ExpandedWeight:
-        return expanded(*self.weight, **options)
+        return make_expanded(*self.weight, **options)
 
     def expanded_bias(self, **options: Any) -> ExpandedWeight:
-        return expanded(self.weight[0], **options)
+        return make_expanded(self.weight[0], **options)
 
     def __str__(self) -> str:
         return self.name
@@ -369,7 +362,7 @@ def both_ways_except(excluded: Callable[[Call], bool]) -> Any:
 @every_call
 def test_input_that_is_an_expanded_weight(way: Any, call: Call) -> None:
     with raises(INPUT_IS_EXPANDED):
-        call.call(way, expanded(BATCH, *call.sample), call.expanded(), None)
+        call.call(way, make_expanded(BATCH, *call.sample), call.expanded(), None)
 
 
 @pytest.mark.parametrize("input", [3, None, [torch.ones(BATCH, 4)]])
@@ -457,24 +450,24 @@ def test_mixture_with_a_plain_parameter(call: Call, plain: str) -> None:
 @pytest.mark.parametrize("helper", [set_grad_sample_if_exists, unpack_expanded_weight_or_tensor])
 def test_mixture_in_helpers(helper: Callable[..., Any]) -> None:
     with raises(MIXTURE):
-        helper(weight(3), lambda original: original)
+        helper(make_weight(3), lambda original: original)
 
 
 def test_batch_in_dim_1_is_compared_there() -> None:
-    weight = expanded(3, 4)
+    weight = make_expanded(3, 4)
     weight.set_batch_first(False)
     for way in (directly, by_helper):
         with raises(batch_size_mismatch(7, BATCH)):
-            way(F.linear, rows(BATCH, 7, 4), weight)
-        way(F.linear, rows(7, BATCH, 4), weight)
+            way(F.linear, make_rows(BATCH, 7, 4), weight)
+        way(F.linear, make_rows(7, BATCH, 4), weight)
 
 
 @pytest.mark.parametrize("flags", [(True, False), (False, True)])
 def test_conflicting_batch_first(flags: tuple[bool, bool]) -> None:
-    weights = expanded(3, 4), expanded(3)
+    weights = make_expanded(3, 4), make_expanded(3)
     for weight, flag in zip(weights, flags, strict=True):
         weight.set_batch_first(flag)
-    x = rows(BATCH, BATCH, 4)
+    x = make_rows(BATCH, BATCH, 4)
     with raises(CONFLICTING_BATCH_FIRST):
         is_batch_first([x, *weights])
     with raises(CONFLICTING_BATCH_FIRST):
@@ -491,14 +484,14 @@ def test_linear_of_too_low_a_rank(rank: int) -> None:
     with raises(
         f"Input does not have a batch dimension. Expanded Weights expected input of at least rank 2, got of rank {rank}"
     ):
-        F.linear(rows(*(4,) * rank), expanded(3, 4))
+        F.linear(make_rows(*(4,) * rank), make_expanded(3, 4))
 
 
 @pytest.mark.parametrize("dims", CONVOLUTIONS)
 def test_convolution_without_a_batch(dims: int) -> None:
     call = conv_call(dims)
     with raises("Expanded Weights only support convolution with batched input, got ..."):
-        call.call(directly, rows(*call.sample), call.expanded(), None)
+        call.call(directly, make_rows(*call.sample), call.expanded(), None)
 
 
 @pytest.mark.parametrize("dims", CONVOLUTIONS)
@@ -515,7 +508,7 @@ def test_convolution_with_an_unknown_padding(dims: int, padding: str, by_keyword
 
 def test_embedding_of_ids_in_one_dim() -> None:
     with raises("Expanded Weights needs an input with a batch size, got a 1D tensor, ..."):
-        F.embedding(torch.arange(BATCH), expanded(7, 3))
+        F.embedding(torch.arange(BATCH), make_expanded(7, 3))
 
 
 @pytest.mark.parametrize("shape", [(4,), (BATCH, 4), (BATCH, 2, 4)])
@@ -524,7 +517,7 @@ def test_layer_norm_over_the_batch(shape: tuple[int, ...]) -> None:
         "Expanded Weights: Layer norm should not normalize over batch dimension for per sample gradient computations "
         "but got ..."
     ):
-        F.layer_norm(rows(*shape), shape, expanded(*shape))
+        F.layer_norm(make_rows(*shape), shape, make_expanded(*shape))
 
 
 # ---- the recurrent functions ----
@@ -536,11 +529,11 @@ every_recurrent = pytest.mark.parametrize("func", GATES, ids=lambda func: func._
 def recurrent_weights(func: Callable[..., Any]) -> list[Any]:
     """Expanded weights of one layer, from width 4 to width 3."""
     gates = 3 * GATES[func]
-    return [expanded(gates, 4), expanded(gates, 3), expanded(gates), expanded(gates)]
+    return [make_expanded(gates, 4), make_expanded(gates, 3), make_expanded(gates), make_expanded(gates)]
 
 
 def run_recurrent(func: Callable[..., Any], weights: list[Any], input: Tensor, batch: int, batch_first: bool) -> Any:
-    state = rows(1, batch, 3)
+    state = make_rows(1, batch, 3)
     return func(input, (state, state) if func is torch.lstm else state, weights, True, 1, 0.0, True, False, batch_first)
 
 
@@ -548,7 +541,7 @@ def run_recurrent(func: Callable[..., Any], weights: list[Any], input: Tensor, b
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("found", [BATCH - 1, BATCH + 1])
 def test_recurrent_input_of_another_batch_size(func: Callable[..., Any], batch_first: bool, found: int) -> None:
-    input = rows(found, BATCH, 4) if batch_first else rows(BATCH, found, 4)
+    input = make_rows(found, BATCH, 4) if batch_first else make_rows(BATCH, found, 4)
     with raises(batch_size_mismatch(found, BATCH)):
         run_recurrent(func, recurrent_weights(func), input, found, batch_first)
 
@@ -556,7 +549,7 @@ def test_recurrent_input_of_another_batch_size(func: Callable[..., Any], batch_f
 @every_recurrent
 def test_recurrent_input_that_is_an_expanded_weight(func: Callable[..., Any]) -> None:
     with raises(INPUT_IS_EXPANDED):
-        run_recurrent(func, recurrent_weights(func), expanded(2, BATCH, 4), BATCH, False)
+        run_recurrent(func, recurrent_weights(func), make_expanded(2, BATCH, 4), BATCH, False)
 
 
 @every_recurrent
@@ -566,7 +559,7 @@ def test_recurrent_weights_with_conflicting_loss_reductions(func: Callable[..., 
     with raises(
         "Expected ExpandedWeights to all have the same loss_reduction argument but got one with sum and one with mean"
     ):
-        run_recurrent(func, weights, rows(2, BATCH, 4), BATCH, False)
+        run_recurrent(func, weights, make_rows(2, BATCH, 4), BATCH, False)
 
 
 @every_recurrent
@@ -575,4 +568,4 @@ def test_recurrent_mixture_with_a_plain_parameter(func: Callable[..., Any], plai
     weights = recurrent_weights(func)
     weights[plain] = weights[plain].orig_weight
     with raises(MIXTURE):
-        run_recurrent(func, weights, rows(2, BATCH, 4), BATCH, False)[0].sum().backward()
+        run_recurrent(func, weights, make_rows(2, BATCH, 4), BATCH, False)[0].sum().backward()

@@ -1,8 +1,8 @@
-"""The ExpandedWeight tensor, the helpers, and rules that somebody else wrote in the old convention."""
+"""Rules in the convention of torch's expanded weights: an autograd.Function for each torch function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-import persample
-import persample.expanded_weights
 from persample.expanded_weights import (
     HANDLED_FUNCTIONS,
     ExpandedWeight,
@@ -25,313 +23,16 @@ from persample.expanded_weights import (
     sum_over_all_but_batch_and_last_n,
     unpack_expanded_weight_or_tensor,
 )
-from persample.testing.oracle import stack_gradients
+from tests.support.expanded_weights import (
+    BATCH,
+    compute_loss,
+    loop_over_samples,
+    make_expanded,
+    make_rows,
+    make_weight,
+)
 
-BATCH = 3
 every_reduction = pytest.mark.parametrize("reduction", ["sum", "mean"])
-
-
-@pytest.fixture(autouse=True)
-def registry_as_before() -> Iterator[None]:
-    before = dict(HANDLED_FUNCTIONS)
-    yield
-    HANDLED_FUNCTIONS.clear()
-    HANDLED_FUNCTIONS.update(before)
-
-
-@pytest.fixture(autouse=True)
-def same_numbers_every_time() -> None:
-    torch.manual_seed(0)
-
-
-def weight(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
-
-
-def rows(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def expanded(*shape: int, reduction: str = "sum") -> ExpandedWeight:
-    return ExpandedWeight(weight(*shape), BATCH, reduction)
-
-
-def sample_loss(output: Tensor) -> Tensor:
-    """A loss whose gradient differs everywhere."""
-    return (output.sin() * torch.arange(1, 1 + output[0].numel()).view_as(output[0])).sum()
-
-
-def loss_of(output: Tensor, reduction: str, batch_dim: int = 0) -> Tensor:
-    """The sum or mean of the samples' losses."""
-    total = torch.stack([sample_loss(part) for part in output.split(1, batch_dim)]).sum()
-    return total / output.shape[batch_dim] if reduction == "mean" else total
-
-
-def loop(
-    function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], batch_dim: int = 0
-) -> list[Tensor]:
-    """The weights' per-sample gradients by plain autograd, sample after sample."""
-    samples = zip(*(x.detach().split(1, batch_dim) for x in inputs), strict=True)
-    losses = (sample_loss(function(*parts, *weights)) for parts in samples)
-    return list(stack_gradients(losses, {str(i): weight for i, weight in enumerate(weights)}).values())
-
-
-# ---- names ----
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "ExpandedWeight",
-        "HANDLED_FUNCTIONS",
-        "call_for_per_sample_grads",
-        "forward_helper",
-        "implements_per_sample_grads",
-        "is_batch_first",
-        "set_grad_sample_if_exists",
-        "standard_kwargs",
-        "sum_over_all_but_batch_and_last_n",
-        "unpack_expanded_weight_or_tensor",
-    ],
-)
-def test_name_is_exported(name: str) -> None:
-    assert name in persample.expanded_weights.__all__
-    assert hasattr(persample.expanded_weights, name)
-
-
-@pytest.mark.parametrize("name", ["ExpandedWeight", "call_for_per_sample_grads", "implements_per_sample_grads"])
-def test_name_is_exported_from_the_package_too(name: str) -> None:
-    assert name in persample.__all__
-    assert getattr(persample, name) is getattr(persample.expanded_weights, name)
-
-
-def test_the_registry_is_the_tensors_own() -> None:
-    assert ExpandedWeight.handled_functions is HANDLED_FUNCTIONS
-
-
-@pytest.mark.parametrize(
-    "func",
-    [
-        F.linear,
-        F.conv1d,
-        F.conv2d,
-        F.conv3d,
-        F.embedding,
-        F.layer_norm,
-        F.group_norm,
-        F.instance_norm,
-        torch.rnn_tanh,
-        torch.rnn_relu,
-        torch.lstm,
-        torch.gru,
-    ],
-    ids=lambda func: func.__name__,
-)
-def test_function_has_a_rule(func: Callable[..., Any]) -> None:
-    assert HANDLED_FUNCTIONS[func] is not None
-
-
-# ---- the tensor ----
-
-
-def test_it_is_a_tensor_on_the_storage_of_its_original() -> None:
-    w = weight(2, 3)
-    e = ExpandedWeight(w, BATCH, "sum")
-    assert isinstance(e, Tensor)
-    with torch._C.DisableTorchFunctionSubclass():
-        assert Tensor.data_ptr(e) == w.data_ptr()
-
-
-def test_a_change_of_the_original_is_seen() -> None:
-    w, x = weight(2, 3), rows(BATCH, 3)
-    e = ExpandedWeight(w, BATCH, "sum")
-    with torch.no_grad():
-        w.fill_(2.0)
-    assert torch.equal(e.data, torch.full((2, 3), 2.0, dtype=torch.float64))
-    assert torch.equal(F.linear(x, e), F.linear(x, w))
-
-
-@every_reduction
-def test_what_it_is_built_of(reduction: str) -> None:
-    w = nn.Parameter(torch.ones(2, 3))
-    e = ExpandedWeight(w, 7, reduction)
-    assert e.orig_weight is w
-    assert (e.batch_size, e.loss_reduction) == (7, reduction)
-    assert e.batch_first is True
-    assert e.allow_smaller_batches is False
-
-
-def test_setters() -> None:
-    e = expanded(2, 3)
-    e.set_batch_first(False)
-    e.set_allow_smaller_batches(True)
-    assert (e.batch_first, e.allow_smaller_batches) == (False, True)
-    e.set_batch_first()
-    e.set_allow_smaller_batches(False)
-    assert (e.batch_first, e.allow_smaller_batches) == (True, False)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.half, torch.complex128])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_answers_for_the_original(dtype: torch.dtype, device: str) -> None:
-    w = torch.ones(2, 3, 4, dtype=dtype, device=device, requires_grad=True).transpose(0, 1)
-    e = ExpandedWeight(w, BATCH, "sum")
-    assert e.shape == torch.Size([3, 2, 4])
-    assert (e.dtype, e.device, e.is_cuda) == (dtype, torch.device(device), False)
-    assert (e.size(), e.size(1), e.dim()) == (torch.Size([3, 2, 4]), 2, 3)
-    assert (e.data_ptr(), e.get_device()) == (w.data_ptr(), w.get_device())
-
-
-def test_data_is_that_of_the_original() -> None:
-    w = weight(2, 3)
-    data = ExpandedWeight(w, BATCH, "sum").data
-    assert type(data) is Tensor
-    assert not data.requires_grad
-    assert torch.equal(data, w)
-    assert data.data_ptr() == w.data_ptr()
-
-
-@pytest.mark.parametrize("text_of", [repr, str, "{}".format])
-def test_text_shows_the_values(text_of: Callable[[Tensor], str]) -> None:
-    text = text_of(ExpandedWeight(torch.tensor([12.5, -0.25], requires_grad=True), BATCH, "sum"))
-    assert "ExpandedWeight" in text
-    assert "12.5" in text and "-0.25" in text
-
-
-def test_flattening_for_cudnn_answers_none() -> None:
-    assert torch._cudnn_rnn_flatten_weight([expanded(4, 3)], 4, 3, 2, 4, 0, 1, False, False) is None
-
-
-def test_recurrent_function_of_weights_with_the_batch_in_dim_1() -> None:
-    weights, x, state = [weight(9, 4), weight(9, 3)], rows(2, BATCH, 4), rows(1, BATCH, 3)
-
-    def gru(x: Tensor, state: Tensor, *weights: Tensor) -> Tensor:
-        return torch.gru(x, state, weights, False, 1, 0.0, True, False, False)[0]
-
-    expanded_weights = [ExpandedWeight(w, BATCH, "sum") for w in weights]
-    for e in expanded_weights:
-        e.set_batch_first(False)
-    loss_of(gru(x, state, *expanded_weights), "sum", batch_dim=1).backward()
-    torch.testing.assert_close([w.grad_sample for w in weights], loop(gru, [x, state], weights, batch_dim=1))
-
-
-# ---- the helpers ----
-
-
-@pytest.mark.parametrize(
-    ("names", "flat", "args", "kwargs"),
-    [
-        ((), (1, 2), (1, 2), {}),
-        (("bias",), (1, 2, 3), (1, 2), {"bias": 3}),
-        (["weight", "bias"], [1, None, 3], (1,), {"weight": None, "bias": 3}),
-        (("input", "weight"), (1, 2), (), {"input": 1, "weight": 2}),
-        ((), (), (), {}),
-    ],
-)
-def test_standard_kwargs_splits_a_flattened_call(names: Any, flat: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    found_args, found_kwargs = standard_kwargs(names, flat)
-    assert tuple(found_args) == args
-    assert found_kwargs == kwargs
-
-
-def test_forward_helper_runs_on_the_originals() -> None:
-    w, b, x = expanded(4, 3), expanded(4), rows(BATCH, 3)
-    plain = F.linear(x, w.orig_weight, b.orig_weight)
-    for result in (forward_helper(F.linear, (x, w, b), {}), forward_helper(F.linear, [x, w], {"bias": b})):
-        assert type(result) is Tensor
-        assert torch.equal(result, plain)
-
-
-def test_forward_helper_hands_the_originals_themselves_over() -> None:
-    w, x = expanded(4, 3), rows(BATCH, 3)
-    received: list[Any] = []
-    forward_helper(lambda *args, **kwargs: received.extend([*args, *kwargs.values()]), (x, w, 2), {"again": w})
-    assert [id(value) for value in received] == [id(value) for value in (x, w.orig_weight, 2, w.orig_weight)]
-
-
-@pytest.mark.parametrize("flag", [True, False])
-def test_is_batch_first_asks_the_expanded_weights(flag: bool) -> None:
-    weights = [expanded(2), expanded(3)]
-    for w in weights:
-        w.set_batch_first(flag)
-    assert is_batch_first(weights) is flag
-    assert is_batch_first((rows(2), weights[0], None, 3)) is flag
-
-
-@pytest.mark.parametrize("args", [[], (rows(2), 3, None), [weight(2)]])
-def test_is_batch_first_without_expanded_weights(args: Any) -> None:
-    assert is_batch_first(args) is None
-
-
-@every_reduction
-def test_set_grad_sample_scales_by_the_batch_size_and_adds(reduction: str) -> None:
-    e = expanded(2, reduction=reduction)
-    first, second = rows(BATCH, 2), rows(BATCH, 2)
-    scale = BATCH if reduction == "mean" else 1
-    set_grad_sample_if_exists(e, lambda original: first)
-    torch.testing.assert_close(e.orig_weight.grad_sample, scale * first, rtol=0, atol=0)
-    set_grad_sample_if_exists(ExpandedWeight(e.orig_weight, BATCH, reduction), lambda original: second)
-    torch.testing.assert_close(e.orig_weight.grad_sample, scale * (first + second))
-
-
-def test_set_grad_sample_asks_for_a_function_of_the_original() -> None:
-    e = expanded(2)
-    asked: list[Any] = []
-
-    def gradient(original: Tensor) -> Tensor:
-        asked.append(original)
-        return torch.zeros(BATCH, 2)
-
-    set_grad_sample_if_exists(e, gradient)
-    assert len(asked) == 1 and asked[0] is e.orig_weight
-
-
-@pytest.mark.parametrize("value", [None, 3, "text", torch.ones(2), (1, 2)])
-def test_set_grad_sample_does_nothing_for_what_has_none(value: Any) -> None:
-    set_grad_sample_if_exists(value, lambda original: pytest.fail("asked for a gradient"))
-    assert not hasattr(value, "grad_sample")
-
-
-@every_reduction
-def test_set_grad_sample_of_a_smaller_batch_has_zeros_for_the_rest(reduction: str) -> None:
-    e = expanded(2, reduction=reduction)
-    e.set_allow_smaller_batches(True)
-    contribution = rows(BATCH - 1, 2)
-    set_grad_sample_if_exists(e, lambda original: contribution)
-    scale = BATCH if reduction == "mean" else 1
-    expected = torch.cat([scale * contribution, torch.zeros(1, 2, dtype=torch.float64)])
-    torch.testing.assert_close(e.orig_weight.grad_sample, expected, rtol=0, atol=0)
-
-
-def test_unpack_gives_the_original_or_a_plain_tensor_without_grad() -> None:
-    e, plain = expanded(2), rows(2)
-    assert unpack_expanded_weight_or_tensor(e) is e.orig_weight
-    assert unpack_expanded_weight_or_tensor(plain) is plain
-    assert torch.equal(unpack_expanded_weight_or_tensor(e, torch.neg), -e.orig_weight)
-    assert torch.equal(unpack_expanded_weight_or_tensor(plain, func=torch.neg), -plain)
-
-
-@pytest.mark.parametrize("value", [None, 3, (1, 2)])
-def test_unpack_gives_none_for_what_is_no_tensor(value: Any) -> None:
-    assert unpack_expanded_weight_or_tensor(value) is None
-    assert unpack_expanded_weight_or_tensor(value, lambda original: pytest.fail("called")) is None
-
-
-@pytest.mark.parametrize(
-    ("shape", "kept", "letters"),
-    [
-        ((3, 4), 1, "bi->bi"),
-        ((3, 4, 5), 1, "bti->bi"),
-        ((3, 2, 4, 5), 1, "bsti->bi"),
-        ((3, 2, 4, 5), 2, "bsij->bij"),
-        ((3, 4, 5), 2, "bij->bij"),
-        ((3, 4, 5), 0, "bij->b"),
-        ((3,), 0, "b->b"),
-    ],
-)
-def test_sum_over_all_but_batch_and_last_n(shape: tuple[int, ...], kept: int, letters: str) -> None:
-    tensor = rows(*shape)
-    torch.testing.assert_close(sum_over_all_but_batch_and_last_n(tensor, kept), torch.einsum(letters, tensor))
 
 
 # ---- rules in the old convention ----
@@ -449,7 +150,7 @@ def input_gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], reduction: str
 ) -> Any:
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return torch.autograd.grad(loss_of(function(*leaves, *weights), reduction), leaves)
+    return torch.autograd.grad(compute_loss(function(*leaves, *weights), reduction), leaves)
 
 
 def run(
@@ -463,7 +164,7 @@ def run(
         module = Applied(function, *weights)
         output = call_for_per_sample_grads(module, loss_reduction=reduction)(*inputs)
         parameters = list(module.weights)
-    loss_of(output, reduction).backward()
+    compute_loss(output, reduction).backward()
     return output, parameters
 
 
@@ -474,7 +175,7 @@ def check_against_loop(
     inputs = [x.requires_grad_() for x in inputs]
     output, parameters = run(way, function, inputs, weights, reduction)
     torch.testing.assert_close(output, function(*inputs, *weights))
-    for parameter, expected in zip(parameters, loop(function, inputs, weights), strict=True):
+    for parameter, expected in zip(parameters, loop_over_samples(function, inputs, weights), strict=True):
         torch.testing.assert_close(parameter.grad_sample, expected)
         assert parameter.grad is None
     for x, expected in zip(inputs, input_gradients(function, inputs, weights, reduction), strict=True):
@@ -508,14 +209,14 @@ def linear_of_itself(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 def test_rule_takes_the_place_of_ours(
     old_linear: type[OldLinear], way: str, reduction: str, function: Any, calls: int, between: tuple[int, ...]
 ) -> None:
-    check_against_loop(way, function, [rows(BATCH, *between, 4)], [weight(4, 4), weight(4)], reduction)
+    check_against_loop(way, function, [make_rows(BATCH, *between, 4)], [make_weight(4, 4), make_weight(4)], reduction)
     assert old_linear.seen == [True] * calls
 
 
 @every_way
 @every_reduction
 def test_rule_of_a_function_that_had_none(old_mul: type[OldMul], way: str, reduction: str) -> None:
-    check_against_loop(way, torch.mul, [rows(BATCH, 2, 4)], [weight(4)], reduction)
+    check_against_loop(way, torch.mul, [make_rows(BATCH, 2, 4)], [make_weight(4)], reduction)
     assert old_mul.calls == 1
 
 
@@ -528,7 +229,9 @@ def test_rule_of_a_function_of_two_inputs(
     def function(x: Tensor, z: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.bilinear(x, z, w, bias=b) if by_keyword else F.bilinear(x, z, w, b)
 
-    check_against_loop(way, function, [rows(BATCH, 2), rows(BATCH, 5)], [weight(4, 2, 5), weight(4)], reduction)
+    check_against_loop(
+        way, function, [make_rows(BATCH, 2), make_rows(BATCH, 5)], [make_weight(4, 2, 5), make_weight(4)], reduction
+    )
     assert old_bilinear.calls == 1
 
 
@@ -537,13 +240,13 @@ def test_module_whose_layers_have_old_and_our_rules(
     old_linear: type[OldLinear], old_bilinear: type[OldBilinear], reduction: str
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)).double()
-    x, names = rows(BATCH, 4), [name for name, _ in model.named_parameters()]
+    x, names = make_rows(BATCH, 4), [name for name, _ in model.named_parameters()]
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
         return torch.func.functional_call(model, dict(zip(names, weights, strict=True)), x)
 
-    expected = loop(function, [x], list(model.parameters()))
-    loss_of(call_for_per_sample_grads(model, loss_reduction=reduction)(x), reduction).backward()
+    expected = loop_over_samples(function, [x], list(model.parameters()))
+    compute_loss(call_for_per_sample_grads(model, loss_reduction=reduction)(x), reduction).backward()
     for parameter, rows_expected in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad_sample, rows_expected)
     assert (old_linear.seen, old_bilinear.calls) == ([True, True], 0)
@@ -554,13 +257,13 @@ def test_bare_weight_used_by_an_old_rule_and_by_ours(old_linear: type[OldLinear]
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(F.linear(x, w), (4, 4), w)
 
-    check_against_loop("bare", function, [rows(BATCH, 4, 4)], [weight(4, 4)], reduction)
+    check_against_loop("bare", function, [make_rows(BATCH, 4, 4)], [make_weight(4, 4)], reduction)
     assert old_linear.seen == [True]
 
 
 @every_way
 def test_frozen_weight_is_left_alone(old_linear: type[OldLinear], way: str) -> None:
-    x, w, frozen = rows(BATCH, 4), weight(3, 4), rows(3)
+    x, w, frozen = make_rows(BATCH, 4), make_weight(3, 4), make_rows(3)
     if way == "bare":
         output = F.linear(x, ExpandedWeight(w, BATCH, "sum"), frozen)
     else:
@@ -568,8 +271,8 @@ def test_frozen_weight_is_left_alone(old_linear: type[OldLinear], way: str) -> N
         module.weight, module.bias = nn.Parameter(w), nn.Parameter(frozen, requires_grad=False)
         w, frozen = module.weight, module.bias
         output = call_for_per_sample_grads(module)(x)
-    loss_of(output, "sum").backward()
-    torch.testing.assert_close(w.grad_sample, loop(lambda x, w: F.linear(x, w, frozen), [x], [w])[0])
+    compute_loss(output, "sum").backward()
+    torch.testing.assert_close(w.grad_sample, loop_over_samples(lambda x, w: F.linear(x, w, frozen), [x], [w])[0])
     assert not hasattr(frozen, "grad_sample")
     assert old_linear.seen == [True]
 
@@ -580,22 +283,22 @@ def test_batch_in_dim_1_of_a_wrapped_call(old_linear: type[OldLinear], reduction
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(x.tanh(), w, b)
 
-    module, x = Applied(function, weight(3, 4), weight(3)), rows(*shape)
-    expected = loop(function, [x], list(module.weights), batch_dim=1)
+    module, x = Applied(function, make_weight(3, 4), make_weight(3)), make_rows(*shape)
+    expected = loop_over_samples(function, [x], list(module.weights), batch_dim=1)
     output = call_for_per_sample_grads(module, loss_reduction=reduction, batch_first=False)(x)
-    loss_of(output, reduction, batch_dim=1).backward()
+    compute_loss(output, reduction, batch_dim=1).backward()
     torch.testing.assert_close([p.grad_sample for p in module.weights], expected)
     assert old_linear.seen == [False]
 
 
 @every_reduction
 def test_bare_weights_with_the_batch_in_dim_1(old_linear: type[OldLinear], reduction: str) -> None:
-    w, b, x = weight(3, 4), weight(3), rows(5, BATCH, 4)
+    w, b, x = make_weight(3, 4), make_weight(3), make_rows(5, BATCH, 4)
     expanded_weights = [ExpandedWeight(p, BATCH, reduction) for p in (w, b)]
     for e in expanded_weights:
         e.set_batch_first(False)
-    loss_of(F.linear(x, *expanded_weights), reduction, batch_dim=1).backward()
-    torch.testing.assert_close([w.grad_sample, b.grad_sample], loop(F.linear, [x], [w, b], batch_dim=1))
+    compute_loss(F.linear(x, *expanded_weights), reduction, batch_dim=1).backward()
+    torch.testing.assert_close([w.grad_sample, b.grad_sample], loop_over_samples(F.linear, [x], [w, b], batch_dim=1))
     assert old_linear.seen == [False]
 
 
@@ -605,7 +308,9 @@ def test_a_layer_that_sees_time_first_is_told_so(old_linear: type[OldLinear], re
     def time_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(x.transpose(0, 1), w, b).transpose(0, 1)
 
-    check_against_loop("wrapped", time_first, [rows(batch, BATCH, 4)], [weight(3, 4), weight(3)], reduction)
+    check_against_loop(
+        "wrapped", time_first, [make_rows(batch, BATCH, 4)], [make_weight(3, 4), make_weight(3)], reduction
+    )
     assert old_linear.seen == [False]
 
 
@@ -616,22 +321,22 @@ class Doubled(nn.Module):
 
 @every_reduction
 def test_rule_for_a_weight_that_is_computed_from_a_parameter(old_linear: type[OldLinear], reduction: str) -> None:
-    module, x = nn.Linear(4, 3, bias=False).double(), rows(BATCH, 4)
+    module, x = nn.Linear(4, 3, bias=False).double(), make_rows(BATCH, 4)
     parametrize.register_parametrization(module, "weight", Doubled())
     parameter = module.parametrizations.weight.original
-    expected = loop(lambda x, w: F.linear(x, w.exp() * 2), [x], [parameter])
-    loss_of(call_for_per_sample_grads(module, loss_reduction=reduction)(x), reduction).backward()
+    expected = loop_over_samples(lambda x, w: F.linear(x, w.exp() * 2), [x], [parameter])
+    compute_loss(call_for_per_sample_grads(module, loss_reduction=reduction)(x), reduction).backward()
     torch.testing.assert_close(parameter.grad_sample, expected[0])
     assert old_linear.seen == [True]
 
 
 def test_checks_of_the_helper_reach_the_user(old_linear: type[OldLinear]) -> None:
     with pytest.raises(RuntimeError, match=f"batch size of {BATCH + 1} with ExpandedWeight of batch size {BATCH}"):
-        F.linear(rows(BATCH + 1, 4), expanded(3, 4))
+        F.linear(make_rows(BATCH + 1, 4), make_expanded(3, 4))
 
 
 @every_way
 def test_without_the_rule_ours_is_back(way: str) -> None:
     OldLinear.seen = []
-    check_against_loop(way, F.linear, [rows(BATCH, 4)], [weight(3, 4), weight(3)], "sum")
+    check_against_loop(way, F.linear, [make_rows(BATCH, 4)], [make_weight(3, 4), make_weight(3)], "sum")
     assert OldLinear.seen == []

@@ -80,6 +80,11 @@ class Case:
         return self.name
 
 
+def loop_gradients(module: nn.Module, x: Tensor) -> Gradients:
+    """Per-sample gradients of `compute_test_loss(module(x))`, by a loop over the samples with plain autograd."""
+    return Case("", lambda: module, list).loop_gradients(module, (x,), {}, len(x))
+
+
 def _to_double(value: Any) -> Any:
     if is_dataclass(value):
         return type(value)(**{key: _to_double(part) for key, part in vars(value).items()})  # type: ignore[operator]

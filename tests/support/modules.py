@@ -25,3 +25,13 @@ def read_state(module: nn.Module) -> dict[str, Any]:
 def flatten_rows(rows: Mapping[str, Tensor]) -> Tensor:
     """`{name: (batch, *shape)}` as one matrix with a row for each sample."""
     return torch.cat([r.reshape(len(r), -1) for r in rows.values()], 1)
+
+
+def get_grad_samples(module: nn.Module) -> dict[str, Tensor]:
+    """The `grad_sample` of each parameter that has one."""
+    return {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
+
+
+def clear_grad_samples(module: nn.Module) -> None:
+    for p in module.parameters():
+        del p.grad_sample
