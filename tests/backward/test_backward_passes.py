@@ -17,14 +17,14 @@ from tests.support.cases import CASES, B, Calls, D, T, param
 from tests.support.modules import get_grad_samples
 
 
-def test_a_second_backward_raises_as_usual() -> None:
+def test_second_backward_raises() -> None:
     loss = call_for_per_sample_grads(nn.Linear(D, D))(torch.randn(B, D)).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
 
-def test_a_second_backward_over_a_retained_graph_adds_as_usual() -> None:
+def test_second_backward_over_a_retained_graph_accumulates() -> None:
     module, x = nn.Linear(D, D).double(), torch.randn(B, D).double()
     loss = compute_test_loss(call_for_per_sample_grads(module)(x), 0)
     loss.backward(retain_graph=True)
@@ -44,7 +44,7 @@ def test_a_second_backward_over_a_retained_graph_adds_as_usual() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_input_changed_in_place_raises(module: nn.Module, shape: tuple[int, ...]) -> None:
+def test_input_changed_in_place_raises(module: nn.Module, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     output = call_for_per_sample_grads(module)(x)
     x.add_(1)
@@ -52,7 +52,7 @@ def test_an_input_changed_in_place_raises(module: nn.Module, shape: tuple[int, .
         (output[0] if isinstance(output, tuple) else output).sum().backward()
 
 
-def test_a_gradient_penalty_is_refused() -> None:
+def test_gradient_penalty_is_refused() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
     x = torch.randn(B, D, requires_grad=True)
     output = call_for_per_sample_grads(module)(x)
@@ -60,7 +60,7 @@ def test_a_gradient_penalty_is_refused() -> None:
         torch.autograd.grad(output.sum(), x, create_graph=True)
 
 
-def test_a_gradient_of_the_input_alone_leaves_no_grad_sample() -> None:
+def test_gradient_of_the_input_only_sets_no_grad_sample() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1)).double()
     x = torch.randn(B, D, requires_grad=True, dtype=torch.float64)
     loss = compute_test_loss(call_for_per_sample_grads(module)(x), 0)
@@ -70,7 +70,7 @@ def test_a_gradient_of_the_input_alone_leaves_no_grad_sample() -> None:
     assert_rows_close(get_grad_samples(module), loop_gradients(module, x.detach()))
 
 
-def test_a_failed_backward_leaves_nothing_behind() -> None:
+def test_failed_backward_delivers_nothing() -> None:
     module, x = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double(), torch.randn(B, D).double()
     failing = [True]
 
@@ -112,12 +112,12 @@ def test_activations_are_freed_after_backward(case: Case) -> None:
     for hook in hooks:
         hook.remove()
     gc.collect()
-    assert loss.grad_fn is not None  # the graph is still there: what it had saved must not be
+    assert loss.grad_fn is not None  # the graph exists, but its saved tensors must be freed
     assert len(made) > 1
     assert all(ref() is None for ref in made)
 
 
-def test_a_gradient_that_is_not_contiguous() -> None:
+def test_gradient_that_is_not_contiguous() -> None:
     module = nn.Conv2d(3, 4, 2)
     x, weights = torch.randn(B, 3, 5, 5), torch.randn(4, 4, 4, B)
     (call_for_per_sample_grads(module)(x) * weights.permute(3, 0, 1, 2)).sum().backward()
@@ -126,7 +126,7 @@ def test_a_gradient_that_is_not_contiguous() -> None:
         torch.testing.assert_close(module.weight.grad_sample[n], expected)
 
 
-def test_gradient_expanded_from_a_sum() -> None:
+def test_gradient_that_is_expanded() -> None:
     module = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
     x = torch.randn(B, 3, 5, 5).to(memory_format=torch.channels_last)
     call_for_per_sample_grads(module)(x).sum().backward()
@@ -134,8 +134,8 @@ def test_gradient_expanded_from_a_sum() -> None:
     torch.testing.assert_close(module.weight.grad_sample[1], expected)
 
 
-def test_a_part_that_all_samples_lack() -> None:
-    """A layer that is called with no rows has zeros for every sample, in the shape of its weights."""
+def test_layer_that_no_sample_uses() -> None:
+    """A layer that is called with no rows has zero gradients for every sample."""
 
     def forward(m: Any, h: Tensor, there: Tensor) -> Tensor:
         out = m.a(h)

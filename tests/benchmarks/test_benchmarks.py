@@ -21,16 +21,16 @@ from benchmarks.workloads import WORKLOADS, Workload
 PUBLISHED = regression.read_published(RESULTS)
 
 
-def _small() -> tuple[nn.Module, Tensor, Tensor]:
+def make_small() -> tuple[nn.Module, Tensor, Tensor]:
     model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
     return model, torch.randn(4, 6), torch.randint(3, (4,))
 
 
-SMALL = Workload("small", _small, "small")
+SMALL = Workload("small", make_small, "small")
 
 
 class Shuffled(Loop):
-    """Gives the right rows to the wrong samples: its sums are right."""
+    """Rows in the wrong order; sums are right."""
 
     name = "shuffled"
 
@@ -57,7 +57,7 @@ class Undefined(Loop):
 
 
 class ClippedByWrongNorms(Loop):
-    """Has norms that are off by a hundredth: a clipped sum hardly shows it."""
+    """Norms with an error of one percent, which hardly changes a clipped sum."""
 
     name = "clipped by wrong norms"
 
@@ -73,7 +73,7 @@ class Erring(RowsEngine):
 
 
 class OnlyAdapted(Loop):
-    """Takes the model in another form only."""
+    """Supports only an adapted model."""
 
     name = "only adapted"
 
@@ -84,45 +84,45 @@ class OnlyAdapted(Loop):
         return super().dense() if self.note else {}
 
 
-def failures(engine: type[Engine]) -> dict[str, str]:
+def find_failures(engine: type[Engine]) -> dict[str, str]:
     return examine(SMALL, [engine], engine.offers)[engine.name].failures
 
 
 @pytest.mark.parametrize("name", ["loop", "torch.func", "ExpandedWeights", "ours", "ours, 2 passes"])
 def test_right_engines_are_accepted(name: str) -> None:
-    assert set(failures(ENGINES[name]).values()) == {""}
+    assert set(find_failures(ENGINES[name]).values()) == {""}
 
 
 @pytest.mark.parametrize("engine", [Shuffled, Doubled])
-def test_a_wrong_engine_shows(engine: type[Engine]) -> None:
-    assert set(failures(engine).values()) == {"wrong"}
+def test_wrong_engines_are_found(engine: type[Engine]) -> None:
+    assert set(find_failures(engine).values()) == {"wrong"}
     assert examine(SMALL, [engine], ["clip"])[engine.name].failures == {"clip": "wrong"}
 
 
-def test_nan_is_wrong_and_says_nothing_of_other_quantities() -> None:
-    found = failures(Undefined)
+def test_nan_is_wrong_for_one_quantity_only() -> None:
+    found = find_failures(Undefined)
     assert found["norms"] == "wrong" and found["dense"] == ""
 
 
-def test_wrong_norms_are_wrong_clipping() -> None:
-    assert failures(ClippedByWrongNorms)["clip"] == "wrong"
+def test_wrong_norms_make_clipping_wrong() -> None:
+    assert find_failures(ClippedByWrongNorms)["clip"] == "wrong"
     assert examine(SMALL, [ClippedByWrongNorms], ["clip"])["clipped by wrong norms"].failures == {"clip": "wrong"}
 
 
-def test_an_erring_engine_shows_its_error_and_has_no_time() -> None:
-    assert set(failures(Erring).values()) == {"error: ZeroDivisionError"}
+def test_engine_that_raises_has_an_error_and_no_time() -> None:
+    assert set(find_failures(Erring).values()) == {"error: ZeroDivisionError"}
     times, _ = run.measure(SMALL, [Erring, Loop, Shuffled], ["dense"], [], rounds=2)
     assert times["dense"]["erring"] == {"failure": "error: ZeroDivisionError"}
     assert times["dense"]["shuffled"] == {"failure": "wrong"}
     assert times["dense"]["loop"]["ratio"] > 0 and times["dense"]["loop"]["rounds"] == 2
 
 
-def test_an_adapted_model_is_noted() -> None:
+def test_adapted_model_has_a_note() -> None:
     found = examine(SMALL, [OnlyAdapted], ["dense"])["only adapted"]
     assert found.failures == {"dense": ""} and found.note == "another form"
 
 
-def test_a_ratio_is_formed_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_are_formed_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that becomes ten times slower for a while changes no ratio."""
     durations: Iterator[float] = iter([9.0, 1.0, 3.0, 10.0, 30.0, 2.0, 6.0])  # a warm-up, then plain, engine, ...
     monkeypatch.setattr(timing, "seconds", lambda engine, quantity: next(durations))
@@ -131,7 +131,7 @@ def test_a_ratio_is_formed_within_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert found["loop"].ratio == 3 and found["loop"].quartiles == (3, 3) and found["loop"].rounds == 3
 
 
-def test_a_step_starts_with_nothing_left() -> None:
+def test_step_starts_without_gradients() -> None:
     plain = Plain(SMALL)
     timing.seconds(plain, "total")
     assert all(p.grad is None for p in plain.model.parameters())
@@ -198,7 +198,7 @@ def test_check_fails_if_a_ratio_is_too_large(
     assert ("too slow" in printed and f"{workload.short}: times of a plain step" in printed) == slow
 
 
-def test_no_thread_setting_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_threads_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     seen: list[int] = []
     monkeypatch.setattr(regression, "confirm_slowdowns", lambda *_: seen.append(torch.get_num_threads()) or {})

@@ -1,4 +1,4 @@
-"""call_for_per_sample_grads against the oracle, over the list of awkward modules."""
+"""call_for_per_sample_grads equals the loop for all test cases; repeated calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.modules import clear_grad_samples, get_grad_samples, read_sta
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_loop(case: Case) -> None:
+def test_gradients_equal_the_loop(case: Case) -> None:
     module, args, kwargs = case.build()
     batch = case.find_batch_size(args)
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
@@ -31,7 +31,7 @@ def test_against_the_loop(case: Case) -> None:
     compute_test_loss(outputs, case.out_dim).backward()
 
     for ours, theirs in zip(find_tensors(outputs), plain_outputs, strict=True):
-        assert torch.equal(ours, theirs), f"the output is off by {(ours - theirs).abs().max()}"
+        assert torch.equal(ours, theirs), f"the output differs by {(ours - theirs).abs().max()}"
     actual = {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
     assert_rows_close(actual, expected)
     after = read_state(module)
@@ -44,8 +44,8 @@ def test_against_the_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_oracle_itself(case: Case) -> None:
-    """Rows differ between samples, and add up to the ordinary gradient: a case that hides a bug is none."""
+def test_the_cases_cannot_hide_a_bug(case: Case) -> None:
+    """The rows of the loop differ between samples, and add up to the ordinary gradient."""
     module, args, kwargs = case.build()
     batch = case.find_batch_size(args)
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
@@ -59,7 +59,7 @@ def test_the_oracle_itself(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
-def test_mean_undoes_the_mean(case: Case) -> None:
+def test_loss_reduction_mean(case: Case) -> None:
     module, args, kwargs = case.build()
     batch = case.find_batch_size(args)
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, batch)
@@ -70,7 +70,7 @@ def test_mean_undoes_the_mean(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
-def test_gradient_of_the_input_is_the_plain_one(case: Case) -> None:
+def test_gradient_of_the_input(case: Case) -> None:
     module, args, kwargs = case.build()
     if not isinstance(args[0], torch.Tensor) or not args[0].dtype.is_floating_point or "out=" in case.name:
         pytest.skip("no gradient of the first argument to compare")
@@ -83,7 +83,7 @@ def test_gradient_of_the_input_is_the_plain_one(case: Case) -> None:
     torch.testing.assert_close(inputs.grad, expected)
 
 
-def test_a_wrapper_called_again_without_clearing_raises() -> None:
+def test_second_call_without_clearing_raises() -> None:
     module = nn.Linear(D, D)
     call = call_for_per_sample_grads(module)
     call(torch.randn(B, D)).sum().backward()
@@ -95,7 +95,7 @@ def test_a_wrapper_called_again_without_clearing_raises() -> None:
     assert_rows_close(get_grad_samples(module), loop_gradients(module, x), 1e-5)
 
 
-def test_two_calls_of_one_loss_add_up() -> None:
+def test_two_calls_in_one_loss_accumulate() -> None:
     module = nn.Linear(D, D).double()
     call = call_for_per_sample_grads(module)
     a, b = torch.randn(2, B, D).double()
@@ -104,14 +104,14 @@ def test_two_calls_of_one_loss_add_up() -> None:
     assert_rows_close(get_grad_samples(module), {name: first[name] + second[name] for name in first})
 
 
-def test_two_calls_with_different_batches_do_not_broadcast() -> None:
+def test_two_calls_with_different_batch_sizes_raise() -> None:
     call = call_for_per_sample_grads(nn.Linear(D, D))
     loss = call(torch.randn(B, D)).sum() + call(torch.randn(1, D)).sum()
     with pytest.raises(RuntimeError, match="cannot be added"):
         loss.backward()
 
 
-def test_the_pad_row_gets_nothing_from_a_bare_weight_either() -> None:
+def test_padding_row_of_a_bare_weight_has_zero_gradient() -> None:
     w = torch.randn(4, D, requires_grad=True)
     ids = torch.tensor([[0, 1, 1], [2, 1, 0]])
     F.embedding(ids, ExpandedWeight(w, 2, "sum"), padding_idx=1).sum().backward()
@@ -119,7 +119,7 @@ def test_the_pad_row_gets_nothing_from_a_bare_weight_either() -> None:
     assert w.grad_sample[0, 0].eq(1).all()
 
 
-def test_same_model_again_with_another_batch_size() -> None:
+def test_same_model_with_other_batch_sizes() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).double()
     for batch in (3, 5, 1, 3):
         x = torch.randn(batch, T, D).double()
@@ -128,7 +128,7 @@ def test_same_model_again_with_another_batch_size() -> None:
         clear_grad_samples(module)
 
 
-def test_dropout_draws_from_the_same_stream() -> None:
+def test_dropout_draws_the_same_random_numbers() -> None:
     module = nn.Sequential(nn.Linear(D, 50), nn.Dropout(0.5), nn.Linear(50, D))
     x = torch.randn(B, D)
     torch.manual_seed(3)

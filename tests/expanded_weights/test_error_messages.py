@@ -1,4 +1,4 @@
-"""Every error message of the expanded-weights interface, word for word."""
+"""All error messages of the interface of expanded weights, word for word."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ NOT_CLEARED = (
 )
 
 
-def batch_size_mismatch(found: int, expected: int) -> str:
+def describe_batch_size_mismatch(found: int, expected: int) -> str:
     return (
         f"Expected ExpandedWeights to have batch size matching input but got input batch size of {found} "
         f"with ExpandedWeight of batch size {expected}"
     )
 
 
-def disagreement(first: int, second: int) -> str:
+def describe_disagreement(first: int, second: int) -> str:
     return (
         f"When computing batch size, found at least one input with batch size {first} and one with batch size "
         f"{second}. Please specify it explicitly using the batch size kwarg in call_for_per_sample_grads"
@@ -59,15 +59,15 @@ def disagreement(first: int, second: int) -> str:
 
 
 def raises(message: str) -> Any:
-    """A RuntimeError that starts with the whole message; "..." at its end stands for some words."""
+    """Expect a RuntimeError that starts with the message; "..." at the end stands for more words."""
     fixed, dots, _ = message.partition("...")
     return pytest.raises(RuntimeError, match=f"^{re.escape(fixed)}" + (r"\S" if dots else r"(?!\w)"))
 
 
-# ---- building the wrapper ----
+# ---- arguments of call_for_per_sample_grads ----
 
 
-def used_linear() -> nn.Module:
+def make_used_linear() -> nn.Module:
     module = nn.Linear(4, 3)
     module.bias.grad_sample = torch.zeros(BATCH, 3)
     return module
@@ -75,13 +75,13 @@ def used_linear() -> nn.Module:
 
 @dataclass(frozen=True)
 class Wrong:
-    """One mistake in a call of call_for_per_sample_grads."""
+    """A wrong argument of call_for_per_sample_grads, and the message."""
 
     message: str
     module: Callable[[], Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
-    def and_also(self, other: Wrong) -> Wrong:
+    def combine(self, other: Wrong) -> Wrong:
         return Wrong(self.message, self.module or other.module, {**self.options, **other.options})
 
     def shares_an_argument_with(self, other: Wrong) -> bool:
@@ -100,13 +100,13 @@ IN_ORDER_OF_CHECKS = {
     "module": Wrong("Module passed must be nn.Module, got str", module=lambda: "module"),
     "batch size type": Wrong("Batch size passed must be None or an integer, got str", options={"batch_size": "-1"}),
     "batch size sign": Wrong("Batch size must be positive, got -1", options={"batch_size": -1}),
-    "grad_sample": Wrong(NOT_CLEARED, module=used_linear),
+    "grad_sample": Wrong(NOT_CLEARED, module=make_used_linear),
 }
 OTHER_VALUES = {
     "reduction None": Wrong(
         "Expected loss_reduction argument to be sum or mean, got None", None, {"loss_reduction": None}
     ),
-    "module a function": Wrong("Module passed must be nn.Module, got function", lambda: used_linear),
+    "module a function": Wrong("Module passed must be nn.Module, got function", lambda: make_used_linear),
     "module a tensor": Wrong("Module passed must be nn.Module, got Tensor", lambda: torch.ones(2)),
     "batch size a float": Wrong("Batch size passed must be None or an integer, got float", None, {"batch_size": 5.0}),
     "batch size zero": Wrong("Batch size must be positive, got 0", None, {"batch_size": 0}),
@@ -115,7 +115,7 @@ OTHER_VALUES = {
     ),
 }
 WRONG_TWICE = {
-    f"{first}, {second}": IN_ORDER_OF_CHECKS[first].and_also(IN_ORDER_OF_CHECKS[second])
+    f"{first}, {second}": IN_ORDER_OF_CHECKS[first].combine(IN_ORDER_OF_CHECKS[second])
     for first, second in itertools.combinations(IN_ORDER_OF_CHECKS, 2)
     if not IN_ORDER_OF_CHECKS[first].shares_an_argument_with(IN_ORDER_OF_CHECKS[second])
 }
@@ -124,18 +124,18 @@ WRONG_TWICE = {
 @pytest.mark.parametrize(
     "wrong", [*IN_ORDER_OF_CHECKS.values(), *OTHER_VALUES.values()], ids=[*IN_ORDER_OF_CHECKS, *OTHER_VALUES]
 )
-def test_building_with_a_mistake(wrong: Wrong) -> None:
+def test_wrong_argument(wrong: Wrong) -> None:
     with raises(wrong.message):
         wrong.build()
 
 
 @pytest.mark.parametrize("wrong", WRONG_TWICE.values(), ids=WRONG_TWICE)
-def test_of_two_mistakes_the_earlier_check_reports(wrong: Wrong) -> None:
+def test_first_of_two_wrong_arguments_is_reported(wrong: Wrong) -> None:
     with raises(wrong.message):
         wrong.build()
 
 
-def test_a_second_call_needs_cleared_grad_samples() -> None:
+def test_second_call_needs_cleared_grad_samples() -> None:
     module, x = nn.Linear(4, 3), torch.ones(BATCH, 4)
     call = call_for_per_sample_grads(module)
     call(x).sum().backward()
@@ -146,7 +146,7 @@ def test_a_second_call_needs_cleared_grad_samples() -> None:
     call(x)
 
 
-# ---- the batch size, from the arguments ----
+# ---- the batch size in the arguments ----
 
 
 class TakesAnything(nn.Module):
@@ -176,12 +176,10 @@ class NoPytree:
     ],
 )
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_tensors_that_disagree_on_the_batch_size(
-    args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool
-) -> None:
+def test_tensors_with_different_batch_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> None:
     if not batch_first:
         args, kwargs = torch.utils._pytree.tree_map_only(Tensor, Tensor.t, (args, kwargs))
-    with raises(disagreement(3, BATCH)):
+    with raises(describe_disagreement(3, BATCH)):
         call_for_per_sample_grads(TakesAnything(), batch_first=batch_first)(*args, **kwargs)
 
 
@@ -196,9 +194,7 @@ def test_tensors_that_disagree_on_the_batch_size(
     ],
 )
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_no_tensor_to_read_the_batch_size_from(
-    args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool
-) -> None:
+def test_no_tensor_with_a_batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_first: bool) -> None:
     with raises(NO_BATCH_FOUND):
         call_for_per_sample_grads(TakesAnything(), batch_first=batch_first)(*args, **kwargs)
 
@@ -211,25 +207,25 @@ def test_no_tensor_to_read_the_batch_size_from(
         pytest.param((make_rows(BATCH, 4), make_rows(3, 4)), {"batch_size": BATCH}, id="disagreeing but given"),
     ],
 )
-def test_a_batch_size_that_is_known(args: tuple[Any, ...], options: dict[str, Any]) -> None:
+def test_batch_size_that_is_found_or_given(args: tuple[Any, ...], options: dict[str, Any]) -> None:
     module = TakesAnything()
     call_for_per_sample_grads(module, **options)(*args).sum().backward()
     assert module.linear.weight.grad_sample.shape == (BATCH, 3, 4)
 
 
-def test_an_input_with_no_samples() -> None:
+def test_empty_batch() -> None:
     with raises("0 is not a valid batch size for Expanded Weights but got input tensor of ..."):
         call_for_per_sample_grads(TakesAnything())(make_rows(0, 4))
 
 
-def test_a_given_batch_size_that_the_input_does_not_have() -> None:
-    with raises(batch_size_mismatch(3, BATCH)):
+def test_given_batch_size_differs_from_the_input() -> None:
+    with raises(describe_batch_size_mismatch(3, BATCH)):
         call_for_per_sample_grads(TakesAnything(), batch_size=BATCH)(make_rows(3, 4)).sum().backward()
 
 
-def test_a_packed_sequence_with_fewer_samples_than_the_given_batch_size() -> None:
+def test_given_batch_size_differs_from_a_packed_sequence() -> None:
     packed = pack_sequence([torch.ones(3, 4), torch.ones(2, 4), torch.ones(2, 4)])
-    with raises(batch_size_mismatch(3, BATCH)):
+    with raises(describe_batch_size_mismatch(3, BATCH)):
         call_for_per_sample_grads(nn.GRU(4, 2), batch_size=BATCH)(packed)[0].data.sum().backward()
 
 
@@ -241,18 +237,16 @@ def test_a_packed_sequence_with_fewer_samples_than_the_given_batch_size() -> Non
         pytest.param(nn.LayerNorm((BATCH, 4)), (BATCH, 4), id="layer norm over the batch"),
     ],
 )
-def test_a_wrapped_module_refuses_an_input_that_leaves_no_sample_apart(
-    module: nn.Module, shape: tuple[int, ...]
-) -> None:
+def test_input_without_a_batch_dimension_of_a_wrapped_module(module: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(RuntimeError):
         call_for_per_sample_grads(module)(torch.randn(shape)).sum().backward()
 
 
-# ---- the tensor itself ----
+# ---- the tensor ----
 
 
 @pytest.mark.parametrize(("value", "name"), [([1.0], "list"), (None, "NoneType"), (nn.Linear(1, 1), "Linear")])
-def test_expanded_weight_of_what_is_no_tensor(value: Any, name: str) -> None:
+def test_expanded_weight_of_another_type(value: Any, name: str) -> None:
     with raises(f"Can only make Expanded Weights of Tensors, got {name}"):
         ExpandedWeight(value, BATCH, "sum")
 
@@ -278,13 +272,13 @@ def test_expanded_weight_of_a_tensor_without_grad(tensor: Tensor) -> None:
         ("__getitem__", lambda w: w[0]),
     ],
 )
-def test_a_function_without_a_rule(name: str, function: Callable[[Tensor], Any]) -> None:
+def test_function_without_a_rule(name: str, function: Callable[[Tensor], Any]) -> None:
     with raises(f"Expanded Weights encountered but cannot handle function {name}") as caught:
         function(make_expanded(4, 4))
     assert "call_for_per_sample_grads" in str(caught.value)
 
 
-# ---- what every rule checks ----
+# ---- checks of all rules ----
 
 
 def directly(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -297,15 +291,15 @@ def by_helper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """A function with a rule: `call(way, input, weight, bias)` calls it."""
+    """A function with a rule; `call(way, input, weight, bias)` calls it."""
 
     name: str
     weight: tuple[int, ...]
     sample: tuple[int, ...]
     call: Callable[..., Tensor]
     has_bias: bool = True
-    parses_input: bool = False  # torch itself refuses an input that is no tensor
-    requires_rank: bool = False  # a check of its own refuses an input without dims
+    parses_input: bool = False  # torch itself raises if the input is no tensor
+    requires_rank: bool = False  # the rule itself raises for an input without dimensions
 
     def input(self, batch: int = BATCH) -> Tensor:
         return torch.zeros(batch, *self.sample).long() if self.name == "embedding" else make_rows(batch, *self.sample)
@@ -323,7 +317,7 @@ class Call:
 CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
-def conv_call(dims: int) -> Call:
+def make_conv_call(dims: int) -> Call:
     func = CONVOLUTIONS[dims]
     return Call(
         f"conv{dims}d",
@@ -339,7 +333,7 @@ def conv_call(dims: int) -> Call:
 CALLS = [
     Call("linear", (3, 4), (4,), lambda way, x, w, b: way(F.linear, x, w, b), True, True, True),
     Call("linear, keywords", (3, 4), (4,), lambda way, x, w, b: way(F.linear, x, weight=w, bias=b), True, True, True),
-    *map(conv_call, CONVOLUTIONS),
+    *map(make_conv_call, CONVOLUTIONS),
     Call("embedding", (7, 3), (2,), lambda way, x, w, b: way(F.embedding, x, w), False, False, True),
     Call("layer_norm", (4,), (3, 4), lambda way, x, w, b: way(F.layer_norm, x, (4,), w, b), True, False, True),
     Call("group_norm", (4,), (4, 3), lambda way, x, w, b: way(F.group_norm, x, 2, w, b)),
@@ -352,7 +346,7 @@ every_call = pytest.mark.parametrize("call", CALLS, ids=str)
 every_call_with_bias = pytest.mark.parametrize("call", WITH_BIAS, ids=str)
 
 
-def both_ways_except(excluded: Callable[[Call], bool]) -> Any:
+def exclude_direct_calls(excluded: Callable[[Call], bool]) -> Any:
     by_call = [pytest.param(directly, call, id=f"{call}-directly") for call in CALLS if not excluded(call)]
     by_helpers = [pytest.param(by_helper, call, id=f"{call}-by_helper") for call in CALLS]
     return pytest.mark.parametrize(("way", "call"), by_call + by_helpers)
@@ -366,14 +360,14 @@ def test_input_that_is_an_expanded_weight(way: Any, call: Call) -> None:
 
 
 @pytest.mark.parametrize("input", [3, None, [torch.ones(BATCH, 4)]])
-@both_ways_except(lambda call: call.parses_input)
-def test_input_that_is_no_tensor(way: Any, call: Call, input: Any) -> None:
+@exclude_direct_calls(lambda call: call.parses_input)
+def test_input_of_another_type(way: Any, call: Call, input: Any) -> None:
     with raises("Expanded Weights requires a Tensor as the first input to get the batch dimension, got ..."):
         call.call(way, input, call.expanded(), None)
 
 
-@both_ways_except(lambda call: call.requires_rank)
-def test_input_without_dims(way: Any, call: Call) -> None:
+@exclude_direct_calls(lambda call: call.requires_rank)
+def test_input_without_dimensions(way: Any, call: Call) -> None:
     with raises("Expanded Weights requires a batch dimension but got an input of size 0 in function ..."):
         call.call(way, torch.tensor(1.0), call.expanded(), None)
 
@@ -393,20 +387,20 @@ def test_input_without_samples(way: Any, call: Call) -> None:
 def test_input_of_another_batch_size(way: Any, call: Call, found: int, smaller_allowed: bool) -> None:
     weight = call.expanded()
     weight.set_allow_smaller_batches(smaller_allowed)
-    with raises(batch_size_mismatch(found, BATCH)):
+    with raises(describe_batch_size_mismatch(found, BATCH)):
         call.call(way, call.input(found), weight, None)
 
 
 @every_way
 @every_call_with_bias
 def test_bias_of_another_batch_size(way: Any, call: Call) -> None:
-    with raises(batch_size_mismatch(BATCH, BATCH + 1)):
+    with raises(describe_batch_size_mismatch(BATCH, BATCH + 1)):
         call.call(way, call.input(), call.expanded(), call.expanded_bias(batch=BATCH + 1))
 
 
 @every_way
 @every_call
-def test_input_of_a_smaller_batch_size_where_allowed(way: Any, call: Call) -> None:
+def test_input_of_a_smaller_batch_size_if_allowed(way: Any, call: Call) -> None:
     weight, input = call.expanded(), call.input(BATCH - 2)
     weight.set_allow_smaller_batches(True)
     plain = call.call(directly, input, weight.orig_weight, None)
@@ -414,7 +408,7 @@ def test_input_of_a_smaller_batch_size_where_allowed(way: Any, call: Call) -> No
 
 
 @every_call
-def test_a_smaller_batch_leaves_zeros_for_the_samples_that_are_not_there(call: Call) -> None:
+def test_smaller_batch_is_padded_with_zeros(call: Call) -> None:
     weight, input = call.expanded(), call.input(BATCH - 2)
     weight.set_allow_smaller_batches(True)
     call.call(directly, input, weight, None).square().sum().backward()
@@ -453,11 +447,11 @@ def test_mixture_in_helpers(helper: Callable[..., Any]) -> None:
         helper(make_weight(3), lambda original: original)
 
 
-def test_batch_in_dim_1_is_compared_there() -> None:
+def test_batch_size_in_dimension_1() -> None:
     weight = make_expanded(3, 4)
     weight.set_batch_first(False)
     for way in (directly, by_helper):
-        with raises(batch_size_mismatch(7, BATCH)):
+        with raises(describe_batch_size_mismatch(7, BATCH)):
             way(F.linear, make_rows(BATCH, 7, 4), weight)
         way(F.linear, make_rows(7, BATCH, 4), weight)
 
@@ -476,7 +470,7 @@ def test_conflicting_batch_first(flags: tuple[bool, bool]) -> None:
         F.linear(x, weights[0], bias=weights[1])
 
 
-# ---- what one rule checks ----
+# ---- checks of single rules ----
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -489,7 +483,7 @@ def test_linear_of_too_low_a_rank(rank: int) -> None:
 
 @pytest.mark.parametrize("dims", CONVOLUTIONS)
 def test_convolution_without_a_batch(dims: int) -> None:
-    call = conv_call(dims)
+    call = make_conv_call(dims)
     with raises("Expanded Weights only support convolution with batched input, got ..."):
         call.call(directly, make_rows(*call.sample), call.expanded(), None)
 
@@ -498,7 +492,7 @@ def test_convolution_without_a_batch(dims: int) -> None:
 @pytest.mark.parametrize("padding", ["full", "SAME", ""])
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_convolution_with_an_unknown_padding(dims: int, padding: str, by_keyword: bool) -> None:
-    call, func = conv_call(dims), CONVOLUTIONS[dims]
+    call, func = make_conv_call(dims), CONVOLUTIONS[dims]
     with raises(f"got padding type of {padding}, only accept 'same' or 'valid'"):
         if by_keyword:
             func(call.input(), call.expanded(), padding=padding)
@@ -506,7 +500,7 @@ def test_convolution_with_an_unknown_padding(dims: int, padding: str, by_keyword
             func(call.input(), call.expanded(), None, 1, padding)
 
 
-def test_embedding_of_ids_in_one_dim() -> None:
+def test_embedding_of_ids_in_one_dimension() -> None:
     with raises("Expanded Weights needs an input with a batch size, got a 1D tensor, ..."):
         F.embedding(torch.arange(BATCH), make_expanded(7, 3))
 
@@ -520,13 +514,13 @@ def test_layer_norm_over_the_batch(shape: tuple[int, ...]) -> None:
         F.layer_norm(make_rows(*shape), shape, make_expanded(*shape))
 
 
-# ---- the recurrent functions ----
+# ---- recurrent functions ----
 
 GATES = {torch.lstm: 4, torch.gru: 3, torch.rnn_tanh: 1, torch.rnn_relu: 1}
 every_recurrent = pytest.mark.parametrize("func", GATES, ids=lambda func: func.__name__)
 
 
-def recurrent_weights(func: Callable[..., Any]) -> list[Any]:
+def make_recurrent_weights(func: Callable[..., Any]) -> list[Any]:
     """Expanded weights of one layer, from width 4 to width 3."""
     gates = 3 * GATES[func]
     return [make_expanded(gates, 4), make_expanded(gates, 3), make_expanded(gates), make_expanded(gates)]
@@ -542,19 +536,19 @@ def run_recurrent(func: Callable[..., Any], weights: list[Any], input: Tensor, b
 @pytest.mark.parametrize("found", [BATCH - 1, BATCH + 1])
 def test_recurrent_input_of_another_batch_size(func: Callable[..., Any], batch_first: bool, found: int) -> None:
     input = make_rows(found, BATCH, 4) if batch_first else make_rows(BATCH, found, 4)
-    with raises(batch_size_mismatch(found, BATCH)):
-        run_recurrent(func, recurrent_weights(func), input, found, batch_first)
+    with raises(describe_batch_size_mismatch(found, BATCH)):
+        run_recurrent(func, make_recurrent_weights(func), input, found, batch_first)
 
 
 @every_recurrent
 def test_recurrent_input_that_is_an_expanded_weight(func: Callable[..., Any]) -> None:
     with raises(INPUT_IS_EXPANDED):
-        run_recurrent(func, recurrent_weights(func), make_expanded(2, BATCH, 4), BATCH, False)
+        run_recurrent(func, make_recurrent_weights(func), make_expanded(2, BATCH, 4), BATCH, False)
 
 
 @every_recurrent
 def test_recurrent_weights_with_conflicting_loss_reductions(func: Callable[..., Any]) -> None:
-    weights = recurrent_weights(func)
+    weights = make_recurrent_weights(func)
     weights[3] = ExpandedWeight(weights[3].orig_weight, BATCH, "mean")
     with raises(
         "Expected ExpandedWeights to all have the same loss_reduction argument but got one with sum and one with mean"
@@ -565,7 +559,7 @@ def test_recurrent_weights_with_conflicting_loss_reductions(func: Callable[..., 
 @every_recurrent
 @pytest.mark.parametrize("plain", range(4))
 def test_recurrent_mixture_with_a_plain_parameter(func: Callable[..., Any], plain: int) -> None:
-    weights = recurrent_weights(func)
+    weights = make_recurrent_weights(func)
     weights[plain] = weights[plain].orig_weight
     with raises(MIXTURE):
         run_recurrent(func, weights, make_rows(2, BATCH, 4), BATCH, False)[0].sum().backward()

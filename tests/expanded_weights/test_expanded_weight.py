@@ -58,12 +58,12 @@ def test_name_is_exported(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ExpandedWeight", "call_for_per_sample_grads", "implements_per_sample_grads"])
-def test_name_is_exported_from_the_package_too(name: str) -> None:
+def test_name_is_exported_from_persample(name: str) -> None:
     assert name in persample.__all__
     assert getattr(persample, name) is getattr(persample.expanded_weights, name)
 
 
-def test_the_registry_is_the_tensors_own() -> None:
+def test_registry_is_an_attribute_of_the_tensor() -> None:
     assert ExpandedWeight.handled_functions is HANDLED_FUNCTIONS
 
 
@@ -92,7 +92,7 @@ def test_function_has_a_rule(func: Callable[..., Any]) -> None:
 # ---- the tensor ----
 
 
-def test_it_is_a_tensor_on_the_storage_of_its_original() -> None:
+def test_tensor_shares_the_storage_of_its_original() -> None:
     w = make_weight(2, 3)
     e = ExpandedWeight(w, BATCH, "sum")
     assert isinstance(e, Tensor)
@@ -100,7 +100,7 @@ def test_it_is_a_tensor_on_the_storage_of_its_original() -> None:
         assert Tensor.data_ptr(e) == w.data_ptr()
 
 
-def test_a_change_of_the_original_is_seen() -> None:
+def test_change_of_the_original_is_visible() -> None:
     w, x = make_weight(2, 3), make_rows(BATCH, 3)
     e = ExpandedWeight(w, BATCH, "sum")
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_change_of_the_original_is_seen() -> None:
 
 
 @every_reduction
-def test_what_it_is_built_of(reduction: str) -> None:
+def test_attributes(reduction: str) -> None:
     w = nn.Parameter(torch.ones(2, 3))
     e = ExpandedWeight(w, 7, reduction)
     assert e.orig_weight is w
@@ -131,7 +131,7 @@ def test_setters() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.half, torch.complex128])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_what_answers_for_the_original(dtype: torch.dtype, device: str) -> None:
+def test_properties_of_the_original(dtype: torch.dtype, device: str) -> None:
     w = torch.ones(2, 3, 4, dtype=dtype, device=device, requires_grad=True).transpose(0, 1)
     e = ExpandedWeight(w, BATCH, "sum")
     assert e.shape == torch.Size([3, 2, 4])
@@ -140,7 +140,7 @@ def test_what_answers_for_the_original(dtype: torch.dtype, device: str) -> None:
     assert (e.data_ptr(), e.get_device()) == (w.data_ptr(), w.get_device())
 
 
-def test_data_is_that_of_the_original() -> None:
+def test_data_is_the_data_of_the_original() -> None:
     w = make_weight(2, 3)
     data = ExpandedWeight(w, BATCH, "sum").data
     assert type(data) is Tensor
@@ -150,17 +150,17 @@ def test_data_is_that_of_the_original() -> None:
 
 
 @pytest.mark.parametrize("text_of", [repr, str, "{}".format])
-def test_text_shows_the_values(text_of: Callable[[Tensor], str]) -> None:
+def test_repr_shows_the_values(text_of: Callable[[Tensor], str]) -> None:
     text = text_of(ExpandedWeight(torch.tensor([12.5, -0.25], requires_grad=True), BATCH, "sum"))
     assert "ExpandedWeight" in text
     assert "12.5" in text and "-0.25" in text
 
 
-def test_flattening_for_cudnn_answers_none() -> None:
+def test_flattening_for_cudnn_returns_none() -> None:
     assert torch._cudnn_rnn_flatten_weight([make_expanded(4, 3)], 4, 3, 2, 4, 0, 1, False, False) is None
 
 
-def test_recurrent_function_of_weights_with_the_batch_in_dim_1() -> None:
+def test_recurrent_function_with_samples_in_dimension_1() -> None:
     weights, x, state = [make_weight(9, 4), make_weight(9, 3)], make_rows(2, BATCH, 4), make_rows(1, BATCH, 3)
 
     def gru(x: Tensor, state: Tensor, *weights: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_forward_helper_runs_on_the_originals() -> None:
         assert torch.equal(result, plain)
 
 
-def test_forward_helper_hands_the_originals_themselves_over() -> None:
+def test_forward_helper_passes_the_originals_themselves() -> None:
     w, x = make_expanded(4, 3), make_rows(BATCH, 3)
     received: list[Any] = []
     forward_helper(lambda *args, **kwargs: received.extend([*args, *kwargs.values()]), (x, w, 2), {"again": w})
@@ -210,7 +210,7 @@ def test_forward_helper_hands_the_originals_themselves_over() -> None:
 
 
 @pytest.mark.parametrize("flag", [True, False])
-def test_is_batch_first_asks_the_expanded_weights(flag: bool) -> None:
+def test_is_batch_first_reads_the_expanded_weights(flag: bool) -> None:
     weights = [make_expanded(2), make_expanded(3)]
     for w in weights:
         w.set_batch_first(flag)
@@ -224,7 +224,7 @@ def test_is_batch_first_without_expanded_weights(args: Any) -> None:
 
 
 @every_reduction
-def test_set_grad_sample_scales_by_the_batch_size_and_adds(reduction: str) -> None:
+def test_set_grad_sample_scales_by_the_batch_size_and_accumulates(reduction: str) -> None:
     e = make_expanded(2, reduction=reduction)
     first, second = make_rows(BATCH, 2), make_rows(BATCH, 2)
     scale = BATCH if reduction == "mean" else 1
@@ -234,7 +234,7 @@ def test_set_grad_sample_scales_by_the_batch_size_and_adds(reduction: str) -> No
     torch.testing.assert_close(e.orig_weight.grad_sample, scale * (first + second))
 
 
-def test_set_grad_sample_asks_for_a_function_of_the_original() -> None:
+def test_set_grad_sample_calls_the_function_with_the_original() -> None:
     e = make_expanded(2)
     asked: list[Any] = []
 
@@ -247,13 +247,13 @@ def test_set_grad_sample_asks_for_a_function_of_the_original() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", torch.ones(2), (1, 2)])
-def test_set_grad_sample_does_nothing_for_what_has_none(value: Any) -> None:
+def test_set_grad_sample_ignores_values_without_a_gradient(value: Any) -> None:
     set_grad_sample_if_exists(value, lambda original: pytest.fail("asked for a gradient"))
     assert not hasattr(value, "grad_sample")
 
 
 @every_reduction
-def test_set_grad_sample_of_a_smaller_batch_has_zeros_for_the_rest(reduction: str) -> None:
+def test_set_grad_sample_pads_a_smaller_batch_with_zeros(reduction: str) -> None:
     e = make_expanded(2, reduction=reduction)
     e.set_allow_smaller_batches(True)
     contribution = make_rows(BATCH - 1, 2)
@@ -263,7 +263,7 @@ def test_set_grad_sample_of_a_smaller_batch_has_zeros_for_the_rest(reduction: st
     torch.testing.assert_close(e.orig_weight.grad_sample, expected, rtol=0, atol=0)
 
 
-def test_unpack_gives_the_original_or_a_plain_tensor_without_grad() -> None:
+def test_unpack_returns_the_original_or_a_tensor_without_grad() -> None:
     e, plain = make_expanded(2), make_rows(2)
     assert unpack_expanded_weight_or_tensor(e) is e.orig_weight
     assert unpack_expanded_weight_or_tensor(plain) is plain
@@ -272,7 +272,7 @@ def test_unpack_gives_the_original_or_a_plain_tensor_without_grad() -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, (1, 2)])
-def test_unpack_gives_none_for_what_is_no_tensor(value: Any) -> None:
+def test_unpack_returns_none_for_other_values(value: Any) -> None:
     assert unpack_expanded_weight_or_tensor(value) is None
     assert unpack_expanded_weight_or_tensor(value, lambda original: pytest.fail("called")) is None
 

@@ -35,10 +35,7 @@ from tests.support.expanded_weights import (
 every_reduction = pytest.mark.parametrize("reduction", ["sum", "mean"])
 
 
-# ---- rules in the old convention ----
-
-
-def no_gradients(ctx: Any) -> list[Tensor | None]:
+def make_no_gradients(ctx: Any) -> list[Tensor | None]:
     return [None] * len(ctx.needs_input_grad)
 
 
@@ -59,7 +56,7 @@ class OldLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, bias = ctx.call["input"], ctx.call.get("bias")
-        results = no_gradients(ctx)
+        results = make_no_gradients(ctx)
         if input.requires_grad:
             results[2] = grad @ unpack_expanded_weight_or_tensor(ctx.call["weight"])
         if not ctx.batch_first:
@@ -70,7 +67,7 @@ class OldLinear(torch.autograd.Function):
 
 
 class OldMul(torch.autograd.Function):
-    """y = x g, where g runs along the last dims of x."""
+    """y = x g, where g has the last dimensions of x."""
 
     calls = 0
 
@@ -83,7 +80,7 @@ class OldMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        results = no_gradients(ctx)
+        results = make_no_gradients(ctx)
         results[2] = grad * unpack_expanded_weight_or_tensor(ctx.other)
         set_grad_sample_if_exists(
             ctx.other, lambda g: sum_over_all_but_batch_and_last_n(grad * ctx.input, ctx.other.dim())
@@ -92,7 +89,7 @@ class OldMul(torch.autograd.Function):
 
 
 class OldBilinear(torch.autograd.Function):
-    """y_k = x W_k z + b_k. It keeps its tensors with save_for_backward."""
+    """y_k = x W_k z + b_k. The tensors are kept with save_for_backward."""
 
     calls = 0
 
@@ -107,7 +104,7 @@ class OldBilinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, z = ctx.saved_tensors
-        results = no_gradients(ctx)
+        results = make_no_gradients(ctx)
         w = unpack_expanded_weight_or_tensor(ctx.weight)
         results[2] = torch.einsum("nk,kij,nj->ni", grad, w, z)
         results[3] = torch.einsum("nk,kij,ni->nj", grad, w, x)
@@ -135,7 +132,7 @@ def old_bilinear() -> type[OldBilinear]:
 
 
 class Applied(nn.Module):
-    """A function of its arguments and of these weights."""
+    """A module that calls a function with its arguments and some weights."""
 
     def __init__(self, function: Callable[..., Tensor], *weights: Tensor) -> None:
         super().__init__()
@@ -146,7 +143,7 @@ class Applied(nn.Module):
         return self.function(*inputs, *self.weights)
 
 
-def input_gradients(
+def compute_input_gradients(
     function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], reduction: str
 ) -> Any:
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -156,7 +153,7 @@ def input_gradients(
 def run(
     way: str, function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], reduction: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """Calls the function with bare expanded weights or in a wrapped module, and back; the parameters are last."""
+    """Call the function with bare expanded weights or in a wrapped module, and run backward. Parameters come last."""
     if way == "bare":
         output = function(*inputs, *(ExpandedWeight(w, BATCH, reduction) for w in weights))
         parameters = weights
@@ -171,21 +168,21 @@ def run(
 def check_against_loop(
     way: str, function: Callable[..., Tensor], inputs: list[Tensor], weights: list[Tensor], reduction: str
 ) -> None:
-    """Output, per-sample gradients and input gradients are those of plain autograd."""
+    """Check that output, per-sample gradients and input gradients equal plain autograd."""
     inputs = [x.requires_grad_() for x in inputs]
     output, parameters = run(way, function, inputs, weights, reduction)
     torch.testing.assert_close(output, function(*inputs, *weights))
     for parameter, expected in zip(parameters, loop_over_samples(function, inputs, weights), strict=True):
         torch.testing.assert_close(parameter.grad_sample, expected)
         assert parameter.grad is None
-    for x, expected in zip(inputs, input_gradients(function, inputs, weights, reduction), strict=True):
+    for x, expected in zip(inputs, compute_input_gradients(function, inputs, weights, reduction), strict=True):
         torch.testing.assert_close(x.grad, expected)
 
 
 every_way = pytest.mark.parametrize("way", ["bare", "wrapped"])
 
 
-def test_registering_gives_the_class_back(old_linear: type[OldLinear]) -> None:
+def test_registering_returns_the_class(old_linear: type[OldLinear]) -> None:
     assert old_linear is OldLinear
     assert HANDLED_FUNCTIONS[F.linear] is OldLinear
 
@@ -194,7 +191,7 @@ def linear_with_keywords(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, bias=b, weight=w)
 
 
-def linear_of_itself(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+def apply_linear_twice(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.linear(F.linear(x, w, b).sin(), w, b)
 
 
@@ -202,11 +199,11 @@ def linear_of_itself(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 @every_reduction
 @pytest.mark.parametrize(
     ("function", "calls"),
-    [(F.linear, 1), (linear_with_keywords, 1), (linear_of_itself, 2)],
+    [(F.linear, 1), (linear_with_keywords, 1), (apply_linear_twice, 2)],
     ids=["linear", "with keywords", "of itself"],
 )
 @pytest.mark.parametrize("between", [(), (5,), (2, 5)])
-def test_rule_takes_the_place_of_ours(
+def test_rule_replaces_the_built_in_rule(
     old_linear: type[OldLinear], way: str, reduction: str, function: Any, calls: int, between: tuple[int, ...]
 ) -> None:
     check_against_loop(way, function, [make_rows(BATCH, *between, 4)], [make_weight(4, 4), make_weight(4)], reduction)
@@ -215,7 +212,7 @@ def test_rule_takes_the_place_of_ours(
 
 @every_way
 @every_reduction
-def test_rule_of_a_function_that_had_none(old_mul: type[OldMul], way: str, reduction: str) -> None:
+def test_rule_for_a_function_without_one(old_mul: type[OldMul], way: str, reduction: str) -> None:
     check_against_loop(way, torch.mul, [make_rows(BATCH, 2, 4)], [make_weight(4)], reduction)
     assert old_mul.calls == 1
 
@@ -223,7 +220,7 @@ def test_rule_of_a_function_that_had_none(old_mul: type[OldMul], way: str, reduc
 @every_way
 @every_reduction
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_rule_of_a_function_of_two_inputs(
+def test_rule_for_a_function_of_two_inputs(
     old_bilinear: type[OldBilinear], way: str, reduction: str, by_keyword: bool
 ) -> None:
     def function(x: Tensor, z: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -236,7 +233,7 @@ def test_rule_of_a_function_of_two_inputs(
 
 
 @every_reduction
-def test_module_whose_layers_have_old_and_our_rules(
+def test_module_with_old_and_built_in_rules(
     old_linear: type[OldLinear], old_bilinear: type[OldBilinear], reduction: str
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 2)).double()
@@ -253,7 +250,7 @@ def test_module_whose_layers_have_old_and_our_rules(
 
 
 @every_reduction
-def test_bare_weight_used_by_an_old_rule_and_by_ours(old_linear: type[OldLinear], reduction: str) -> None:
+def test_bare_weight_used_by_an_old_and_a_built_in_rule(old_linear: type[OldLinear], reduction: str) -> None:
     def function(x: Tensor, w: Tensor) -> Tensor:
         return F.layer_norm(F.linear(x, w), (4, 4), w)
 
@@ -262,7 +259,7 @@ def test_bare_weight_used_by_an_old_rule_and_by_ours(old_linear: type[OldLinear]
 
 
 @every_way
-def test_frozen_weight_is_left_alone(old_linear: type[OldLinear], way: str) -> None:
+def test_frozen_weight_has_no_grad_sample(old_linear: type[OldLinear], way: str) -> None:
     x, w, frozen = make_rows(BATCH, 4), make_weight(3, 4), make_rows(3)
     if way == "bare":
         output = F.linear(x, ExpandedWeight(w, BATCH, "sum"), frozen)
@@ -279,7 +276,9 @@ def test_frozen_weight_is_left_alone(old_linear: type[OldLinear], way: str) -> N
 
 @every_reduction
 @pytest.mark.parametrize("shape", [(BATCH, BATCH, 4), (5, BATCH, 4), (5, 1, 4)])
-def test_batch_in_dim_1_of_a_wrapped_call(old_linear: type[OldLinear], reduction: str, shape: tuple[int, ...]) -> None:
+def test_samples_in_dimension_1_of_a_wrapped_call(
+    old_linear: type[OldLinear], reduction: str, shape: tuple[int, ...]
+) -> None:
     def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(x.tanh(), w, b)
 
@@ -292,7 +291,7 @@ def test_batch_in_dim_1_of_a_wrapped_call(old_linear: type[OldLinear], reduction
 
 
 @every_reduction
-def test_bare_weights_with_the_batch_in_dim_1(old_linear: type[OldLinear], reduction: str) -> None:
+def test_samples_in_dimension_1_with_bare_weights(old_linear: type[OldLinear], reduction: str) -> None:
     w, b, x = make_weight(3, 4), make_weight(3), make_rows(5, BATCH, 4)
     expanded_weights = [ExpandedWeight(p, BATCH, reduction) for p in (w, b)]
     for e in expanded_weights:
@@ -304,7 +303,9 @@ def test_bare_weights_with_the_batch_in_dim_1(old_linear: type[OldLinear], reduc
 
 @every_reduction
 @pytest.mark.parametrize("batch", [BATCH, 1])
-def test_a_layer_that_sees_time_first_is_told_so(old_linear: type[OldLinear], reduction: str, batch: int) -> None:
+def test_batch_first_is_false_for_a_layer_with_time_first_input(
+    old_linear: type[OldLinear], reduction: str, batch: int
+) -> None:
     def time_first(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
         return F.linear(x.transpose(0, 1), w, b).transpose(0, 1)
 
@@ -320,7 +321,7 @@ class Doubled(nn.Module):
 
 
 @every_reduction
-def test_rule_for_a_weight_that_is_computed_from_a_parameter(old_linear: type[OldLinear], reduction: str) -> None:
+def test_rule_for_a_derived_weight(old_linear: type[OldLinear], reduction: str) -> None:
     module, x = nn.Linear(4, 3, bias=False).double(), make_rows(BATCH, 4)
     parametrize.register_parametrization(module, "weight", Doubled())
     parameter = module.parametrizations.weight.original
@@ -330,13 +331,13 @@ def test_rule_for_a_weight_that_is_computed_from_a_parameter(old_linear: type[Ol
     assert old_linear.seen == [True]
 
 
-def test_checks_of_the_helper_reach_the_user(old_linear: type[OldLinear]) -> None:
+def test_errors_of_the_helper_are_raised(old_linear: type[OldLinear]) -> None:
     with pytest.raises(RuntimeError, match=f"batch size of {BATCH + 1} with ExpandedWeight of batch size {BATCH}"):
         F.linear(make_rows(BATCH + 1, 4), make_expanded(3, 4))
 
 
 @every_way
-def test_without_the_rule_ours_is_back(way: str) -> None:
+def test_built_in_rule_is_used_after_the_rule_is_removed(way: str) -> None:
     OldLinear.seen = []
     check_against_loop(way, F.linear, [make_rows(BATCH, 4)], [make_weight(3, 4), make_weight(3)], "sum")
     assert OldLinear.seen == []

@@ -1,4 +1,4 @@
-"""The rules, driven by the calls with which torch tests its own functions."""
+"""The rules of expanded weights, with the sample inputs of torch's own tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from persample.testing.oracle import Gradients, assert_rows_close, compute_test_
 OPS = {op.name.rpartition(".")[2]: op for op in op_db if op.supports_expanded_weight}
 STATISTICS = ("running_mean", "running_var")
 
-# torch says so once in a process, on behalf of whoever comes first
+# torch warns once in a process, in the first test that runs
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a weight or of a statistic among the arguments of a call."""
+    """The position of a weight or of a statistic in the arguments of a call."""
 
     statistic: bool
     index: int
@@ -36,9 +36,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function whose first argument is the batch; the weights are kept apart from the other arguments.
+    """A call of a function whose first argument is the batch.
 
-    So are the running statistics, which the call may change.
+    The weights, and the running statistics that the call may change, are kept apart from the other arguments.
     """
 
     func: Callable[..., Any]
@@ -53,7 +53,7 @@ class Call:
         weights: list[Tensor] = []
         statistics: list[Tensor] = []
 
-        def taken(name: str, value: Any) -> Any:
+        def take(name: str, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
             statistic = name in STATISTICS
@@ -61,27 +61,27 @@ class Call:
             kept.append(value.detach())
             return Place(statistic, len(kept) - 1)
 
-        own_args = tuple(taken("", arg) for arg in args)
-        own_kwargs = {name: taken(name, value) for name, value in kwargs.items()}
+        own_args = tuple(take("", arg) for arg in args)
+        own_kwargs = {name: take(name, value) for name, value in kwargs.items()}
         return cls(func, input.detach(), own_args, own_kwargs, tuple(weights), tuple(statistics))
 
     @property
     def batch(self) -> int:
         return self.input.shape[0]
 
-    def fresh(self) -> Call:
-        """The same with copies of all tensors; the weights require grad if they can."""
+    def copy(self) -> Call:
+        """The same call with copies of all tensors. Floating-point weights require gradients."""
         weights = tuple(w.clone().requires_grad_(is_differentiable(w)) for w in self.weights)
         return replace(self, weights=weights, statistics=tuple(s.clone() for s in self.statistics))
 
     def __call__(self, input: Tensor, weights: Sequence[Any]) -> Tensor:
-        def filled(value: Any) -> Any:
+        def fill(value: Any) -> Any:
             if not isinstance(value, Place):
                 return value
             return self.statistics[value.index] if value.statistic else weights[value.index]
 
-        args = map(filled, self.args)
-        return self.func(input, *args, **{name: filled(value) for name, value in self.kwargs.items()})
+        args = map(fill, self.args)
+        return self.func(input, *args, **{name: fill(value) for name, value in self.kwargs.items()})
 
 
 def is_differentiable(tensor: Tensor) -> bool:
@@ -89,8 +89,8 @@ def is_differentiable(tensor: Tensor) -> bool:
 
 
 @cache
-def calls(name: str, dtype: torch.dtype) -> tuple[Call, ...]:
-    """Torch's sample calls of one function that have weights."""
+def list_calls(name: str, dtype: torch.dtype) -> tuple[Call, ...]:
+    """The sample inputs of one function that have weights."""
     torch.manual_seed(0)
     found = []
     for sample in OPS[name].sample_inputs("cpu", dtype, requires_grad=False):
@@ -104,7 +104,7 @@ def calls(name: str, dtype: torch.dtype) -> tuple[Call, ...]:
 
 
 def has_batch(call: Call) -> bool:
-    """Whether dim 0 of the input holds samples, for all that an ExpandedWeight by itself can know."""
+    """Whether dimension 0 of the input is a batch dimension, as far as an ExpandedWeight can tell."""
     dims = call.input.dim()
     if dims == 0 or call.batch == 0:
         return False
@@ -118,35 +118,35 @@ def has_batch(call: Call) -> bool:
 
 
 def has_gradient(call: Call) -> bool:
-    """There is a batch, and torch itself has a gradient for the weights."""
+    """Whether there is a batch, and torch itself can differentiate the call."""
     return has_batch(call) and not (call.kwargs.get("sparse") and call.kwargs.get("scale_grad_by_freq"))
 
 
-def with_three_samples(call: Call) -> Call:
-    """The call with two more samples: many of torch's own have but one, which would hide a mixture."""
+def extend_to_three_samples(call: Call) -> Call:
+    """The call with three samples: many sample inputs have one, which would hide mixed samples."""
     input = call.input[:1]
     others = (input.flip(-1), input.roll(1, -1) if call.func is F.embedding else input * 0.5 + 1)
     return replace(call, input=torch.cat([input, *others]))
 
 
-def parameters_of(wanted: Callable[[Call], bool]) -> Iterator[Any]:
+def list_parameters(wanted: Callable[[Call], bool]) -> Iterator[Any]:
     for name in OPS:
-        for i, call in enumerate(calls(name, torch.float64)):
+        for i, call in enumerate(list_calls(name, torch.float64)):
             if wanted(call):
                 yield pytest.param(name, i, id=f"{name}-{i}")
 
 
 def each_call(wanted: Callable[[Call], bool]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(("name", "index"), list(parameters_of(wanted)))
+    return pytest.mark.parametrize(("name", "index"), list(list_parameters(wanted)))
 
 
 each_reduction = pytest.mark.parametrize("reduction", ["sum", "mean"])
 
 
-# ---- the two ways of calling, and the loop over samples ----
+# ---- the two ways to call, and the loop over samples ----
 
 
-def bare(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
+def run_bare(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
     size = input.shape[0] if input.dim() and input.shape[0] else 1
     return call(input, [ExpandedWeight(w, size, reduction) for w in call.weights])
 
@@ -165,8 +165,8 @@ class Holder(nn.Module):
         return self.call(input, list(self.weights))
 
 
-def wrapped(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
-    """Through a module; what its parameters receive is passed on to the weights of the call."""
+def run_wrapped(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
+    """Run the call in a wrapped module; `read_grad_samples` finds the gradients of its parameters."""
     holder = Holder(call)
     result = call_for_per_sample_grads(holder, loss_reduction=reduction)(input)
     for weight, parameter in zip(call.weights, holder.weights, strict=True):
@@ -174,10 +174,10 @@ def wrapped(call: Call, input: Tensor, reduction: str = "sum") -> Tensor:
     return result
 
 
-each_way = pytest.mark.parametrize("way", [bare, wrapped])
+each_way = pytest.mark.parametrize("way", [run_bare, run_wrapped])
 
 
-def grad_samples(call: Call) -> Gradients:
+def read_grad_samples(call: Call) -> Gradients:
     found = {}
     for i, weight in enumerate(call.weights):
         owner = getattr(weight, "holder", weight)
@@ -186,22 +186,22 @@ def grad_samples(call: Call) -> Gradients:
     return found
 
 
-def looped(call: Call) -> Gradients:
-    """The gradient of each sample's own loss with plain autograd, each sample being a batch of one."""
-    weights = call.fresh().weights
-    losses = (compute_test_loss(call.fresh()(call.input[n : n + 1], weights)) for n in range(call.batch))
+def loop_over_samples(call: Call) -> Gradients:
+    """Per-sample gradients by plain autograd, with each sample as a batch of one."""
+    weights = call.copy().weights
+    losses = (compute_test_loss(call.copy()(call.input[n : n + 1], weights)) for n in range(call.batch))
     expected = stack_gradients(losses, {f"weight {i}": weight for i, weight in enumerate(weights)})
     assert all(rows.isfinite().all() for rows in expected.values())
     return expected
 
 
 def check(call: Call, way: Callable[..., Tensor], reduction: str = "sum", input_grad: bool = True) -> None:
-    """Per-sample gradients, and the gradient of the input, which is the plain one."""
+    """Check the per-sample gradients and the gradient of the input."""
     share = 1 / call.batch if reduction == "mean" else 1
-    subject, plain = call.fresh(), call.fresh()
+    subject, plain = call.copy(), call.copy()
     input = call.input.clone().requires_grad_(input_grad and is_differentiable(call.input))
     (share * compute_test_loss(way(subject, input, reduction), 0)).backward()
-    assert_rows_close(grad_samples(subject), looped(call))
+    assert_rows_close(read_grad_samples(subject), loop_over_samples(call))
     if input.requires_grad:
         same = call.input.clone().requires_grad_()
         (share * compute_test_loss(plain(same, plain.weights), 0)).backward()
@@ -210,58 +210,58 @@ def check(call: Call, way: Callable[..., Tensor], reduction: str = "sum", input_
         assert input.grad is None
 
 
-# ---- torch's calls ----
+# ---- gradients ----
 
 
 @each_call(has_gradient)
 @each_way
 @each_reduction
 def test_gradients(name: str, index: int, way: Callable[..., Tensor], reduction: str) -> None:
-    check(calls(name, torch.float64)[index], way, reduction)
+    check(list_calls(name, torch.float64)[index], way, reduction)
 
 
 @each_call(has_gradient)
 @each_way
-def test_gradients_where_the_input_needs_none(name: str, index: int, way: Callable[..., Tensor]) -> None:
-    check(calls(name, torch.float64)[index], way, input_grad=False)
+def test_gradients_if_the_input_needs_none(name: str, index: int, way: Callable[..., Tensor]) -> None:
+    check(list_calls(name, torch.float64)[index], way, input_grad=False)
 
 
 @each_call(has_gradient)
 @each_way
 @each_reduction
 def test_gradients_of_three_samples(name: str, index: int, way: Callable[..., Tensor], reduction: str) -> None:
-    check(with_three_samples(calls(name, torch.float64)[index]), way, reduction)
+    check(extend_to_three_samples(list_calls(name, torch.float64)[index]), way, reduction)
 
 
 @each_call(lambda call: call.func in (F.linear, F.conv1d, F.conv2d, F.conv3d) and has_batch(call))
 @each_way
 def test_gradients_of_complex_numbers(name: str, index: int, way: Callable[..., Tensor]) -> None:
-    check(with_three_samples(calls(name, torch.complex128)[index]), way)
+    check(extend_to_three_samples(list_calls(name, torch.complex128)[index]), way)
 
 
 @each_call(lambda call: call.func is F.embedding and call.input.dim() == 1)
 @each_reduction
-def test_one_id_for_each_sample_is_enough_inside_a_module(name: str, index: int, reduction: str) -> None:
-    check(calls(name, torch.float64)[index], wrapped, reduction)
+def test_one_id_for_each_sample_inside_a_module(name: str, index: int, reduction: str) -> None:
+    check(list_calls(name, torch.float64)[index], run_wrapped, reduction)
 
 
 @each_call(lambda call: not has_batch(call))
 @pytest.mark.parametrize("input_grad", [True, False], ids=["grad", "nograd"])
-def test_unsupported(name: str, index: int, input_grad: bool) -> None:
-    call = calls(name, torch.float64)[index].fresh()
+def test_call_without_a_batch_raises(name: str, index: int, input_grad: bool) -> None:
+    call = list_calls(name, torch.float64)[index].copy()
     input = call.input.clone().requires_grad_(input_grad and is_differentiable(call.input))
     with pytest.raises(RuntimeError, match="Expanded Weights"):
-        bare(call, input)
+        run_bare(call, input)
 
 
-# ---- the same bits, in every dtype ----
+# ---- outputs, in every dtype ----
 
 
 def forward_cases() -> Iterator[Any]:
-    """Integers cannot have gradients: they pass through a module as frozen weights, and are no ExpandedWeights."""
+    """All functions, dtypes and ways to call. Integers cannot be ExpandedWeights; in a module they are frozen."""
     for name, op in OPS.items():
         for dtype in sorted(op.supported_dtypes("cpu"), key=str):
-            ways = [bare, wrapped] if dtype.is_floating_point or dtype.is_complex else [wrapped]
+            ways = [run_bare, run_wrapped] if dtype.is_floating_point or dtype.is_complex else [run_wrapped]
             for way in ways:
                 yield pytest.param(name, dtype, way, id=f"{name}-{str(dtype).removeprefix('torch.')}-{way.__name__}")
 
@@ -271,10 +271,10 @@ def forward_cases() -> Iterator[Any]:
 def test_output_and_side_effects_are_the_same(
     name: str, dtype: torch.dtype, way: Callable[..., Tensor], input_grad: bool
 ) -> None:
-    chosen = [call for call in calls(name, dtype) if has_batch(call)]
+    chosen = [call for call in list_calls(name, dtype) if has_batch(call)]
     assert chosen
     for call in chosen:
-        plain, subject = call.fresh(), call.fresh()
+        plain, subject = call.copy(), call.copy()
         input = call.input.clone().requires_grad_(input_grad and is_differentiable(call.input))
         expected = plain(input, plain.weights)
         result = way(subject, input)
@@ -284,31 +284,38 @@ def test_output_and_side_effects_are_the_same(
             torch.testing.assert_close(got.detach(), want.detach(), rtol=0, atol=0, equal_nan=True)
 
 
-# ---- keyword arguments in any order, and the other spellings ----
+# ---- keyword arguments, and functions of torch with other signatures ----
 
 
-def numbers(*shape: int) -> Tensor:
+def make_numbers(*shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + 31 * len(shape))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
 
-def ids() -> Tensor:
+def make_ids() -> Tensor:
     return torch.tensor([[1, 4, 4], [0, 2, 1], [3, 3, 3], [2, 0, 4]])
 
 
 BY_KEYWORD: dict[str, tuple[Callable[..., Tensor], Tensor, dict[str, Any]]] = {
-    "linear": (F.linear, numbers(3, 2, 5), {"weight": numbers(4, 5), "bias": numbers(4)}),
+    "linear": (F.linear, make_numbers(3, 2, 5), {"weight": make_numbers(4, 5), "bias": make_numbers(4)}),
     "conv1d": (
         F.conv1d,
-        numbers(3, 4, 9),
-        {"weight": numbers(6, 2, 3), "bias": numbers(6), "stride": 2, "padding": 1, "dilation": 2, "groups": 2},
+        make_numbers(3, 4, 9),
+        {
+            "weight": make_numbers(6, 2, 3),
+            "bias": make_numbers(6),
+            "stride": 2,
+            "padding": 1,
+            "dilation": 2,
+            "groups": 2,
+        },
     ),
     "conv2d": (
         F.conv2d,
-        numbers(3, 4, 7, 6),
+        make_numbers(3, 4, 7, 6),
         {
-            "weight": numbers(6, 2, 3, 2),
-            "bias": numbers(6),
+            "weight": make_numbers(6, 2, 3, 2),
+            "bias": make_numbers(6),
             "stride": [2, 1],
             "padding": (1, 2),
             "dilation": [1, 2],
@@ -317,32 +324,32 @@ BY_KEYWORD: dict[str, tuple[Callable[..., Tensor], Tensor, dict[str, Any]]] = {
     ),
     "conv3d": (
         F.conv3d,
-        numbers(3, 2, 4, 5, 4),
-        {"weight": numbers(2, 2, 2, 3, 2), "bias": None, "padding": "same", "dilation": (1, 2, 1), "groups": 1},
+        make_numbers(3, 2, 4, 5, 4),
+        {"weight": make_numbers(2, 2, 2, 3, 2), "bias": None, "padding": "same", "dilation": (1, 2, 1), "groups": 1},
     ),
     "layer_norm": (
         F.layer_norm,
-        numbers(3, 2, 4, 5),
-        {"normalized_shape": (4, 5), "weight": numbers(4, 5), "bias": numbers(4, 5), "eps": 0.1},
+        make_numbers(3, 2, 4, 5),
+        {"normalized_shape": (4, 5), "weight": make_numbers(4, 5), "bias": make_numbers(4, 5), "eps": 0.1},
     ),
     "group_norm": (
         F.group_norm,
-        numbers(3, 6, 4),
-        {"num_groups": 3, "weight": numbers(6), "bias": numbers(6), "eps": 0.1},
+        make_numbers(3, 6, 4),
+        {"num_groups": 3, "weight": make_numbers(6), "bias": make_numbers(6), "eps": 0.1},
     ),
     "instance_norm": (
         F.instance_norm,
-        numbers(3, 4, 5),
-        {"weight": numbers(4), "bias": numbers(4), "use_input_stats": True, "momentum": 0.3, "eps": 0.1},
+        make_numbers(3, 4, 5),
+        {"weight": make_numbers(4), "bias": make_numbers(4), "use_input_stats": True, "momentum": 0.3, "eps": 0.1},
     ),
     "instance_norm with statistics": (
         F.instance_norm,
-        numbers(3, 4, 5),
+        make_numbers(3, 4, 5),
         {
-            "running_mean": numbers(4),
-            "running_var": numbers(4).abs() + 0.5,
-            "weight": numbers(4),
-            "bias": numbers(4),
+            "running_mean": make_numbers(4),
+            "running_var": make_numbers(4).abs() + 0.5,
+            "weight": make_numbers(4),
+            "bias": make_numbers(4),
             "use_input_stats": False,
             "momentum": 0.3,
             "eps": 0.1,
@@ -350,8 +357,8 @@ BY_KEYWORD: dict[str, tuple[Callable[..., Tensor], Tensor, dict[str, Any]]] = {
     ),
     "embedding": (
         F.embedding,
-        ids(),
-        {"weight": numbers(5, 3), "padding_idx": -1, "scale_grad_by_freq": True, "sparse": False},
+        make_ids(),
+        {"weight": make_numbers(5, 3), "padding_idx": -1, "scale_grad_by_freq": True, "sparse": False},
     ),
 }
 ORDERS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -372,7 +379,7 @@ def test_keyword_arguments_in_any_order(name: str, order: str, way: Callable[...
 @pytest.mark.parametrize("name", BY_KEYWORD)
 @pytest.mark.parametrize("order", ORDERS)
 @each_way
-def test_the_input_by_keyword_too(name: str, order: str, way: Callable[..., Tensor]) -> None:
+def test_input_by_keyword(name: str, order: str, way: Callable[..., Tensor]) -> None:
     func, input, kwargs = BY_KEYWORD[name]
 
     def call(input: Tensor, **others: Any) -> Tensor:
@@ -384,7 +391,7 @@ def test_the_input_by_keyword_too(name: str, order: str, way: Callable[..., Tens
 @pytest.mark.parametrize("name", BY_KEYWORD)
 @each_way
 def test_all_arguments_by_position(name: str, way: Callable[..., Tensor]) -> None:
-    """In the order of the function's signature, with its defaults for what the table leaves out."""
+    """All arguments in the order of the signature, with defaults for those that the table leaves out."""
     func, input, kwargs = BY_KEYWORD[name]
     if func is F.embedding:
         kwargs = {"max_norm": None, "norm_type": 2.0} | kwargs
@@ -431,33 +438,37 @@ def torch_instance_norm_by_keyword(input: Tensor, **kwargs: Any) -> Tensor:
     return torch.instance_norm(input, momentum=0.3, eps=0.1, cudnn_enabled=False, **kwargs)
 
 
-W, B = numbers(6), numbers(6) + 1
-RUNNING = {"running_mean": numbers(6), "running_var": numbers(6).abs() + 0.5}
+W, B = make_numbers(6), make_numbers(6) + 1
+RUNNING = {"running_mean": make_numbers(6), "running_var": make_numbers(6).abs() + 0.5}
 NO_RUNNING = {"running_mean": None, "running_var": None}
 TORCH_SPELLINGS: dict[str, Call] = {
-    "conv1d": Call.of(torch.conv1d, numbers(3, 4, 9), numbers(6, 4, 3), numbers(6), 2, 1),
-    "conv2d": Call.of(torch.conv2d, numbers(3, 4, 7, 6), numbers(6, 2, 3, 2), numbers(6), (2, 1), [1, 2], 1, 2),
-    "conv2d keywords": Call.of(
-        torch.conv2d, numbers(3, 4, 7, 6), groups=2, bias=numbers(6), weight=numbers(6, 2, 3, 2)
+    "conv1d": Call.of(torch.conv1d, make_numbers(3, 4, 9), make_numbers(6, 4, 3), make_numbers(6), 2, 1),
+    "conv2d": Call.of(
+        torch.conv2d, make_numbers(3, 4, 7, 6), make_numbers(6, 2, 3, 2), make_numbers(6), (2, 1), [1, 2], 1, 2
     ),
-    "conv3d": Call.of(torch.conv3d, numbers(3, 2, 4, 5, 4), numbers(2, 2, 2, 3, 2), None, 1, "same"),
-    "layer_norm": Call.of(torch.layer_norm, numbers(3, 4, 6), [6], W, B, 0.1, False),
-    "layer_norm keywords": Call.of(torch.layer_norm, numbers(3, 4, 6), eps=0.1, bias=B, weight=W, normalized_shape=[6]),
-    "group_norm": Call.of(torch.group_norm, numbers(3, 6, 4), 2, W, B, 0.1, False),
-    "group_norm keywords": Call.of(torch.group_norm, numbers(3, 6, 4), eps=0.1, bias=B, weight=W, num_groups=2),
+    "conv2d keywords": Call.of(
+        torch.conv2d, make_numbers(3, 4, 7, 6), groups=2, bias=make_numbers(6), weight=make_numbers(6, 2, 3, 2)
+    ),
+    "conv3d": Call.of(torch.conv3d, make_numbers(3, 2, 4, 5, 4), make_numbers(2, 2, 2, 3, 2), None, 1, "same"),
+    "layer_norm": Call.of(torch.layer_norm, make_numbers(3, 4, 6), [6], W, B, 0.1, False),
+    "layer_norm keywords": Call.of(
+        torch.layer_norm, make_numbers(3, 4, 6), eps=0.1, bias=B, weight=W, normalized_shape=[6]
+    ),
+    "group_norm": Call.of(torch.group_norm, make_numbers(3, 6, 4), 2, W, B, 0.1, False),
+    "group_norm keywords": Call.of(torch.group_norm, make_numbers(3, 6, 4), eps=0.1, bias=B, weight=W, num_groups=2),
     "instance_norm": Call.of(
-        torch_instance_norm, numbers(3, 6, 4), weight=W, bias=B, use_input_stats=True, **NO_RUNNING
+        torch_instance_norm, make_numbers(3, 6, 4), weight=W, bias=B, use_input_stats=True, **NO_RUNNING
     ),
     "instance_norm statistics": Call.of(
-        torch_instance_norm, numbers(3, 6, 4), weight=W, bias=B, use_input_stats=False, **RUNNING
+        torch_instance_norm, make_numbers(3, 6, 4), weight=W, bias=B, use_input_stats=False, **RUNNING
     ),
     "instance_norm keywords": Call.of(
-        torch_instance_norm_by_keyword, numbers(3, 6, 4), use_input_stats=False, bias=B, **RUNNING, weight=W
+        torch_instance_norm_by_keyword, make_numbers(3, 6, 4), use_input_stats=False, bias=B, **RUNNING, weight=W
     ),
-    "embedding": Call.of(torch_embedding, ids(), numbers(5, 3)),
-    "embedding padding": Call.of(torch_embedding, ids(), numbers(5, 3), 4, True),
+    "embedding": Call.of(torch_embedding, make_ids(), make_numbers(5, 3)),
+    "embedding padding": Call.of(torch_embedding, make_ids(), make_numbers(5, 3), 4, True),
     "embedding keywords": Call.of(
-        torch_embedding_by_keyword, ids(), scale_grad_by_freq=True, padding_idx=4, weight=numbers(5, 3)
+        torch_embedding_by_keyword, make_ids(), scale_grad_by_freq=True, padding_idx=4, weight=make_numbers(5, 3)
     ),
 }
 
@@ -469,7 +480,7 @@ def test_torch_spellings(spelling: str, reduction: str, way: Callable[..., Tenso
     check(TORCH_SPELLINGS[spelling], way, reduction)
 
 
-def test_every_function_that_torch_marks_is_here() -> None:
+def test_every_supported_function_is_tested() -> None:
     assert set(OPS) >= {
         "linear", "conv1d", "conv2d", "conv3d", "embedding", "layer_norm", "group_norm", "instance_norm",
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What cannot have per-sample gradients is refused by name, and leaves everything as it was."""
+"""Models without per-sample gradients are refused with the place, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.cases import B, Calls, D, T, param
 
 
 class Square(torch.autograd.Function):
-    """A user's own function of samples and a weight."""
+    """An autograd.Function of samples and a weight."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, w: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_mixed_samples_are_refused_by_place(name: str) -> None:
+def test_mixed_samples_are_refused_with_the_place(name: str) -> None:
     make, shape, place = MIXING[name]
     module = make().double()
     with pytest.raises(SamplesMixed, match=place):
@@ -105,7 +105,7 @@ def test_mixed_samples_are_refused_by_place(name: str) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
-def wrote(at: Any, value: Any) -> Callable[[Tensor, Any], Tensor]:
+def write_at(at: Any, value: Any) -> Callable[[Tensor, Any], Tensor]:
     def write(rows: Tensor, m: Any) -> Tensor:
         rows = rows.clone()
         rows[at] = m.w if value is None else value
@@ -115,10 +115,10 @@ def wrote(at: Any, value: Any) -> Callable[[Tensor, Any], Tensor]:
 
 
 BY_PLACE: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "the first is set": wrote(0, 0.0),
-    "the first is learned": wrote(0, None),
-    "the first two are set": wrote(slice(2), 0.0),
-    "some are set by number": wrote(torch.tensor([0, 1]), 0.0),
+    "the first is set": write_at(0, 0.0),
+    "the first is learned": write_at(0, None),
+    "the first two are set": write_at(slice(2), 0.0),
+    "some are set by number": write_at(torch.tensor([0, 1]), 0.0),
     "index_fill": lambda rows, m: rows.index_fill(0, torch.tensor([0]), 0.0),
     "index_add": lambda rows, m: rows.index_add(0, torch.tensor([0]), torch.ones(1, D, dtype=rows.dtype)),
     "triu": lambda rows, m: rows.triu(),
@@ -129,12 +129,12 @@ BY_PLACE: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "the first two by themselves": lambda rows, m: torch.cat(
         [part * k for k, part in enumerate(rows.split([2, len(rows) - 2]))]
     ),
-    "one marked": lambda rows, m: rows * wrote(0, 1.0)(torch.zeros_like(rows), m),
+    "one marked": lambda rows, m: rows * write_at(0, 1.0)(torch.zeros_like(rows), m),
 }
 
 
 @pytest.mark.parametrize("name", BY_PLACE)
-def test_nothing_goes_by_the_place_of_rows_that_a_mask_picked(name: str) -> None:
+def test_positions_of_masked_rows_cannot_be_used(name: str) -> None:
     def forward(m: Any, h: Tensor, there: Tensor) -> Tensor:
         return m.a(BY_PLACE[name](h[there], m))
 
@@ -145,7 +145,7 @@ def test_nothing_goes_by_the_place_of_rows_that_a_mask_picked(name: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_hides_nothing(dtype: torch.dtype) -> None:
+def test_mixtures_in_half_precision(dtype: torch.dtype) -> None:
     for forward in (
         lambda m, h: m.a(h.softmax(0)),
         lambda m, h: m.a(F.normalize(h, dim=0)),
@@ -158,7 +158,7 @@ def test_half_precision_hides_nothing(dtype: torch.dtype) -> None:
 
 
 class Reversible(torch.autograd.Function):
-    """Runs a module without grad, and again in backward."""
+    """Runs a module without gradients, and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, module: nn.Module) -> Tensor:
@@ -175,7 +175,7 @@ class Reversible(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("called", [True, False])
-def test_weights_inside_of_a_function_of_ones_own_are_refused(called: bool) -> None:
+def test_weights_inside_a_custom_function_are_refused(called: bool) -> None:
     module = Calls(lambda m, h: m.b(Reversible.apply(m.b(h), m.a)), b=nn.Linear(D, D), **linear())
     h = torch.randn(B, D)
     with pytest.raises(PerSampleError, match="ReversibleBackward"):
@@ -188,14 +188,14 @@ def test_weights_inside_of_a_function_of_ones_own_are_refused(called: bool) -> N
 
 
 @pytest.mark.parametrize("name", [n for n in MIXING if n.startswith("batch norm") and "eval" not in n])
-def test_batch_norm_passes_in_eval(name: str) -> None:
+def test_batch_norm_in_eval_is_recorded(name: str) -> None:
     make, shape, _ = MIXING[name]
     module = make().eval()
     call_for_per_sample_grads(module)(torch.randn(shape)).sum().backward()
     assert all(hasattr(p, "grad_sample") for p in module.parameters() if p.requires_grad)
 
 
-def test_a_refused_call_leaves_statistics_and_rng_as_they_were() -> None:
+def test_refused_call_restores_statistics_and_rng() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Dropout(), nn.BatchNorm1d(D))
     before = {name: b.clone() for name, b in module.named_buffers()}
     rng = torch.get_rng_state()
@@ -206,7 +206,7 @@ def test_a_refused_call_leaves_statistics_and_rng_as_they_were() -> None:
         assert torch.equal(buffer, before[name]), name
 
 
-def test_statistics_that_no_weight_meets_are_fine() -> None:
+def test_statistics_of_the_batch_that_no_weight_uses() -> None:
     def forward(m: Any, h: Tensor) -> Tensor:
         if (h > -100).all():
             h = h[:, : int((h.abs() >= 0).sum(1).max())]
@@ -217,13 +217,13 @@ def test_statistics_that_no_weight_meets_are_fine() -> None:
     assert module.a.weight.grad_sample.shape == (B, D, D)
 
 
-def test_a_mixed_output_that_the_loss_does_not_use_is_fine() -> None:
+def test_mixed_output_that_the_loss_does_not_use() -> None:
     module = Calls(lambda m, h: (m.a(h), m.a(h).std(0)), **linear())
     call_for_per_sample_grads(module)(torch.randn(B, D))[0].sum().backward()
     assert module.a.weight.grad_sample.shape == (B, D, D)
 
 
-def test_a_loss_inside_the_model_is_fine() -> None:
+def test_loss_inside_the_model() -> None:
     torch.manual_seed(0)
     module = Calls(lambda m, h, y: 2 * F.cross_entropy(m.a(h), y), **linear())
     h, y = torch.randn(B, D), torch.tensor([0, 2, 1])
@@ -242,7 +242,7 @@ def test_a_loss_inside_the_model_is_fine() -> None:
         lambda m, h, y: m.a(h).logsumexp((0, 1)),
     ],
 )
-def test_a_loss_that_is_no_sum_over_samples_is_refused(forward: Callable[..., Tensor]) -> None:
+def test_loss_that_is_no_sum_over_samples_is_refused(forward: Callable[..., Tensor]) -> None:
     module = Calls(forward, **linear())
     with pytest.raises(SamplesMixed):
         call_for_per_sample_grads(module)(torch.randn(B, D), torch.tensor([0, 2, 1])).sum().backward()
@@ -254,7 +254,7 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused(forward: Callable[..., Te
     lambda m, h: m.a(Square.apply(h, m.w)),
     lambda m, h: m.a(Square.apply(m.a(h), 2 * m.w)),
 ])  # fmt: skip
-def test_a_weight_inside_an_autograd_function_is_refused(forward: Callable[..., Tensor]) -> None:
+def test_weight_inside_an_autograd_function_is_refused(forward: Callable[..., Tensor]) -> None:
     module = Calls(forward, w=param(D), **linear())
     with pytest.raises(PerSampleError, match=r"SquareBackward.*'w'"):
         call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
@@ -264,7 +264,7 @@ def test_a_weight_inside_an_autograd_function_is_refused(forward: Callable[..., 
     lambda m, h: m.a(Square.apply(m.a(h), h)),
     lambda m, h: m.a(h) * Square.apply(m.w, m.w),
 ])  # fmt: skip
-def test_an_autograd_function_of_samples_or_of_weights_alone_is_fine(forward: Callable[..., Tensor]) -> None:
+def test_autograd_function_of_samples_only_or_weights_only(forward: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
 
     module = Calls(forward, w=param(1, D), **linear())
@@ -275,7 +275,7 @@ def test_an_autograd_function_of_samples_or_of_weights_alone_is_fine(forward: Ca
         torch.testing.assert_close(module.a.weight.grad_sample[n], expected)
 
 
-def test_random_numbers_drawn_together_with_weights_are_refused() -> None:
+def test_random_function_of_a_weight_is_refused() -> None:
     def forward(m: Any, h: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(m.q.expand(len(h), -1, -1), h, h, dropout_p=0.5)
 
@@ -284,13 +284,13 @@ def test_random_numbers_drawn_together_with_weights_are_refused() -> None:
         call_for_per_sample_grads(module)(torch.randn(B, T, D))
 
 
-def test_a_script_module_is_refused() -> None:
+def test_script_module_is_refused() -> None:
     module = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Linear(D, D)))
     with pytest.raises(PerSampleError, match="'1'"):
         call_for_per_sample_grads(module)
 
 
-def test_an_index_is_followed_by_its_values_not_by_its_shape() -> None:
+def test_index_is_followed_by_its_values() -> None:
     module = Calls(lambda m, h, i: h + m.a(h)[i], **linear())
     h = torch.randn(B, D)
     call_for_per_sample_grads(module, batch_size=B)(h, torch.arange(B)).sum().backward()
@@ -300,9 +300,9 @@ def test_an_index_is_followed_by_its_values_not_by_its_shape() -> None:
         call_for_per_sample_grads(module, batch_size=B)(h, torch.tensor([1, 2, 0])).sum().backward()
 
 
-def test_samples_may_tell_an_order_but_make_no_choice() -> None:
+def test_order_of_samples_is_followed_and_choices_are_refused() -> None:
     def chosen(m: Any, h: Tensor) -> Tensor:
-        pairs = torch.cat([h, h.sin()])  # of the two rows of each sample, those that another sample's rank tells
+        pairs = torch.cat([h, h.sin()])  # selects one of two rows of each sample, by the rank of another sample
         rank = h[:, 0].argsort()
         return m.a(pairs[torch.arange(len(h)) + len(h) * (rank > 0)])
 
@@ -316,14 +316,14 @@ def test_samples_may_tell_an_order_but_make_no_choice() -> None:
         call_for_per_sample_grads(Calls(chosen, **linear()))(h).sum().backward()
 
 
-def test_an_output_of_weights_alone_is_refused() -> None:
+def test_output_that_depends_on_weights_only_is_refused() -> None:
     module = Calls(lambda m, h: (m.a(h), (m.a.weight**2).sum()), **linear())
     output, penalty = call_for_per_sample_grads(module)(torch.randn(B, D))
     with pytest.raises(PerSampleError, match="weights alone"):
         (output.sum() + penalty).backward()
 
 
-def test_a_parameter_returned_as_it_is_refuses_gradients() -> None:
+def test_gradient_of_a_returned_parameter_is_refused() -> None:
     module = Calls(lambda m, h: (m.a(h), m.w), w=param(D), **linear())
     output, weight = call_for_per_sample_grads(module)(torch.randn(B, D))
     assert torch.equal(weight, module.w)
@@ -338,14 +338,14 @@ def test_constant_rows_beside_the_samples_are_refused() -> None:
         call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
 
 
-def test_equal_integers_do_not_hide_a_mixture() -> None:
+def test_mixture_of_equal_integers_is_found() -> None:
     module = Calls(lambda m, h, n: m.a(h) * n.cumsum(0)[:, None], **linear())
     for lengths in ([2, 2, 2], [2, 3, 4]):
         with pytest.raises(SamplesMixed, match="cumsum"):
             call_for_per_sample_grads(module)(torch.randn(B, D), torch.tensor(lengths)).sum().backward()
 
 
-def test_a_constant_that_mixes_is_noticed_after_one_that_does_not() -> None:
+def test_mixing_constant_is_found_after_one_that_does_not_mix() -> None:
     module = Calls(
         lambda m, h: m.a(F.conv1d(h.t()[:, None], m.k, padding=1)[:, 0].t()),
         k=torch.tensor([[[0.0, 1.0, 0.0]]]),
@@ -357,7 +357,7 @@ def test_a_constant_that_mixes_is_noticed_after_one_that_does_not() -> None:
             call_for_per_sample_grads(module)(torch.randn(B, D))
 
 
-def test_an_object_that_no_pytree_knows() -> None:
+def test_output_in_an_object_that_is_no_pytree() -> None:
     class Box:
         def __init__(self, content: Any) -> None:
             self.content = content
@@ -370,7 +370,7 @@ def test_an_object_that_no_pytree_knows() -> None:
         call_for_per_sample_grads(module, batch_size=B)(Box(3))
 
 
-def test_nothing_is_left_on_the_users_tensors() -> None:
+def test_tensors_of_the_user_are_unchanged() -> None:
     module = Calls(lambda m, h: m.a(h) + m.b.copy_(h.mean(0).detach()) * 0, b=torch.zeros(D), **linear())
     h = torch.randn(B, D)
     output = call_for_per_sample_grads(module)(h)
@@ -378,7 +378,7 @@ def test_nothing_is_left_on_the_users_tensors() -> None:
         assert not vars(tensor)
 
 
-def test_a_token_frozen_then_trained() -> None:
+def test_token_that_is_first_frozen_then_trained() -> None:
     module = Calls(
         lambda m, h: torch.cat([m.c.expand(len(h), -1, -1), m.a(h)], 1).softmax(1), c=param(1, 1, D), **linear()
     )
@@ -390,7 +390,7 @@ def test_a_token_frozen_then_trained() -> None:
             p.grad_sample = None
 
 
-def test_samples_written_into_weights_that_are_used_otherwise_are_refused() -> None:
+def test_samples_written_into_weights_with_another_use_are_refused() -> None:
     def forward(m: Any, h: Tensor) -> Tensor:
         out = m.c.expand(len(h), 2, D).clone()
         before = h.unsqueeze(1) * out
@@ -402,7 +402,7 @@ def test_samples_written_into_weights_that_are_used_otherwise_are_refused() -> N
         call_for_per_sample_grads(module)(torch.randn(B, D))
 
 
-def test_a_tensor_that_is_no_parameter_is_not_left_out_in_silence() -> None:
+def test_trainable_tensor_that_is_no_parameter_is_refused() -> None:
     outside = torch.randn(D, requires_grad=True)
     module = Calls(lambda m, h: h * (m.g * outside), g=param(D))
     with pytest.raises(PerSampleError, match="not a parameter"):

@@ -1,4 +1,4 @@
-"""Memory: what is given back, what is used again, and what is never given twice."""
+"""Reuse and release of memory."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from tests.support.cases import CASES
 CPU = torch.device("cpu")
 
 
-def large() -> Tensor:
+def make_large() -> Tensor:
     return buffers.empty((600, 600), torch.float32, CPU)
 
 
 @pytest.fixture(autouse=True)
-def nothing_kept() -> Iterator[None]:
+def release_memory() -> Iterator[None]:
     persample.release_memory()
     yield
     persample.release_memory()
 
 
-def test_memory_is_used_again_when_nobody_has_it() -> None:
-    first = large()
+def test_freed_memory_is_reused() -> None:
+    first = make_large()
     address = first.data_ptr()
     del first
-    assert large().data_ptr() == address
+    assert make_large().data_ptr() == address
 
 
 @pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[3], Tensor.untyped_storage, lambda t: t.view(-1)[5:9]])
-def test_memory_is_never_given_twice(keep: Any) -> None:
-    first = large().fill_(7)
+def test_memory_in_use_is_not_reused(keep: Any) -> None:
+    first = make_large().fill_(7)
     address, kept = first.data_ptr(), keep(first)
     del first
-    others = [large().zero_() for _ in range(3)]
+    others = [make_large().zero_() for _ in range(3)]
     assert len({address, *(t.data_ptr() for t in others)}) == 4
     if isinstance(kept, Tensor):
         assert bool((kept == 7).all())
 
 
-def test_memory_of_another_size_is_not_taken() -> None:
-    first = large()
+def test_memory_of_another_size_is_not_reused() -> None:
+    first = make_large()
     address = first.data_ptr()
     del first
     assert buffers.empty((600, 300), torch.float32, CPU).data_ptr() != address
@@ -60,8 +60,8 @@ def test_memory_of_another_size_is_not_taken() -> None:
     assert buffers.empty((300, 600), torch.float64, CPU).data_ptr() == address
 
 
-def test_memory_is_released_on_request_and_after_a_while() -> None:
-    kept, dropped = large(), large()
+def test_memory_is_released_on_request_and_after_some_rounds() -> None:
+    kept, dropped = make_large(), make_large()
     del dropped
     assert persample.release_memory() == 600 * 600 * 4
     assert persample.release_memory() == 0
@@ -71,7 +71,7 @@ def test_memory_is_released_on_request_and_after_a_while() -> None:
     assert persample.release_memory() == 0
 
 
-def test_dense_gradients_use_memory_again() -> None:
+def test_dense_gradients_reuse_memory() -> None:
     model, x = nn.Linear(300, 300), torch.randn(8, 300)
     addresses = []
     for _ in range(3):
@@ -88,8 +88,8 @@ def test_dense_gradients_use_memory_again() -> None:
 
 @pytest.mark.parametrize("keep", ["everything", "norms", "clip"])
 @pytest.mark.parametrize("case", CASES[::7], ids=str)
-def test_nothing_waits_for_the_garbage_collector(case: Case, keep: Any) -> None:
-    """A recording in a cycle of references would hold its activations until the collector comes by."""
+def test_recordings_need_no_garbage_collection(case: Case, keep: Any) -> None:
+    """A reference cycle in a recording would keep its activations until the next garbage collection."""
     if keep != "everything" and ("reentrant" in case.name or "complex" in case.name):
         pytest.skip("not for recordings of one quantity")
     module, args, kwargs = case.build()

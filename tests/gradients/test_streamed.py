@@ -1,4 +1,4 @@
-"""Recordings that keep one quantity only, against those that keep everything."""
+"""Recordings with keep="norms" and keep="clip" equal full recordings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.case import Case
 from tests.support.cases import STREAMED_CASES, B, Calls, D
 
 
-def run(case: Case, **keep: Any) -> Any:
+def record_case(case: Case, **keep: Any) -> Any:
     module, args, kwargs = case.build()
     with record(module, **case.record_options, **keep) as grads:
         compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
@@ -26,8 +26,8 @@ def run(case: Case, **keep: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
-def test_norms(case: Case) -> None:
-    everything, norms = run(case), run(case, keep="norms")
+def test_norms_equal_a_full_recording(case: Case) -> None:
+    everything, norms = record_case(case), record_case(case, keep="norms")
     torch.testing.assert_close(norms.norms(), everything.norms())
     for name, part in norms.norms(per_parameter=True).items():
         torch.testing.assert_close(part, everything.norms(per_parameter=True)[name])
@@ -36,10 +36,10 @@ def test_norms(case: Case) -> None:
 
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
-def test_clip(case: Case, passes: int) -> None:
-    everything = run(case)
+def test_clip_equals_a_full_recording(case: Case, passes: int) -> None:
+    everything = record_case(case)
     limit = float(everything.norms().median()) / 2
-    clipped = run(case, keep="clip", max_norm=limit, passes=passes)
+    clipped = record_case(case, keep="clip", max_norm=limit, passes=passes)
     torch.testing.assert_close(clipped.norms(), everything.norms())
     expected = everything.clip(limit)
     for name, part in clipped.clip(limit).items():
@@ -47,22 +47,22 @@ def test_clip(case: Case, passes: int) -> None:
     assert f"in {passes} backward pass" in repr(clipped)
 
 
-def small() -> tuple[nn.Module, Tensor, Tensor]:
+def make_small() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(B, D), torch.tensor([0, 2, 1])
 
 
 @pytest.mark.parametrize("memory", [0, 2**30])
-def test_the_number_of_passes_is_chosen_by_memory_and_said(memory: int) -> None:
-    module, x, y = small()
+def test_number_of_passes_depends_on_memory(memory: int) -> None:
+    module, x, y = make_small()
     with record(module, keep="clip", max_norm=0.1, memory=memory) as grads:
         F.cross_entropy(module(x), y).backward()
     assert grads.passes == (1 if memory else 2)
     assert f"{memory} allowed" in repr(grads)
 
 
-def test_two_passes_leave_other_gradients_and_p_grad_as_one_would() -> None:
-    module, x, y = small()
+def test_two_passes_give_the_gradients_of_one() -> None:
+    module, x, y = make_small()
     x.requires_grad_()
     with record(module, keep="clip", max_norm=0.1, passes=2, keep_grad=True):
         F.cross_entropy(module(x), y).backward()
@@ -73,27 +73,27 @@ def test_two_passes_leave_other_gradients_and_p_grad_as_one_would() -> None:
     torch.testing.assert_close(kept, module[0].weight.grad)
 
 
-def test_terms_are_reduced_and_freed_on_the_way() -> None:
-    module, x, y = small()
+def test_terms_are_freed_during_backward() -> None:
+    module, x, y = make_small()
     x.requires_grad_()
     activations: list[weakref.ref[Tensor]] = []
     alive_at_the_end: list[bool] = []
 
-    def look(grad: Tensor) -> None:
+    def check_activation(grad: Tensor) -> None:
         gc.collect()
         alive_at_the_end.append(activations[0]() is not None)
 
     module[1].register_forward_hook(lambda m, args, output: activations.append(weakref.ref(output)))
     with record(module, keep="norms") as grads:
         loss = F.cross_entropy(module(x), y)
-        x.register_hook(look)
+        x.register_hook(check_activation)
         loss.backward()
     assert alive_at_the_end == [False]
     assert grads.norms().shape == (B,)
 
 
-def test_what_was_not_kept_is_an_error() -> None:
-    module, x, y = small()
+def test_answers_that_were_not_kept_raise() -> None:
+    module, x, y = make_small()
     with record(module, keep="norms") as grads:
         F.cross_entropy(module(x), y).backward()
     for ask in (lambda: grads.dense(), lambda: grads.sum(), lambda: grads.gram(), lambda: grads.clip(1.0)):
@@ -108,15 +108,15 @@ def test_what_was_not_kept_is_an_error() -> None:
 @pytest.mark.parametrize(
     "keep", [{"keep": "norms"}, {"keep": "clip", "max_norm": 1.0}, {"keep": "clip", "max_norm": 1.0, "passes": 2}]
 )
-def test_a_second_backward_is_refused(keep: dict[str, Any]) -> None:
-    module, x, y = small()
+def test_second_backward_is_refused(keep: dict[str, Any]) -> None:
+    module, x, y = make_small()
     with pytest.raises(PerSampleError, match="second backward pass"), record(module, **keep):
         F.cross_entropy(module(x), y).backward()
         F.cross_entropy(module(x), y).backward()
 
 
 @pytest.mark.parametrize("passes", [None, 1, 2])
-def test_a_second_backward_that_reaches_other_parameters_is_refused(passes: int | None) -> None:
+def test_second_backward_to_other_parameters_is_refused(passes: int | None) -> None:
     module = Calls(lambda m, h: (m.a(h), m.b(h)), a=nn.Linear(D, 3), b=nn.Linear(D, 3))
     with (
         pytest.raises(PerSampleError, match="second backward pass"),
@@ -127,8 +127,8 @@ def test_a_second_backward_that_reaches_other_parameters_is_refused(passes: int 
         second.sum().backward()
 
 
-def test_the_clipped_sum_is_the_users_to_change() -> None:
-    module, x, y = small()
+def test_clipped_sum_may_be_changed() -> None:
+    module, x, y = make_small()
     with record(module, keep="clip", max_norm=0.5) as grads:
         F.cross_entropy(module(x), y).backward()
     before = grads.clip()["0.weight"].clone()
@@ -137,15 +137,15 @@ def test_the_clipped_sum_is_the_users_to_change() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_an_empty_batch(passes: int) -> None:
+def test_empty_batch(passes: int) -> None:
     module = nn.Linear(D, 3)
     with record(module, keep="clip", max_norm=0.5, passes=passes) as grads:
         module(torch.randn(0, D)).sum().backward()
     assert torch.equal(grads.clip()["weight"], torch.zeros(3, D))
 
 
-def test_a_backward_after_the_block() -> None:
-    module, x, y = small()
+def test_backward_after_the_block() -> None:
+    module, x, y = make_small()
     with record(module, keep="clip", max_norm=0.5) as grads:
         loss = F.cross_entropy(module(x), y)
     loss.backward()
@@ -157,7 +157,7 @@ def test_a_backward_after_the_block() -> None:
         grads.clip()
 
 
-def test_a_reentrant_checkpoint_is_refused() -> None:
+def test_reentrant_checkpoint_is_refused() -> None:
     module = Calls(lambda m, h: checkpoint(m.a, h, use_reentrant=True) * 2, a=nn.Linear(D, D))
     with pytest.raises(PerSampleError, match="use_reentrant=False"), record(module, keep="norms"):
         module(torch.randn(B, D, requires_grad=True))
@@ -175,15 +175,15 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
         ({"loss_reduction": "max"}, "'max'"),
     ],
 )
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PerSampleError, match=message), record(nn.Linear(2, 2), **options):
         pass
     with pytest.raises(PerSampleError, match="int"), record(3):  # type: ignore[arg-type]
         pass
 
 
-def test_the_clipped_sum_can_be_read_again_unless_it_was_changed() -> None:
-    module, x, y = small()
+def test_clipped_sum_can_be_read_again_unless_it_was_changed() -> None:
+    module, x, y = make_small()
     with record(module, keep="clip", max_norm=0.1) as grads:
         F.cross_entropy(module(x), y).backward()
     first, second = grads.clip(), grads.clip()

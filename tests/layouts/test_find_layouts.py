@@ -129,7 +129,7 @@ OPS: list[tuple[str, Callable[[Tensor], Any]]] = [
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(("name", "op"), OPS, ids=[name for name, _ in OPS])
 def test_layouts_agree_with_changing_one_sample(name: str, op: Callable[[Tensor], Tensor], dim: int) -> None:
-    """With each dimension as the batch dimension: if one sample changes, exactly its entries in the result may change."""
+    """With each dimension as the batch dimension: if one sample changes, only its entries in the result change."""
     shape = [4, 4, 4]
     batch = shape[dim]
     values = torch.rand(shape, dtype=torch.float64) + 0.05

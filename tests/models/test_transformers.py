@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers, through both front ends, against the loop."""
+"""Models of Hugging Face transformers: both front ends equal the loop."""
 
 from __future__ import annotations
 
@@ -19,50 +19,50 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, cases_of
+from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, make_cases
 
 FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Gradients]]
 
-CASES = list(cases_of(MODELS))
+CASES = list(make_cases(MODELS))
 CHECKPOINTED = [
     case for case in CASES if case.name in ("BERT, T == B", "GPT-2, T == B", "Llama, T != B", "ViT, T != B")
 ]
 
-# What a softmax over keys does not depend on, nor a pooling less its input.
+# A softmax over keys does not depend on the bias of the keys; pooling minus its input does not depend on a bias.
 NO_GRADIENT = re.compile(r"\bk(ey|_proj|_lin)?\.bias|before_norm\.bias")
 
 
-def recorded(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
+def run_record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
     with persample.record(module, loss_reduction="sum") as grads:
         outputs = module(**kwargs)
         compute_test_loss(outputs, 0).backward()
     return outputs, {name: rows for name, rows in grads.dense().items() if rows.any()}
 
 
-def called(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
+def run_call(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
     outputs = persample.call_for_per_sample_grads(module, loss_reduction="sum")(**kwargs)
     compute_test_loss(outputs, 0).backward()
     return outputs, {name: p.grad_sample for name, p in module.named_parameters() if hasattr(p, "grad_sample")}
 
 
-both_front_ends = pytest.mark.parametrize("front_end", [recorded, called])
+both_front_ends = pytest.mark.parametrize("front_end", [run_record, run_call])
 
 
 @both_front_ends
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_against_the_loop(case: TinyModel, front_end: FrontEnd) -> None:
+def test_gradients_equal_the_loop(case: TinyModel, front_end: FrontEnd) -> None:
     module, args, kwargs = case.build()
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     plain_outputs = copy.deepcopy(module)(**kwargs)
     outputs, actual = front_end(module, kwargs)
     assert_rows_close(actual, expected, case.tolerance)
     for ours, theirs in zip(find_tensors(outputs), find_tensors(plain_outputs), strict=True):
-        assert torch.equal(ours, theirs), f"the output is off by {(ours - theirs).abs().max()}"
+        assert torch.equal(ours, theirs), f"the output differs by {(ours - theirs).abs().max()}"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_oracle_itself(case: TinyModel) -> None:
-    """Rows differ between samples, and add up to the ordinary gradient."""
+def test_the_models_cannot_hide_a_bug(case: TinyModel) -> None:
+    """The rows of the loop differ between samples, and add up to the ordinary gradient."""
     module, args, kwargs = case.build()
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     compute_test_loss(module(**kwargs), 0).backward()
@@ -77,7 +77,7 @@ def test_the_oracle_itself(case: TinyModel) -> None:
 @both_front_ends
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", CHECKPOINTED, ids=str)
-def test_with_gradient_checkpointing(case: TinyModel, reentrant: bool, front_end: FrontEnd) -> None:
+def test_gradient_checkpointing(case: TinyModel, reentrant: bool, front_end: FrontEnd) -> None:
     module, args, kwargs = case.build()
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     module.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -86,15 +86,15 @@ def test_with_gradient_checkpointing(case: TinyModel, reentrant: bool, front_end
 
 @both_front_ends
 def test_contrastive_logits_are_refused(front_end: FrontEnd) -> None:
-    (case,) = cases_of([CLIP])
+    (case,) = make_cases([CLIP])
     module, _, kwargs = case.build()
     with pytest.raises(SamplesMixed):
         front_end(module, kwargs)
 
 
 @both_front_ends
-def test_the_contrastive_loss_is_refused(front_end: FrontEnd) -> None:
-    (case,) = cases_of([CLIP])
+def test_contrastive_loss_is_refused(front_end: FrontEnd) -> None:
+    (case,) = make_cases([CLIP])
     module, _, kwargs = case.build()
     module.register_forward_hook(lambda _module, _args, given: given.loss)
     with pytest.raises(SamplesMixed):
@@ -103,15 +103,15 @@ def test_the_contrastive_loss_is_refused(front_end: FrontEnd) -> None:
 
 @both_front_ends
 def test_embeddings_beside_unused_contrastive_logits(front_end: FrontEnd) -> None:
-    (case,) = cases_of([CLIP_EMBEDDINGS])
+    (case,) = make_cases([CLIP_EMBEDDINGS])
     module, args, kwargs = case.build()
-    module.logit_scale.requires_grad_(False)  # else a weight would meet the logits
+    module.logit_scale.requires_grad_(False)  # otherwise the logits would use a weight
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, B)
     assert_rows_close(front_end(module, kwargs)[1], expected, case.tolerance)
 
 
-def test_the_loss_of_a_language_model() -> None:
-    """With labels the model computes its loss itself: a mean over tokens, of which each sample has to have as many."""
+def test_loss_of_a_language_model() -> None:
+    """With labels, the model computes a mean over tokens: all samples must have the same number of tokens."""
     config = transformers.GPT2Config(
         n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8, bos_token_id=0, eos_token_id=1
     )

@@ -1,4 +1,4 @@
-"""record() against the oracle: every answer, over the list of awkward modules, and what it promises around it."""
+"""record(): every answer equals the loop for all test cases; options, errors and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.cases import CASES, REAL_CASES, B, Calls, D, T, param
 from tests.support.modules import flatten_rows, read_state
 
 
-def recorded(case: Case) -> tuple[Any, dict[str, Tensor], nn.Module]:
+def record_case(case: Case) -> tuple[Any, dict[str, Tensor], nn.Module]:
     module, args, kwargs = case.build()
     expected = case.loop_gradients(copy.deepcopy(module), args, kwargs, case.find_batch_size(args))
     with record(module, **case.record_options) as grads:
@@ -31,7 +31,7 @@ def recorded(case: Case) -> tuple[Any, dict[str, Tensor], nn.Module]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dense_and_norms(case: Case) -> None:
-    grads, expected, module = recorded(case)
+    grads, expected, module = record_case(case)
     assert_rows_close(grads.dense(), expected)
     torch.testing.assert_close(grads.norms(), flatten_rows(expected).abs().square().sum(1).sqrt())
     for name, norms in grads.norms(per_parameter=True).items():
@@ -42,7 +42,7 @@ def test_dense_and_norms(case: Case) -> None:
 
 @pytest.mark.parametrize("case", REAL_CASES, ids=str)
 def test_sums(case: Case) -> None:
-    grads, expected, _ = recorded(case)
+    grads, expected, _ = record_case(case)
     rows, batch = flatten_rows(expected), grads.batch_size
     weights = torch.linspace(-1, 2, batch).double()
     norms = rows.norm(dim=1)
@@ -66,7 +66,7 @@ def test_sums(case: Case) -> None:
 
 @pytest.mark.parametrize("case", REAL_CASES[::2], ids=str)
 def test_products_and_moments(case: Case) -> None:
-    grads, expected, _ = recorded(case)
+    grads, expected, _ = record_case(case)
     rows, batch = flatten_rows(expected), grads.batch_size
     direction = {name: torch.randn(r.shape[1:]).double() for name, r in expected.items()}
     flat_direction = flatten_rows({n: d[None] for n, d in direction.items()})[0]
@@ -80,7 +80,7 @@ def test_products_and_moments(case: Case) -> None:
         torch.testing.assert_close(variance, rows.var(0), rtol=1e-5, atol=1e-8 * float(rows.abs().max()) ** 2)
         m, s = rows.square().sum(1).mean(), rows.mean(0).square().sum()
         noise = (m - s) / (1 - 1 / batch) / ((batch * s - m) / (batch - 1))
-        if noise.abs() < 1e6:  # else the mean is smaller than what the noise alone explains
+        if noise.abs() < 1e6:  # otherwise the mean is smaller than its noise, and the estimate meaningless
             torch.testing.assert_close(grads.noise_scale(), noise)
     for method in ("tensor", "sparse"):
         assert grads.project(32, method=method).shape == (batch, 32)
@@ -88,7 +88,7 @@ def test_products_and_moments(case: Case) -> None:
 
 @pytest.mark.parametrize("case", REAL_CASES[::3], ids=str)
 def test_invariants(case: Case) -> None:
-    grads, _, _ = recorded(case)
+    grads, _, _ = record_case(case)
     norms, total = grads.norms(), grads.sum()
     for name, part in grads.clip(float("inf")).items():
         torch.testing.assert_close(part, total[name])
@@ -100,7 +100,7 @@ def test_invariants(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", REAL_CASES[::3], ids=str)
-def test_a_sample_alone_is_clipped_to_the_bound(case: Case) -> None:
+def test_one_sample_is_clipped_to_the_bound(case: Case) -> None:
     module, args, kwargs = case.build()
     own_args, own_kwargs = case.sample(0, args, kwargs)
     options = case.record_options
@@ -112,14 +112,14 @@ def test_a_sample_alone_is_clipped_to_the_bound(case: Case) -> None:
     torch.testing.assert_close(size, torch.tensor(limit).double(), rtol=1e-5, atol=0)
 
 
-def small() -> tuple[nn.Module, Tensor, Tensor]:
+def make_small() -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     return module, torch.randn(B, D).double(), torch.tensor([0, 2, 1])
 
 
-def test_mean_losses_give_the_rows_of_each_samples_own_loss() -> None:
-    module, x, y = small()
+def test_loss_that_is_a_mean() -> None:
+    module, x, y = make_small()
     with record(module) as grads:
         F.cross_entropy(module(x), y).backward()
     for n in range(B):
@@ -130,7 +130,7 @@ def test_mean_losses_give_the_rows_of_each_samples_own_loss() -> None:
 
 
 def test_backward_after_the_block_and_keep_grad() -> None:
-    module, x, y = small()
+    module, x, y = make_small()
     with record(module, keep_grad=True) as grads:
         loss = F.cross_entropy(module(x), y)
     before = read_state(module)["hooks"]
@@ -143,8 +143,8 @@ def test_backward_after_the_block_and_keep_grad() -> None:
     torch.testing.assert_close(grads.mean()["0.weight"], kept)
 
 
-def test_several_passes_add_up() -> None:
-    module, x, y = small()
+def test_several_passes_accumulate() -> None:
+    module, x, y = make_small()
     with record(module, loss_reduction="sum") as grads:
         F.cross_entropy(module(x), y, reduction="sum").backward()
         F.mse_loss(module(x + 1), x[:, :3], reduction="sum").backward()
@@ -155,8 +155,8 @@ def test_several_passes_add_up() -> None:
         torch.testing.assert_close(grads.dense()["2.weight"][n], expected)
 
 
-def test_only_some_parameters() -> None:
-    module, x, y = small()
+def test_some_parameters() -> None:
+    module, x, y = make_small()
     for chosen in (["2.weight"], lambda name, p: name.endswith("2.weight")):
         with record(module, parameters=chosen) as grads:
             F.cross_entropy(module(x), y).backward()
@@ -167,7 +167,7 @@ def test_only_some_parameters() -> None:
         pass
 
 
-def test_where_the_batch_lies_by_argument() -> None:
+def test_batch_dim_for_each_argument() -> None:
     module = Calls(lambda m, h, mask, state: m.a(h.transpose(0, 1) * mask + state[:, None]), a=nn.Linear(D, 2))
     h, mask, state = torch.randn(B, B, D), torch.rand(B, D), torch.randn(B, D)
     for batch_dim in ([1, None, 0], {0: 1, 1: None, 2: 0}):
@@ -179,7 +179,7 @@ def test_where_the_batch_lies_by_argument() -> None:
             torch.testing.assert_close(grads.dense()["a.weight"][n], expected)
 
 
-def test_an_empty_batch_gives_no_rows() -> None:
+def test_empty_batch() -> None:
     module = nn.Sequential(nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(9, 2))
     with record(module) as grads:
         F.cross_entropy(module(torch.randn(0, 2, 4)), torch.zeros(0, dtype=torch.long), reduction="sum").backward()
@@ -192,8 +192,8 @@ def test_an_empty_batch_gives_no_rows() -> None:
         assert p.grad is None
 
 
-def test_reading_too_early_is_an_error() -> None:
-    module, x, _ = small()
+def test_reading_too_early_raises() -> None:
+    module, x, _ = make_small()
     with record(module) as grads:
         with pytest.raises(PerSampleError, match="forward"):
             _ = grads.batch_size
@@ -211,8 +211,8 @@ def test_reading_too_early_is_an_error() -> None:
     lambda z, y: F.cross_entropy(z, y) ** 2,
     lambda z, y: (z * z.flip(0)).sum(),
 ])  # fmt: skip
-def test_a_loss_that_mixes_samples_is_refused(loss: Any) -> None:
-    module, x, y = small()
+def test_loss_that_mixes_samples_is_refused(loss: Any) -> None:
+    module, x, y = make_small()
     with pytest.raises(SamplesMixed), record(module):
         loss(module(x), y).backward()
     with pytest.raises(SamplesMixed):
@@ -222,15 +222,15 @@ def test_a_loss_that_mixes_samples_is_refused(loss: Any) -> None:
     assert all(p.grad is None for p in module.parameters())
 
 
-def test_a_different_batch_in_one_recording_is_refused() -> None:
-    module, x, _ = small()
+def test_two_batch_sizes_in_one_recording_are_refused() -> None:
+    module, x, _ = make_small()
     with pytest.raises(PerSampleError, match="recording for each batch"), record(module):
         module(x)
         module(x[:2])
 
 
 def test_two_recordings_can_be_compared() -> None:
-    module, x, y = small()
+    module, x, y = make_small()
     rows = []
     both = []
     for part in (slice(0, 2), slice(2, 3)):
@@ -245,8 +245,8 @@ def test_two_recordings_can_be_compared() -> None:
     )
 
 
-def test_repr_tells_terms_and_cost() -> None:
-    module, x, y = small()
+def test_repr_shows_terms_and_memory() -> None:
+    module, x, y = make_small()
     with record(module) as grads:
         F.cross_entropy(module(x), y).backward()
     assert "batch_size=3" in repr(grads)
@@ -254,7 +254,7 @@ def test_repr_tells_terms_and_cost() -> None:
     assert "B" in repr(grads)
 
 
-def test_half_precision_answers_are_wide() -> None:
+def test_answers_for_half_precision_are_in_float32() -> None:
     module = nn.Sequential(nn.Linear(D, 6), nn.LayerNorm(6), nn.Linear(6, 3)).bfloat16()
     with record(module) as grads:
         module(torch.randn(B, T, D).bfloat16()).float().square().mean().backward()
@@ -264,7 +264,7 @@ def test_half_precision_answers_are_wide() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any op makes, in numbers."""
+    """The number of entries of the largest tensor that an op makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,17 +278,17 @@ class Largest(TorchDispatchMode):
         return result
 
 
-MEASURED: dict[str, tuple[nn.Module, Tensor]] = {
+MODELS: dict[str, tuple[nn.Module, Tensor]] = {
     "mlp": (nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128)), torch.randn(32, 64)),
     "embedding": (Calls(lambda m, i: m.e(i).mean(1), e=nn.Embedding(5000, 16)), torch.randint(0, 5000, (32, 10))),
     "transformer": (nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True), torch.randn(32, 8, 64)),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("answer", ["norms", "clip", "sum", "dot"])
-def test_no_tensor_of_the_size_of_a_batch_of_weights(name: str, answer: str) -> None:
-    module, x = MEASURED[name]
+def test_answers_need_no_tensor_of_the_size_of_dense_gradients(name: str, answer: str) -> None:
+    module, x = MODELS[name]
     with record(module, loss_reduction="sum") as grads:
         module(x).square().sum().backward()
     limit = len(x) * max(p.numel() for p in module.parameters())
@@ -303,15 +303,15 @@ def test_no_tensor_of_the_size_of_a_batch_of_weights(name: str, answer: str) -> 
     assert largest.numbers >= limit
 
 
-def test_both_front_ends_give_the_same() -> None:
-    module, x, y = small()
+def test_both_front_ends_are_equal() -> None:
+    module, x, y = make_small()
     with record(module) as grads:
         F.cross_entropy(module(x), y).backward()
     F.cross_entropy(call_for_per_sample_grads(module, loss_reduction="mean")(x), y).backward()
     assert_rows_close(grads.dense(), {name: p.grad_sample for name, p in module.named_parameters()})
 
 
-def test_a_learned_temperature_in_the_loss() -> None:
+def test_parameter_in_the_loss() -> None:
     module = Calls(lambda m, h: m.a(h), a=nn.Linear(D, 3), t=param())
     x, y = torch.randn(B, D), torch.tensor([0, 2, 1])
     with record(module) as grads:
@@ -323,7 +323,7 @@ def test_a_learned_temperature_in_the_loss() -> None:
         torch.testing.assert_close(grads.dense()["t"][n], expected)
 
 
-def test_a_permutation_that_spares_the_ends_is_noticed() -> None:
+def test_permutation_of_the_inner_samples_is_refused() -> None:
     module, x = nn.Linear(D, 3), torch.randn(4, D)
     swapped = torch.tensor([0, 2, 1, 3])
     mixtures = [
@@ -339,8 +339,8 @@ def test_a_permutation_that_spares_the_ends_is_noticed() -> None:
             mix(module(x)).sum().backward()
 
 
-def test_inputs_changed_after_backward_are_noticed() -> None:
-    module, x, y = small()
+def test_input_changed_after_backward_raises() -> None:
+    module, x, y = make_small()
     with record(module) as grads:
         F.cross_entropy(module(x), y).backward()
     x.copy_(torch.randn_like(x))
@@ -349,7 +349,7 @@ def test_inputs_changed_after_backward_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_answers_are_the_users_to_change(reduction: str) -> None:
+def test_answers_may_be_changed(reduction: str) -> None:
     module = Calls(lambda m, h: m.a(h) * m.g, a=nn.Linear(D, 3), g=param(3), unused=param(2))
     with record(module, loss_reduction=reduction) as grads:
         module(torch.randn(B, D)).square().sum().backward()
@@ -364,7 +364,7 @@ def test_answers_are_the_users_to_change(reduction: str) -> None:
 
 
 def test_uses_that_were_not_recorded_are_refused() -> None:
-    module, x, y = small()
+    module, x, y = make_small()
     with pytest.raises(PerSampleError, match="not recorded"), record(module):
         F.cross_entropy(module(x), y).backward()
         module[2](torch.randn(B, 6).double()).sum().backward()
@@ -374,14 +374,14 @@ def test_uses_that_were_not_recorded_are_refused() -> None:
     assert not any(p._backward_hooks for p in module.parameters())
 
 
-def test_recordings_are_not_nested() -> None:
-    module, _, _ = small()
+def test_nested_recordings_are_refused() -> None:
+    module, _, _ = make_small()
     with pytest.raises(PerSampleError, match="nested"), record(module), record(nn.Linear(2, 2)):
         pass
 
 
-def test_bad_arguments_are_named() -> None:
-    module, x, y = small()
+def test_wrong_arguments() -> None:
+    module, x, y = make_small()
     with record(module) as grads:
         F.cross_entropy(module(x), y).backward()
     for ask, message in (
@@ -391,7 +391,7 @@ def test_bad_arguments_are_named() -> None:
         (lambda: grads.clip(-1.0), "positive"),
         (lambda: grads.project(8, method="foo"), "'foo'"),
         (lambda: grads.dense("nothing"), "'nothing'"),
-        (lambda: grads.gram(_other(nn.Linear(D, 3))), "recordings of the same parameters"),
+        (lambda: grads.gram(record_other(nn.Linear(D, 3))), "recordings of the same parameters"),
     ):
         with pytest.raises(PerSampleError, match=message):
             ask()
@@ -400,13 +400,13 @@ def test_bad_arguments_are_named() -> None:
         module(x)
 
 
-def _other(module: nn.Module) -> Any:
+def record_other(module: nn.Module) -> Any:
     with record(module) as grads:
         module(torch.randn(B, D)).sum().backward()
     return grads
 
 
-def test_noise_scale_takes_two_samples() -> None:
+def test_noise_scale_needs_two_samples() -> None:
     with record(module := nn.Linear(D, 3)) as grads:
         module(torch.randn(1, D)).sum().backward()
     assert all(part.isnan().all() for part in grads.variance().values())
@@ -414,14 +414,14 @@ def test_noise_scale_takes_two_samples() -> None:
         grads.noise_scale()
 
 
-def test_variance_of_rows_that_hardly_differ() -> None:
+def test_variance_of_similar_rows() -> None:
     module, x = nn.Linear(D, 2), 1000 + 0.1 * torch.randn(64, D)
     with record(module, loss_reduction="sum") as grads:
         module(x).sum().backward()
     torch.testing.assert_close(grads.variance()["weight"], x.double().var(0).float().expand(2, D), rtol=1e-3, atol=0)
 
 
-def test_large_projections_are_exact() -> None:
+def test_large_projections_preserve_norms() -> None:
     module, ids = nn.Embedding(50, 4), torch.randint(0, 50, (B, T))
     with record(module, loss_reduction="sum") as grads:
         module(ids).sin().sum().backward()
@@ -429,7 +429,7 @@ def test_large_projections_are_exact() -> None:
     torch.testing.assert_close(grads.project(size).norm(dim=1), grads.norms(), rtol=0.02, atol=0)
 
 
-def test_a_mean_over_unequal_parts_is_refused_whatever_came_before() -> None:
+def test_mean_over_different_numbers_of_targets_is_refused() -> None:
     module, x = nn.Linear(D, 4), torch.randn(B, T, D)
     labels = torch.randint(0, 4, (B, T))
     for ignored, fair in (([], True), ([(0, 1)], False), ([(0, 1), (1, 4), (2, 2)], True), ([(0, 1), (0, 2)], False)):
@@ -450,7 +450,7 @@ def test_a_mean_over_unequal_parts_is_refused_whatever_came_before() -> None:
         module(x)[x[..., 0] > 0].square().mean().backward()
 
 
-def test_what_is_known_of_an_output_stays_when_it_is_an_input() -> None:
+def test_output_as_the_input_of_the_next_call() -> None:
     module, x = nn.Linear(D, D), torch.randn(B, D)
     with record(module, loss_reduction="sum") as grads:
         module(module(x).flip(0)).square().sum().backward()
@@ -461,7 +461,7 @@ def test_what_is_known_of_an_output_stays_when_it_is_an_input() -> None:
         (module(x) * module(x.flip(0))).sum().backward()
 
 
-def test_an_input_changed_between_two_passes_is_noticed() -> None:
+def test_input_changed_between_two_passes_raises() -> None:
     module, x = nn.Linear(D, D), torch.randn(B, D)
     with record(module), pytest.raises(PerSampleError, match="changed in place"):
         module(x).sum().backward()
@@ -469,13 +469,13 @@ def test_an_input_changed_between_two_passes_is_noticed() -> None:
         module(x).sin().sum().backward()
 
 
-def test_ordinary_gradients_are_refused_with_the_reason() -> None:
+def test_autograd_grad_of_parameters_is_refused() -> None:
     module = nn.Linear(D, D)
     with record(module), pytest.raises(PerSampleError, match=r"Call backward\(\)"):
         torch.autograd.grad(module(torch.randn(B, D)).sum(), module.weight)
 
 
-def test_losses_of_one_sample_after_the_other() -> None:
+def test_loss_as_a_loop_over_samples() -> None:
     module, x = nn.Linear(D, 4), torch.randn(B, D)
     with record(module, loss_reduction="sum") as one:
         sum(F.cross_entropy(row, torch.tensor(1)) for row in module(x)).backward()
@@ -484,7 +484,7 @@ def test_losses_of_one_sample_after_the_other() -> None:
     torch.testing.assert_close(one.dense(), other.dense())
 
 
-def test_statistics_are_restored_also_where_the_call_is_known() -> None:
+def test_statistics_are_restored_for_cached_calls() -> None:
     def forward(m: Any, h: Tensor, mixes: bool) -> Tensor:
         h = m.norm(m.first(h))
         return m.last(h - h.mean(0) if mixes else h)

@@ -1,4 +1,4 @@
-"""watch(): steps without a block around them give what record() gives, and leave everything as it was."""
+"""watch(): steps without a block equal recordings, and restore the state."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def watch(*args: Any) -> Watch:
 
 
 @pytest.fixture(autouse=True)
-def stopped() -> Iterator[None]:
-    """A test that fails leaves no watch behind."""
+def stop_watches() -> Iterator[None]:
+    """Stop all watches, also after a test that failed."""
     yield
     while STARTED:
         STARTED.pop().stop()
 
 
 @pytest.mark.parametrize("case", CASES[::4], ids=str)
-def test_as_in_a_block(case: Case) -> None:
+def test_steps_equal_a_recording(case: Case) -> None:
     module, args, kwargs = case.build()
     with record(module, **case.record_options) as grads:
         compute_test_loss(module(*args, **kwargs), case.out_dim).backward()
@@ -51,12 +51,12 @@ def test_as_in_a_block(case: Case) -> None:
     assert not _get_current_function_mode_stack()
 
 
-def small() -> tuple[nn.Module, Tensor]:
+def make_small() -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(B, D)
 
 
-def rows_of(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
+def compute_norms(model: nn.Module, x: Tensor, **options: Any) -> Tensor:
     with record(model, loss_reduction="sum", **options) as grads:
         model(x).square().sum().backward()
     return grads.norms()
@@ -73,8 +73,8 @@ class Counting(TorchFunctionMode):
 
 
 def test_modes_end_in_any_order() -> None:
-    """A block around the call of the model alone ends before the step does."""
-    model, x = small()
+    """A mode around the call of the model ends before the step does."""
+    model, x = make_small()
     found: list[Tensor] = []
     watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
     for mode in (Counting(), torch.device("cpu")):
@@ -87,12 +87,12 @@ def test_modes_end_in_any_order() -> None:
             loss.backward()
     watched.stop()
     assert not _get_current_function_mode_stack()
-    expected = rows_of(model, x)
+    expected = compute_norms(model, x)
     assert len(found) == 2 and all(torch.equal(norms, expected) for norms in found)
 
 
-def test_a_default_device() -> None:
-    model, x = small()
+def test_default_device() -> None:
+    model, x = make_small()
     watched = watch(model, lambda grads: None, {})
     torch.set_default_device("cpu")
     try:
@@ -105,8 +105,8 @@ def test_a_default_device() -> None:
     assert not _get_current_function_mode_stack()
 
 
-def test_calls_that_go_into_one_loss_are_one_step() -> None:
-    model, x = small()
+def test_calls_in_one_loss_are_one_step() -> None:
+    model, x = make_small()
     other = torch.randn(B, D)
     found: list[Tensor] = []
     watched = watch(model, lambda grads: found.append(grads.norms()), {"keep": "clip", "max_norm": 1.0})
@@ -117,8 +117,8 @@ def test_calls_that_go_into_one_loss_are_one_step() -> None:
     torch.testing.assert_close(found, [grads.norms()])
 
 
-def test_calls_that_nothing_comes_of_are_forgotten() -> None:
-    model, x = small()
+def test_calls_without_a_backward_pass_are_dropped() -> None:
+    model, x = make_small()
     found: list[Tensor] = []
     watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
     model(x)
@@ -127,11 +127,11 @@ def test_calls_that_nothing_comes_of_are_forgotten() -> None:
         model(x)
     model(x).square().sum().backward()
     watched.stop()
-    torch.testing.assert_close(found, [rows_of(model, x)])
+    torch.testing.assert_close(found, [compute_norms(model, x)])
 
 
 def test_one_loss_of_two_batches_is_refused() -> None:
-    model, x = small()
+    model, x = make_small()
     watched = watch(model, lambda grads: None, {"keep": "clip", "max_norm": 1.0})
     loss = model(x).sum() + model(x[:2]).sum()
     with pytest.raises(SamplesMixed, match="made a tensor of shape \\(\\) without a torch function"):
@@ -144,8 +144,8 @@ def test_one_loss_of_two_batches_is_refused() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_no_samples(passes: int) -> None:
-    model, x = small()
+def test_empty_batch(passes: int) -> None:
+    model, x = make_small()
     found: list[dict[str, Tensor]] = []
     options = {"keep": "clip", "max_norm": 1.0, "passes": passes}
     watched = watch(model, lambda grads: found.append(grads.clip()), options)
@@ -158,7 +158,7 @@ def test_no_samples(passes: int) -> None:
 
 
 def test_ordinary_gradients_are_refused() -> None:
-    model, x = small()
+    model, x = make_small()
     watched = watch(model, lambda grads: None, {})
     with pytest.raises(PerSampleError, match="receives a gradient from a use that was not recorded"):
         model[2](torch.randn(B, 6)).sum().backward()
@@ -168,14 +168,14 @@ def test_ordinary_gradients_are_refused() -> None:
     model[0].weight.square().sum().backward()
 
 
-def test_errors_leave_everything_as_it_was() -> None:
+def test_errors_restore_the_state() -> None:
     model = Calls(lambda m, x, wrong: m.b(x @ x) if wrong else m.a(x), a=nn.Linear(D, D), b=nn.BatchNorm1d(D))
     x = torch.randn(B, D)
     before = read_state(model)
     found: list[Tensor] = []
     watched = watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"})
     with pytest.raises(RuntimeError):
-        model(x, True)  # of shapes that do not fit
+        model(x, True)  # shapes that do not match
     mixed = Calls(lambda m, x: m.a(x - x.mean(0)), a=nn.Linear(D, D))
     other = watch(mixed, lambda grads: None, {})
     with pytest.raises(SamplesMixed):
@@ -191,8 +191,8 @@ def test_errors_leave_everything_as_it_was() -> None:
     assert str(read_state(model)) == str(before)
 
 
-def test_the_options_of_the_next_step() -> None:
-    model, x = small()
+def test_options_are_read_for_each_step() -> None:
+    model, x = make_small()
     bounds, found = [1e-3, 1e-5], []
     watched = watch(
         model, lambda grads: found.append(grads.clip()), lambda: {"keep": "clip", "max_norm": bounds[len(found)]}
@@ -205,7 +205,7 @@ def test_the_options_of_the_next_step() -> None:
     torch.testing.assert_close(sizes[0] / sizes[1], torch.tensor(100.0))
 
 
-def test_a_refused_step_leaves_buffers_and_random_numbers() -> None:
+def test_refused_step_restores_buffers_and_rng() -> None:
     def forward(m: Any, x: Tensor, mixes: bool) -> Tensor:
         m.count.add_(1)
         h = F.dropout(x, 0.5)

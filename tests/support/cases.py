@@ -1,4 +1,4 @@
-"""The awkward modules, one list for all engines. To add a case, add a line."""
+"""The test cases: modules that are difficult for per-sample gradients, for all front ends. A case is one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ B, T, D = 3, 5, 4
 
 
 class Calls(nn.Module):
-    """A module that is a function of itself and its inputs: `Calls(lambda m, x: m.a(x), a=nn.Linear(4, 4))`."""
+    """A module whose forward is a function of the module and its inputs: `Calls(lambda m, x: m.a(x), a=nn.Linear(4, 4))`."""
 
     def __init__(self, forward: Callable[..., Any], **members: Any) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def written_through_a_view(m: Any, h: Tensor) -> Tensor:
 
 
 def experts(m: Any, h: Tensor, pick: Callable[[Tensor], Any]) -> Tensor:
-    """Each row goes to the expert that it prefers."""
+    """Route each row to the expert with the highest score."""
     rows, out = h.flatten(0, 1), torch.zeros_like(h.flatten(0, 1))
     chosen = m.gate(rows).argmax(-1)
     for i in chosen.unique():
@@ -263,7 +263,7 @@ def sample_by_sample(m: Any, h: Tensor) -> Tensor:
 
 @dataclass
 class Pair:
-    """Which pytrees do not look into."""
+    """A dataclass, which is no pytree."""
 
     left: Tensor
     right: Tensor
@@ -514,7 +514,7 @@ def bag_cases() -> list[Case]:
 
 
 def product_cases() -> list[Case]:
-    """Functions with a rule of their own beside those of torch's layers."""
+    """Products and other functions with rules that are no layers of torch."""
 
     def calls(forward: Callable[..., Any], *shape: int, **members: Callable[[], Any]) -> tuple[Any, ...]:
         return (lambda: Calls(forward, **{name: make() for name, make in members.items()})), x(*shape)

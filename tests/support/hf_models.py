@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face transformers with random weights, one list. To add a model, add a line."""
+"""Tiny models of Hugging Face transformers with random weights. A model is one line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """What is as large as the batch, on which side the sequences are padded, and how the mask says so."""
+    """Which dimension is as large as the batch, on which side sequences are padded, and the form of the mask."""
 
     name: str
     length: int = 5
@@ -33,7 +33,7 @@ class Size:
 
     @property
     def image(self) -> tuple[int, int]:
-        """For patches of 4 pixels. With a class token there are B tokens if the length is B."""
+        """The image size for patches of 4 pixels. With a class token, there are B tokens if the length is B."""
         return (4, 8) if self.length == B else (16, 16)
 
 
@@ -51,11 +51,11 @@ ALL = (PLAIN, SQUARE, HEADS)
 PADDED = (*ALL, RIGHT)
 PADDED_CAUSAL = (*PADDED, LEFT)
 
-ROUNDS = 1e-4  # for float32, and for layers that compute in it whatever they are given
+ROUNDS = 1e-4  # for float32, and for layers that always compute in float32
 
 
-def common(size: Size) -> Settings:
-    """Settings by the names that most configs know."""
+def make_common_settings(size: Size) -> Settings:
+    """Settings by the names that most configs have."""
     sizes = {
         **{"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 20, "max_position_embeddings": 16},
         **{"num_hidden_layers": 2, "num_attention_heads": size.heads, "num_key_value_heads": 1},
@@ -74,8 +74,8 @@ def common(size: Size) -> Settings:
     return {**sizes, **dict.fromkeys(dropouts, 0.0), **tokens}
 
 
-def known(config_class: Any, settings: Settings, own: Settings) -> Settings:
-    """Those of the settings that the config has a field for, and that the model's own do not set."""
+def select_known(config_class: Any, settings: Settings, own: Settings) -> Settings:
+    """The settings that the config has a field for, except those that the model sets itself."""
     names = {name: config_class.attribute_map.get(name, name) for name in settings}
     available = {f.name for f in fields(config_class)} - own.keys()
     return {name: settings[name] for name, true_name in names.items() if true_name in available}
@@ -94,7 +94,7 @@ def text(size: Size) -> dict[str, Tensor]:
 
 
 def ended_text(size: Size) -> dict[str, Tensor]:
-    """With the largest token where a sequence ends, which is where CLIP pools."""
+    """Texts with the largest token at the end, where CLIP pools."""
     inputs = text(size)
     inputs["input_ids"][torch.arange(B), [1, size.length - 1, 1]] = VOCABULARY
     return inputs
@@ -121,7 +121,7 @@ def image_and_text(size: Size) -> dict[str, Tensor]:
 
 
 def images_for_tokens(size: Size) -> dict[str, Tensor]:
-    """As many image tokens as there are patches, and a text."""
+    """One image token for each patch, and a text."""
     image_tokens = torch.full((B, 16), IMAGE_TOKEN)
     return {"input_ids": torch.cat([image_tokens, tokens(size.length)], 1), **image(PLAIN)}
 
@@ -136,9 +136,9 @@ def spectrogram_and_text(size: Size) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Model:
-    """A class of transformers by its name, the settings of its config that are its own, and its inputs.
+    """A class of transformers by name, its special settings, and its inputs.
 
-    `outputs` are those that belong to a sample each, where there are others.
+    `outputs` names the outputs that have samples, if there are others.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Model:
     def module(self, size: Size) -> nn.Module:
         cls = getattr(transformers, self.cls)
         own = self.settings(size) if callable(self.settings) else self.settings
-        module = cls(cls.config_class(**known(cls.config_class, common(size), own), **own))
+        module = cls(cls.config_class(**select_known(cls.config_class, make_common_settings(size), own), **own))
         if self.outputs:
             module.register_forward_hook(lambda _module, _args, given: {name: given[name] for name in self.outputs})
         return module  # type: ignore[no-any-return]
@@ -166,7 +166,7 @@ class TinyModel(Case):
     tolerance: float = 1e-9
 
     def build(self) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-        """In train mode and without dropout; no parameter at the zeros or ones that it starts at."""
+        """Build the model in train mode without dropout. No parameter keeps an initial 0 or 1."""
         torch.manual_seed(0)
         module, kwargs = self.module().train(), self.kwargs()
         with torch.no_grad():
@@ -180,7 +180,7 @@ class TinyModel(Case):
 
 
 def calibrate(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Gives BatchNorm the statistics of a mirrored batch, and puts a model that has it in eval mode."""
+    """Give BatchNorm the statistics of a mirrored batch, and set a model with BatchNorm to eval mode."""
     norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm)]
     for norm in norms:
         norm.momentum = 1.0
@@ -190,7 +190,7 @@ def calibrate(module: nn.Module, kwargs: dict[str, Any]) -> None:
         module.eval()
 
 
-def cases_of(models: Iterable[Model]) -> Iterator[TinyModel]:
+def make_cases(models: Iterable[Model]) -> Iterator[TinyModel]:
     for model in models:
         for size in model.sizes:
             yield TinyModel(
@@ -306,13 +306,13 @@ PROJECTION = {"projection_dim": 8}
 
 
 def clip(size: Size) -> Settings:
-    text_config = {**common(size), "vocab_size": VOCABULARY + 1}
-    return {"text_config": text_config, "vision_config": {**common(size), **SQUARE_IMAGE}, **PROJECTION}
+    text_config = {**make_common_settings(size), "vocab_size": VOCABULARY + 1}
+    return {"text_config": text_config, "vision_config": {**make_common_settings(size), **SQUARE_IMAGE}, **PROJECTION}
 
 
 def llava(size: Size) -> Settings:
-    text_config = {"model_type": "llama", **common(size)}
-    vision_config = {"model_type": "clip_vision_model", **common(size), **SQUARE_IMAGE}
+    text_config = {"model_type": "llama", **make_common_settings(size)}
+    vision_config = {"model_type": "clip_vision_model", **make_common_settings(size), **SQUARE_IMAGE}
     return {"text_config": text_config, "vision_config": vision_config, "image_token_index": IMAGE_TOKEN}
 
 
