@@ -1,1 +1,1 @@
-"""Time and memory of persample and its peers against a plain step: `python -m benchmarks`."""
+"""Time and memory of persample and its peers relative to a plain step: `python -m benchmarks`."""

@@ -1,6 +1,6 @@
-"""Whether an engine's answers are right: against a loop over the samples with plain autograd in float64.
+"""Check the results of the engines against a loop over the samples with plain autograd in float64.
 
-An engine that errs, or is wrong, shows that in place of a time.
+An engine that raises, or whose result is wrong, is not measured: tables show the failure instead.
 """
 
 from __future__ import annotations
@@ -13,122 +13,135 @@ import torch
 from torch import Tensor
 
 from benchmarks.engines import Engine
-from benchmarks.rows import Rows, clip_factors, gram_of
-from benchmarks.workloads import Workload, loss_of
+from benchmarks.engines.base import format_error
+from benchmarks.rows import Rows, compute_clipped_sum, compute_gram, compute_norm
+from benchmarks.workloads import Workload, compute_loss
 
-# Answers in float32 differ from those in float64 by 1e-6 to 1e-4 of a row, wrong ones by all of it. Now and then
-# rounding moves an input of a ReLU across zero, which costs the sample's row 1e-2: allowed, though not to most rows.
-TIGHT, LOOSE = 1e-3, 5e-2
-CLIPPED = 1e-2  # of a clipped sum, to which such a sample contributes
-SPREAD = 0.25  # of inner products by a projection to 1024 numbers: some 0.03 to 0.09, of a wrong one about 1
+# Tolerances, relative to the largest row. Correct float32 rows differ from float64 by 1e-6 to 1e-4, wrong rows by about
+# 1. Sometimes rounding moves the input of a ReLU across zero, which changes the row of that sample by 1e-2. So single
+# rows may differ by MAX_ERROR, and the median row by MEDIAN_ERROR.
+MEDIAN_ERROR, MAX_ERROR = 1e-3, 5e-2
+CLIP_ERROR = 1e-2  # of a clipped sum, which may include such a sample
+PROJECTION_ERROR = 0.25  # of inner products after projection to 1024 numbers: 0.03 to 0.09 if correct, about 1 if wrong
 
 
 @dataclass(frozen=True)
-class Examined:
-    """An engine with its model, and for each quantity what to show in place of a figure, or nothing."""
+class CheckedEngine:
+    """An engine with its model, and for each quantity the failure, or "" if the result is correct."""
 
     engine: Engine | None
     failures: dict[str, str]
 
     @property
     def note(self) -> str:
-        """What had to be changed in the model before the engine took it."""
+        """How the model was changed for the engine."""
         return self.engine.note if self.engine else ""
 
 
 class Reference:
-    """The right answers for a workload."""
+    """The correct results for a workload."""
 
     def __init__(self, workload: Workload) -> None:
         model, x, labels = workload.build()
         model = model.double()
         x = x.double() if x.is_floating_point() else x
-        # What is kept is rounded to float32, far below the tolerance, and takes half of the memory.
+        # Stored in float32: the rounding error is far below the tolerance.
         self.rows: Rows = {name: torch.empty(len(x), *p.shape) for name, p in model.named_parameters()}
         norms = []
-        for n, (one, label) in enumerate(zip(x.split(1), labels.split(1), strict=True)):
-            gradient = torch.autograd.grad(loss_of(model(one), label), list(model.parameters()))
-            norms.append(torch.stack(torch._foreach_norm(gradient)).norm())
+        for n, (sample, label) in enumerate(zip(x.split(1), labels.split(1), strict=True)):
+            gradient = torch.autograd.grad(compute_loss(model(sample), label), list(model.parameters()))
+            norms.append(compute_norm(gradient))
             for r, part in zip(self.rows.values(), gradient, strict=True):
                 r[n] = part
         self.norms = torch.stack(norms).float()
-        factors = clip_factors(self.norms)
-        self.clip = {name: torch.tensordot(factors, r, 1) for name, r in self.rows.items()}
-        self.gram = gram_of(self.rows)
+        self.clip = compute_clipped_sum(self.rows, self.norms)
+        self.gram = compute_gram(self.rows)
 
-    def accepts(self, quantity: str, answer: Any) -> bool:
-        """Whether the answer is right; for a projection, whether it keeps the rows' inner products."""
+    def accepts(self, quantity: str, result: Any) -> bool:
+        """Whether a result is correct. A projection is correct if it keeps the inner products of the rows."""
         if quantity == "project":
             size = self.norms[:, None] * self.norms
-            return bool(((answer @ answer.T - self.gram) / size).square().mean().sqrt() <= SPREAD)
+            return bool(((result @ result.T - self.gram) / size).square().mean().sqrt() <= PROJECTION_ERROR)
         if quantity == "dense":
-            return _same(answer, self.rows)
+            return _are_close(result, self.rows)
         if quantity == "clip":
-            return _same({k: v[None] for k, v in answer.items()}, {k: v[None] for k, v in self.clip.items()}, CLIPPED)
-        return _same({quantity: answer}, {quantity: {"norms": self.norms, "gram": self.gram}[quantity]})
+            return _are_close(_add_batch_dim(result), _add_batch_dim(self.clip), CLIP_ERROR)
+        return _are_close({quantity: result}, {quantity: {"norms": self.norms, "gram": self.gram}[quantity]})
 
 
-def _same(found: Rows, wanted: Rows, most: float = TIGHT) -> bool:
-    return found.keys() == wanted.keys() and all(_near(found[name], want, most) for name, want in wanted.items())
+def _add_batch_dim(tensors: Rows) -> Rows:
+    return {name: tensor[None] for name, tensor in tensors.items()}
 
 
-def _near(found: Tensor, want: Tensor, most: float) -> bool:
-    """Whether no row is far off and most are hardly so, as parts of the largest row. Not true of NaNs."""
-    if found.shape != want.shape:
+def _are_close(actual: Rows, expected: Rows, median_error: float = MEDIAN_ERROR) -> bool:
+    return actual.keys() == expected.keys() and all(
+        _is_close(actual[name], rows, median_error) for name, rows in expected.items()
+    )
+
+
+def _is_close(actual: Tensor, expected: Tensor, median_error: float) -> bool:
+    """Whether the errors of the rows are within the tolerances. False if there are NaNs."""
+    if actual.shape != expected.shape:
         return False
-    off = torch.cat([_norms(a - b) for a, b in zip(found.detach().split(16), want.split(16), strict=True)])
-    size = _norms(want).max()
-    return bool(off.max() <= LOOSE * size) and bool(off.median() <= most * size)
+    blocks = zip(actual.detach().split(16), expected.split(16), strict=True)
+    errors = torch.cat([_compute_row_norms(a - b) for a, b in blocks])
+    size = _compute_row_norms(expected).max()
+    return bool(errors.max() <= MAX_ERROR * size) and bool(errors.median() <= median_error * size)
 
 
-def _norms(rows: Tensor) -> Tensor:
+def _compute_row_norms(rows: Tensor) -> Tensor:
     return rows.reshape(len(rows), -1).norm(dim=1)
 
 
-def examine(workload: Workload, engines: Iterable[type[Engine]], quantities: Sequence[str]) -> dict[str, Examined]:
-    """What is known of each engine before anything is measured, by their names."""
+def check_engines(
+    workload: Workload, engines: Iterable[type[Engine]], quantities: Sequence[str]
+) -> dict[str, CheckedEngine]:
+    """Build each engine and check its results; return them by engine name."""
     reference = Reference(workload)
-    return {engine.name: _examine(engine, workload, quantities, reference) for engine in engines}
+    return {engine.name: _check_engine(engine, workload, quantities, reference) for engine in engines}
 
 
-def _examine(engine: type[Engine], workload: Workload, quantities: Sequence[str], reference: Reference) -> Examined:
-    """On the model as it is written; or on an adapted one, if that helps with any quantity."""
-    asked = [quantity for quantity in quantities if quantity in engine.offers]
-    found = _tried(engine, workload, asked, reference, adapted=False)
-    if any(found.failures.values()):
-        helped = _tried(engine, workload, asked, reference, adapted=True)
-        if sum(map(bool, helped.failures.values())) < sum(map(bool, found.failures.values())):
-            return helped
-    return found
+def _check_engine(
+    engine: type[Engine], workload: Workload, quantities: Sequence[str], reference: Reference
+) -> CheckedEngine:
+    """Check an engine with the original model, and with an adapted model if that has fewer failures."""
+    supported = [quantity for quantity in quantities if quantity in engine.quantities]
+    original = _try_engine(engine, workload, supported, reference, adapted=False)
+    if any(original.failures.values()):
+        adapted = _try_engine(engine, workload, supported, reference, adapted=True)
+        if _count_failures(adapted) < _count_failures(original):
+            return adapted
+    return original
 
 
-def _tried(
-    engine: type[Engine], workload: Workload, quantities: Sequence[str], reference: Reference, adapted: bool
-) -> Examined:
+def _count_failures(checked: CheckedEngine) -> int:
+    return sum(map(bool, checked.failures.values()))
+
+
+def _try_engine(
+    kind: type[Engine], workload: Workload, quantities: Sequence[str], reference: Reference, adapted: bool
+) -> CheckedEngine:
     try:
-        made = engine(workload, adapted)
+        engine = kind(workload, adapted)
     except ImportError:
-        return Examined(None, dict.fromkeys(quantities, "not installed"))
+        return CheckedEngine(None, dict.fromkeys(quantities, "not installed"))
     except Exception as error:
-        return Examined(None, dict.fromkeys(quantities, _name(error)))
-    needed = [quantity for quantity in ("dense", "norms") if quantity in engine.offers and quantity not in quantities]
-    failures = {quantity: _failure(made, quantity, reference) for quantity in (*quantities, *needed)}
-    # Wrong rows may have norms that are nearly right, and wrong norms a clipped sum that is: those alone show nothing.
+        return CheckedEngine(None, dict.fromkeys(quantities, format_error(error)))
+    # Wrong rows can have nearly correct norms, and wrong norms can give a nearly correct clipped sum. So rows and norms
+    # are checked even if they are not asked for.
+    needed = [quantity for quantity in ("dense", "norms") if quantity in kind.quantities and quantity not in quantities]
+    failures = {quantity: _find_failure(engine, quantity, reference) for quantity in (*quantities, *needed)}
     wrong = {quantity for quantity, failure in failures.items() if failure == "wrong"}
     for quantity in quantities:
         if "dense" in wrong or (quantity == "clip" and "norms" in wrong):
             failures[quantity] = failures[quantity] or "wrong"
-    return Examined(made, {quantity: failures[quantity] for quantity in quantities})
+    return CheckedEngine(engine, {quantity: failures[quantity] for quantity in quantities})
 
 
-def _failure(engine: Engine, quantity: str, reference: Reference) -> str:
+def _find_failure(engine: Engine, quantity: str, reference: Reference) -> str:
     try:
         return "" if reference.accepts(quantity, engine.step(quantity)) else "wrong"
     except Exception as error:
-        return _name(error)
+        return format_error(error)
     finally:
         engine.clear()
-
-
-def _name(error: Exception) -> str:
-    return f"error: {type(error).__name__}"

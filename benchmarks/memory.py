@@ -1,12 +1,16 @@
-"""Peak memory of a step, each in a process of its own (Linux only).
+"""Peak memory of a step, each measured in a separate process (Linux only).
 
-A process builds the model and the batch, makes one step with two samples, so that libraries are loaded and thread pools
-started, and notes its resident memory. Then come whole steps, each answer dropped before the next. What they take is
-the highest resident memory of the process less what was noted. It is given for all steps, the first with what is tried
-and planned in it included, and for the later ones, once the first's garbage has been collected. A last step tells how
-much tensors took at once, which is what the libraries' own buffers and a heap with gaps are not part of.
+A process builds the model and the batch. It runs one step with two samples, so that libraries are loaded and thread
+pools started, and reads its resident memory. Then it runs whole steps, and frees each result before the next step.
+Three numbers are measured:
 
-The processes are forked from one that has imported everything and computed nothing.
+- the peak of resident memory over all steps, minus the resident memory before them. This includes the trials and the
+  planning of the first step;
+- the same for the steps after the first, with the garbage of the first step collected;
+- the largest memory of tensors at one time during a last step. It does not include buffers of libraries and
+  fragmentation of the heap.
+
+The processes are forked from a process that has imported everything and computed nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ import multiprocessing
 import os
 import statistics
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 from benchmarks.engines import Engine
+from benchmarks.engines.base import format_error
 from benchmarks.workloads import Workload
 
 STEPS = 2
@@ -36,7 +40,7 @@ STEPS = 2
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes: the peak of all steps, that of the steps after the first, of the tensors alone, and the answer's size."""
+    """Bytes: peak of all steps, peak of the steps after the first, peak of the tensors alone, size of the result."""
 
     peak: int
     later: int
@@ -44,13 +48,13 @@ class Peak:
     result: int
 
 
-def measure(
+def measure_peak(
     engine: type[Engine], workload: Workload, quantity: str, adapted: bool = False, processes: int = 1
 ) -> Peak | str:
-    """The peak memory of an engine's steps, the median of some processes; or the name of the error."""
+    """Peak memory of the steps of an engine, as the median over some processes; or the name of the error."""
     peaks = []
     for _ in range(processes):
-        peak = _in_a_process(engine, workload, quantity, adapted)
+        peak = _measure_in_process(engine, workload, quantity, adapted)
         if isinstance(peak, str):
             return peak
         peaks.append(peak)
@@ -58,52 +62,53 @@ def measure(
     return Peak(peak, later, peaks[0].tensors, peaks[0].result)
 
 
-def _in_a_process(*work: Any) -> Peak | str:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself otherwise
+def _measure_in_process(*arguments: Any) -> Peak | str:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages from the profiler
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.preload"])
-    mine, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(theirs, *work))
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_peak, args=(sender, *arguments))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        return mine.recv()
+        return receiver.recv()
     except EOFError:
         return "error: killed"
     finally:
         process.join()
 
 
-def _report(to: Connection, engine: type[Engine], workload: Workload, quantity: str, adapted: bool) -> None:
+def _send_peak(sender: Connection, engine: type[Engine], workload: Workload, quantity: str, adapted: bool) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            to.send(_peak_of_steps(engine(workload, adapted), quantity))
+            sender.send(_measure_steps(engine(workload, adapted), quantity))
     except Exception as error:
-        to.send(f"error: {type(error).__name__}")
+        sender.send(format_error(error))
 
 
-def _peak_of_steps(engine: Engine, quantity: str) -> Peak:
+def _measure_steps(engine: Engine, quantity: str) -> Peak:
     x, labels = engine.x, engine.labels
     engine.x, engine.labels = x[:2], labels[:2]
     engine.step(quantity)
     engine.clear()
     engine.x, engine.labels = x, labels
-    _collect()
-    before = _resident("VmRSS")
-    result = _bytes(engine.step(quantity))
-    first = _resident("VmHWM")
+    _reset_peak()
+    before = _read_status("VmRSS")
+    size = _count_bytes(engine.step(quantity))
+    first = _read_status("VmHWM")
     engine.clear()
-    _collect()
+    _reset_peak()
     for _ in range(STEPS - 1):
-        answer = engine.step(quantity)
-        del answer
+        result = engine.step(quantity)
+        del result
         engine.clear()
-    later = _resident("VmHWM")
-    return Peak(max(first, later) - before, later - before, _most_in_tensors(engine, quantity), result)
+    later = _read_status("VmHWM")
+    return Peak(max(first, later) - before, later - before, _measure_tensors(engine, quantity), size)
 
 
-def _most_in_tensors(engine: Engine, quantity: str) -> int:
+def _measure_tensors(engine: Engine, quantity: str) -> int:
+    """Largest number of bytes that tensors take at one time during a step."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.step(quantity)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -111,21 +116,18 @@ def _most_in_tensors(engine: Engine, quantity: str) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-def _resident(field: str) -> int:
+def _read_status(field: str) -> int:
+    """A field of the status of this process, in bytes: VmRSS is the resident memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 
-def _collect() -> None:
-    """Frees what can be freed, gives it back to the system, and forgets the peak."""
+def _reset_peak() -> None:
+    """Collect garbage, return free memory to the system, and reset the peak of resident memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _bytes(answer: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in _tensors(answer))
-
-
-def _tensors(answer: Any) -> Iterable[Tensor]:
-    return (leaf for leaf in pytree.tree_leaves(answer) if isinstance(leaf, Tensor))
+def _count_bytes(result: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(result) if isinstance(t, Tensor))

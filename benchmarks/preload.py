@@ -1,4 +1,4 @@
-"""Imports everything, and computes nothing: what the processes of `benchmarks.memory` are forked from."""
+"""Imports of the process from which the processes of `benchmarks.memory` are forked. Computes nothing."""
 
 import contextlib
 import importlib

@@ -1,45 +1,49 @@
-"""Private training beside ordinary training: whole steps, with noise and the optimizer, as ratios to a plain one.
+"""Time and memory of private training steps as ratios to steps of ordinary training.
 
     python -m benchmarks.private [--rounds 15] [--json benchmarks/results/private.json]
 
-A step is a forward pass, a backward, the clipped sum, the noise and SGD's own step, of a batch that is there. Engines
-take turns in one process, and a ratio is to the plain step of the same round; peak memory is that of a process each.
+A step consists of forward, backward, clipped sum, noise and SGD. The batch is already loaded. The engines take turns in
+one process, and a ratio is formed with the plain step of the same round. Peak memory is measured in a separate process
+for each engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import machine, memory
+from benchmarks import memory
 from benchmarks.engines.base import Engine
-from benchmarks.timing import seconds
-from benchmarks.workloads import WORKLOADS, Workload, loss_of, losses_of
+from benchmarks.engines.opacus import wrap_for_ghost_clipping
+from benchmarks.machine import describe_machine
+from benchmarks.output import write_json
+from benchmarks.targets import PRIVATE_TIME
+from benchmarks.timing import compute_quartiles, compute_ratios, time_in_turns, time_step
+from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 
-AT_MOST = {"GPT T 64": 1.15, "CNN": 1.25, "MLP": 1.4}
-NOISE, BOUND = 1.0, 1.0
+NOISE_MULTIPLIER, MAX_NORM = 1.0, 1.0
 
 
 class Training(Engine):
-    """A model with an optimizer; a step leaves its weights changed."""
+    """A model with an optimizer. A step changes the weights."""
 
     name = "plain"
-    offers = ("train",)
+    quantities = ("train",)
 
     def setup(self) -> None:
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def train(self) -> None:
         self.optimizer.zero_grad()
-        self.loss().backward()
+        self.compute_loss().backward()
         self.optimizer.step()
 
 
@@ -52,9 +56,14 @@ class Ours(Training):
 
         super().setup()
         self.optimizer = PrivateOptimizer(
-            self.optimizer, module=self.model, noise_multiplier=NOISE, max_grad_norm=BOUND,
-            expected_batch_size=len(self.x), loss_reduction="sum", recording={"passes": self.passes},
-        )  # fmt: skip
+            self.optimizer,
+            module=self.model,
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=MAX_NORM,
+            expected_batch_size=len(self.x),
+            loss_reduction="sum",
+            recording={"passes": self.passes},
+        )
 
 
 class OursTwice(Ours):
@@ -72,98 +81,93 @@ class OpacusHooks(Training):
         super().setup()
         self.wrapped = GradSampleModule(self.model, loss_reduction="sum")
         self.optimizer = DPOptimizer(
-            self.optimizer, noise_multiplier=NOISE, max_grad_norm=BOUND, expected_batch_size=len(self.x),
+            self.optimizer,
+            noise_multiplier=NOISE_MULTIPLIER,
+            max_grad_norm=MAX_NORM,
+            expected_batch_size=len(self.x),
             loss_reduction="sum",
-        )  # fmt: skip
+        )
 
-    def loss(self) -> Tensor:
-        return loss_of(self.wrapped(self.x), self.labels)
+    def compute_loss(self) -> Tensor:
+        return compute_loss(self.wrapped(self.x), self.labels)
 
 
 class OpacusGhost(Training):
     name = "Opacus ghost"
 
     def setup(self) -> None:
-        from opacus.grad_sample import GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-        def criterion(output: Tensor, labels: Tensor) -> Tensor:
-            return losses_of(output, labels)
-
         super().setup()
-        criterion.reduction = "sum"  # type: ignore[attr-defined]
-        self.wrapped = GradSampleModuleFastGradientClipping(self.model, loss_reduction="sum", max_grad_norm=BOUND)
-        self.optimizer = DPOptimizerFastGradientClipping(
-            self.optimizer, noise_multiplier=NOISE, max_grad_norm=BOUND, expected_batch_size=len(self.x),
-            loss_reduction="sum",
-        )  # fmt: skip
-        self.criterion = DPLossFastGradientClipping(self.wrapped, self.optimizer, criterion, loss_reduction="sum")
+        self.wrapped, self.optimizer, self.criterion = wrap_for_ghost_clipping(
+            self.model, self.optimizer, len(self.x), NOISE_MULTIPLIER, MAX_NORM
+        )
 
-    def loss(self) -> Tensor:
-        return self.criterion(self.wrapped(self.x), self.labels)  # type: ignore[return-value]
+    def compute_loss(self) -> Tensor:
+        return self.criterion(self.wrapped(self.x), self.labels)
 
 
 ENGINES: tuple[type[Training], ...] = (Ours, OursTwice, OpacusHooks, OpacusGhost)
 
 
-def measured(workload: Workload, rounds: int) -> dict[str, Any]:
-    """For each engine its ratio to plain with quartiles, and its peak memory over plain's."""
-    plain = Training(workload)
-    engines, notes = [], {}
-    for kind in ENGINES:
-        engine = kind(workload)
-        try:
-            engine.step("train")
-        except Exception:  # it does not take the model as it is written
-            engine = kind(workload, adapted=True)
-            engine.step("train")
-            notes[kind.name] = engine.note
-        engines.append(engine)
-    times: dict[str, list[float]] = {engine.name: [] for engine in (plain, *engines)}
-    for i in range(rounds + 2):
-        for engine in (plain, *engines):
-            elapsed = seconds(engine, "train")
-            if i >= 2:  # the first rounds warm up
-                times[engine.name].append(elapsed)
-    found: dict[str, Any] = {"plain ms": round(1e3 * statistics.median(times["plain"]), 2), "engines": {}}
-    of_plain = memory.measure(Training, workload, "train", processes=3)
-    assert isinstance(of_plain, memory.Peak)
+def build_engine(kind: type[Training], workload: Workload) -> Training:
+    """Build an engine and run one step; adapt the model if the engine does not support it."""
+    engine = kind(workload)
+    try:
+        engine.step("train")
+    except Exception:
+        engine = kind(workload, adapted=True)
+        engine.step("train")
+    return engine
+
+
+def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
+    """For each engine: time with quartiles, and peak memory, as ratios to plain training."""
+    engines = [build_engine(kind, workload) for kind in ENGINES]
+    timers = {engine.name: partial(time_step, engine, "train") for engine in (Training(workload), *engines)}
+    times = time_in_turns(timers, rounds)
+    plain_peak = measure_peak(Training, workload, processes=3)
+    results = {}
     for engine in engines:
-        ratios = [t / p for t, p in zip(times[engine.name], times["plain"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        peak = memory.measure(type(engine), workload, "train", adapted=engine.name in notes)
-        assert isinstance(peak, memory.Peak), peak
-        found["engines"][engine.name] = {
-            "ratio": round(middle, 3),
+        low, median, high = compute_quartiles(compute_ratios(times[engine.name], times["plain"]))
+        peak = measure_peak(type(engine), workload, adapted=bool(engine.note))
+        results[engine.name] = {
+            "ratio": round(median, 3),
             "quartiles": [round(low, 3), round(high, 3)],
-            "memory": round(peak.later / of_plain.later, 2),
-            "tensors": round(peak.tensors / of_plain.tensors, 2),
-            **({"note": notes[engine.name]} if engine.name in notes else {}),
+            "memory": round(peak.later / plain_peak.later, 2),
+            "tensors": round(peak.tensors / plain_peak.tensors, 2),
+            **({"note": engine.note} if engine.note else {}),
         }
-    return found
+    return {"plain ms": round(1e3 * statistics.median(times["plain"]), 2), "engines": results}
+
+
+def measure_peak(engine: type[Training], workload: Workload, **options: Any) -> memory.Peak:
+    """Peak memory of training steps."""
+    peak = memory.measure_peak(engine, workload, "train", **options)
+    assert isinstance(peak, memory.Peak), peak
+    return peak
 
 
 def _make_row(name: str, cell: dict[str, Any]) -> list[str]:
     low, high = cell["quartiles"]
-    memory_ratios = f"memory {cell['memory']:.2f}, of tensors {cell['tensors']:.2f}"
-    return [name, f"{cell['ratio']:.2f} ({low:.2f}-{high:.2f})", memory_ratios, cell.get("note", "")]
+    time = f"{cell['ratio']:.2f} ({low:.2f}-{high:.2f})"
+    return [name, time, f"{cell['memory']:.2f}", f"{cell['tensors']:.2f}", cell.get("note", "")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to put the figures")
-    given = parser.parse_args()
+    parser.add_argument("--rounds", type=int, default=15, help="rounds of timing (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     results = {}
+    header = ["", "time (quartiles)", "memory", "tensors alone", ""]
     for workload in WORKLOADS:
-        if workload.short in AT_MOST:
-            results[workload.short] = found = measured(workload, given.rounds)
-            print(f"\n{workload.name}: plain {found['plain ms']} ms; ours at most {AT_MOST[workload.short]}")
-            print(format_table([_make_row(name, cell) for name, cell in found["engines"].items()], indent="  "))
-    if given.json:
-        given.json.write_text(json.dumps({"machine": machine.machine(), "steps": results}, indent=1) + "\n")
+        if workload.short in PRIVATE_TIME:
+            results[workload.short] = result = measure_workload(workload, options.rounds)
+            print(f"\n{workload.name}: plain {result['plain ms']} ms; target {PRIVATE_TIME[workload.short]}")
+            rows = [_make_row(name, cell) for name, cell in result["engines"].items()]
+            print(format_table(rows, header, right={2, 3}, indent="  "))
+    if options.json:
+        write_json(options.json, {"machine": describe_machine(), "steps": results})
 
 
 if __name__ == "__main__":

@@ -1,117 +1,99 @@
-"""Runs: what is measured for a workload, as plain data to print, draw and keep."""
+"""Measure workloads. The results are plain data, which can be printed, drawn and written."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
-
 from benchmarks import growth, memory, timing
-from benchmarks.check import Examined, examine
+from benchmarks.check import CheckedEngine, check_engines
 from benchmarks.engines import ENGINES, Engine, Plain
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload
 
-Cell = dict[str, Any]  # of an engine and a quantity: figures, or {"failure": ...}; and perhaps a "note"
+Cell = dict[str, Any]  # of an engine and a quantity: measured numbers or {"failure": ...}, and a "note" if adapted
 Table = dict[str, dict[str, Cell]]  # quantity -> engine -> cell
 
-FEWER = {"gram": 3, "project": 3}  # rounds: no targets, and the largest times
-REGRESSION_QUANTITIES = ("dense", "norms", "clip")
+MAX_ROUNDS = {"gram": 3, "project": 3}  # no targets, and long times
 
 
-def measure(
+def measure_workload(
     workload: Workload,
     engines: Sequence[type[Engine]],
-    timed: Sequence[str],
-    weighed: Sequence[str],
+    time_quantities: Sequence[str],
+    memory_quantities: Sequence[str],
     rounds: int,
-    patience: float = timing.PATIENCE,
+    budget: float = timing.TIME_BUDGET,
 ) -> tuple[Table, Table]:
-    """The tables of time and of memory, for the quantities of each; right answers only."""
-    quantities = [*timed, *(quantity for quantity in weighed if quantity not in timed)]
+    """Return the table of time and the table of memory. Only engines with correct results are measured."""
+    quantities = [*time_quantities, *(q for q in memory_quantities if q not in time_quantities)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the peers' own
-        found = examine(workload, engines, quantities)
-        times = {q: _times(workload, q, found, min(rounds, FEWER.get(q, rounds)), patience) for q in timed}
-    plain = _peak(Plain, workload, "total", processes=3) if weighed else {}
-    peaks = {quantity: {Plain.name: plain, **_peaks(workload, quantity, found)} for quantity in weighed}
+        warnings.simplefilter("ignore")  # warnings of the peers
+        checked = check_engines(workload, engines, quantities)
+        times = {
+            quantity: _measure_times(workload, quantity, checked, min(rounds, MAX_ROUNDS.get(quantity, rounds)), budget)
+            for quantity in time_quantities
+        }
+    plain = _measure_peak(Plain, workload, "total", processes=3) if memory_quantities else {}
+    peaks = {q: {Plain.name: plain, **_measure_peaks(workload, q, checked)} for q in memory_quantities}
     return times, peaks
 
 
-def _times(
-    workload: Workload, quantity: str, found: dict[str, Examined], rounds: int, patience: float
+def measure_growth(
+    axes: dict[str, tuple[int, ...]], engines: Sequence[type[Engine]], quantities: Sequence[str], rounds: int
+) -> Iterator[tuple[str, int, Table, Table]]:
+    """Time and memory at each point of each axis. A workload that belongs to several axes is measured once."""
+    measured: dict[Workload, tuple[Table, Table]] = {}
+    for axis, value, workload in growth.list_points(axes):
+        if workload not in measured:
+            measured[workload] = measure_workload(workload, engines, quantities, quantities, rounds, growth.TIME_BUDGET)
+        yield axis, value, *measured[workload]
+
+
+def _measure_times(
+    workload: Workload, quantity: str, checked: dict[str, CheckedEngine], rounds: int, budget: float
 ) -> dict[str, Cell]:
-    cells = _cells(quantity, found)
-    running = [one.engine for name, one in found.items() if _works(cells, name) and one.engine]
-    for name, times in timing.measure(workload, quantity, running, rounds, patience).items():
-        cells[name] = {**cells.get(name, {}), **_rounded(dataclasses.asdict(times))}
+    cells = _make_cells(quantity, checked)
+    engines = [one.engine for name, one in checked.items() if _is_correct(cells, name) and one.engine]
+    for name, times in timing.measure_times(workload, quantity, engines, rounds, budget).items():
+        cells[name] = {**cells.get(name, {}), **_round_times(times)}
     return cells
 
 
-def _peaks(workload: Workload, quantity: str, found: dict[str, Examined]) -> dict[str, Cell]:
-    cells = _cells(quantity, found)
-    for name, one in found.items():
-        if _works(cells, name):
-            cells[name] |= _peak(ENGINES[name], workload, quantity, adapted=bool(one.note))
+def _measure_peaks(workload: Workload, quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, Cell]:
+    cells = _make_cells(quantity, checked)
+    for name, one in checked.items():
+        if _is_correct(cells, name):
+            cells[name] |= _measure_peak(ENGINES[name], workload, quantity, adapted=bool(one.note))
     return cells
 
 
-def _peak(engine: type[Engine], workload: Workload, quantity: str, adapted: bool = False, processes: int = 1) -> Cell:
-    found = memory.measure(engine, workload, quantity, adapted, processes)
-    return {"failure": found} if isinstance(found, str) else dataclasses.asdict(found)
+def _measure_peak(
+    engine: type[Engine], workload: Workload, quantity: str, adapted: bool = False, processes: int = 1
+) -> Cell:
+    peak = memory.measure_peak(engine, workload, quantity, adapted, processes)
+    return {"failure": peak} if isinstance(peak, str) else dataclasses.asdict(peak)
 
 
-def _cells(quantity: str, found: dict[str, Examined]) -> dict[str, Cell]:
-    """For each engine that gives the quantity: how it failed, if it did, and what it needed."""
+def _make_cells(quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, Cell]:
+    """A cell for each engine that supports the quantity, with its failure and its note, if any."""
     cells = {}
-    for name, one in found.items():
+    for name, one in checked.items():
         if quantity in one.failures:
-            known = {"failure": one.failures[quantity], "note": one.note}
-            cells[name] = {key: text for key, text in known.items() if text}
+            texts = {"failure": one.failures[quantity], "note": one.note}
+            cells[name] = {key: text for key, text in texts.items() if text}
     return cells
 
 
-def _works(cells: dict[str, Cell], name: str) -> bool:
+def _is_correct(cells: dict[str, Cell], name: str) -> bool:
     return name in cells and "failure" not in cells[name]
 
 
-def _rounded(cell: Cell) -> Cell:
+def _round_times(times: timing.Times) -> Cell:
     return {
-        "ratio": round(cell["ratio"], 4),
-        "quartiles": [round(q, 4) for q in cell["quartiles"]],
-        "rounds": cell["rounds"],
-        "milliseconds": round(cell["milliseconds"], 3),
+        "ratio": round(times.ratio, 4),
+        "quartiles": [round(q, 4) for q in times.quartiles],
+        "rounds": times.rounds,
+        "milliseconds": round(times.milliseconds, 3),
     }
-
-
-def grow(
-    quick: bool, engines: Sequence[type[Engine]], quantities: Sequence[str], rounds: int
-) -> Iterator[tuple[str, int, Table, Table]]:
-    """Time and memory at each point of each axis; where they meet, measured once."""
-    known: dict[Workload, tuple[Table, Table]] = {}
-    for axis, value, workload in growth.points(growth.QUICK_AXES if quick else growth.AXES):
-        if workload not in known:
-            known[workload] = measure(workload, engines, quantities, quantities, rounds, growth.PATIENCE)
-        yield axis, value, *known[workload]
-
-
-def regression(rounds: int, only: str = "") -> dict[str, dict[str, float]]:
-    """Our ratios in the setting of the tests, one thread: workload -> quantity -> ratio."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        chosen = [workload for workload in WORKLOADS if only in workload.name]
-        return {w.short: our_ratios(w, REGRESSION_QUANTITIES, rounds) for w in chosen}
-    finally:
-        torch.set_num_threads(threads)
-
-
-def our_ratios(workload: Workload, quantities: Iterable[str], rounds: int) -> dict[str, float]:
-    """Our time for each quantity over that of a plain step."""
-    ours, found = ENGINES["ours"](workload), {}
-    for quantity in quantities:
-        ours.step(quantity)
-        found[quantity] = round(timing.measure(workload, quantity, [ours], rounds)[ours.name].ratio, 4)
-    return found

@@ -1,10 +1,10 @@
-"""What a scan costs, and how it grows: per example, in memory and on disk, and the questions to it.
+"""Cost of a scan and its growth: time per example, memory, space on disk, and the time of queries.
 
     python -m benchmarks.scan [--json benchmarks/results/scan.json]
 
-Time is over that of a plain forward and backward of the same batches, which take turns with the scans; memory is the
-highest resident memory of a process that scans. Questions are to stores of random gradients with a slowly falling
-spectrum, the worst case of `duplicates`, by 1,024 numbers each.
+Time is a ratio to plain forward and backward passes over the same batches, which take turns with the scans. Memory is
+the peak of resident memory of a process that runs a scan. Queries are run on stores of random gradients with 1,024
+numbers each. Their spectrum decays slowly, which is the worst case for `duplicates`.
 """
 
 from __future__ import annotations
@@ -17,62 +17,85 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("svg")
-
 import torch
-from matplotlib import pyplot
 from torch import Tensor, nn
 
 import persample
-from benchmarks.machine import machine
-from benchmarks.workloads import gpt
+from benchmarks.machine import describe_machine
+from benchmarks.output import write_json
+from benchmarks.timing import compute_ratios, time_call, time_in_turns
+from benchmarks.workloads import make_gpt
 from persample.scanning import queries
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 
 BATCH, ROUNDS = 64, 5
-EXAMPLES = (1024, 4096, 16384, 65536)
-STORED, DIM = (1000, 10_000, 100_000), 1024
-ASKED: dict[str, dict[str, Any]] = {
+TIMED_EXAMPLES = 2048
+SCANNED_EXAMPLES = (1024, 4096, 16384, 65536)
+STORED_EXAMPLES, PROJECTION_SIZE = (1000, 10_000, 100_000), 1024
+SHARD = 1024
+SCAN_OPTIONS: dict[str, dict[str, Any]] = {
     "norms": {"quantities": ["loss", "norm"], "project": None},
     "norms, projection": {"quantities": ["loss", "norm"], "project": 512},
     "everything": {"project": 512},
 }
 
+Task = tuple[nn.Module, Any, Any]  # model, data, loss function
 
-def images(count: int) -> tuple[nn.Module, Any, Any]:
+
+def make_image_task(count: int) -> Task:
     """A small convolutional net on 16 x 16 images."""
     model = nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(4, 64), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
-        nn.Flatten(), nn.Linear(256, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.GroupNorm(4, 32),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.GroupNorm(4, 64),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
     return model, (torch.randn(count, 1, 16, 16), torch.randint(10, (count,))), nn.CrossEntropyLoss()
 
 
-def sentences(count: int) -> tuple[nn.Module, Any, Any]:
+def make_text_task(count: int) -> Task:
     """A GPT of width 128 on 32 tokens."""
-    model, _, _ = gpt(128, 2, 32, 1024, 2)
+    model, _, _ = make_gpt(128, 2, 32, 1024, 2)
     tokens = torch.randint(1024, (count, 33))
 
-    def losses(model: nn.Module, batch: Tensor) -> Tensor:
+    def compute_losses(model: nn.Module, batch: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:], reduction="none").mean(1)
 
-    return model, tokens, losses
+    return model, tokens, compute_losses
 
 
-TASKS: dict[str, Callable[[int], tuple[nn.Module, Any, Any]]] = {"CNN": images, "GPT": sentences}
+TASKS: dict[str, Callable[[int], Task]] = {"CNN": make_image_task, "GPT": make_text_task}
 
 
-def plain(model: nn.Module, data: Any, loss_fn: Any) -> None:
-    """A forward and backward pass over all the data."""
+class ImageStream:
+    """A dataset of constant images, which are made when they are read."""
+
+    classes = None
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        return torch.full((1, 16, 16), i % 7 / 7), i % 10
+
+
+def run_plain(model: nn.Module, data: Any, loss_fn: Any) -> None:
+    """Run forward and backward passes over all the data."""
     for i in range(0, len(data[0] if isinstance(data, tuple) else data), BATCH):
         if isinstance(data, tuple):
             loss = loss_fn(model(data[0][i : i + BATCH]), data[1][i : i + BATCH])
@@ -81,149 +104,117 @@ def plain(model: nn.Module, data: Any, loss_fn: Any) -> None:
         torch.autograd.grad(loss, list(model.parameters()))
 
 
-def scanned(task: tuple[nn.Module, Any, Any], out: Path, asked: dict[str, Any]) -> None:
-    """A scan from the start."""
+def run_scan(task: Task, out: Path, options: Mapping[str, Any]) -> None:
+    """Run a scan from the start."""
     model, data, loss_fn = task
     shutil.rmtree(out, ignore_errors=True)
-    persample.scan(model, loss_fn, data, out=out, batch_size=BATCH, progress=False, **asked)
+    persample.scan(model, loss_fn, data, out=out, batch_size=BATCH, progress=False, **options)
 
 
-def times() -> dict[str, Any]:
-    """For each model and quantity, the ratio to plain passes, and the milliseconds for each example."""
-    found: dict[str, Any] = {}
+def measure_times() -> dict[str, Any]:
+    """For each model and set of options: ratio to plain passes, and milliseconds per example."""
+    results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, make in TASKS.items():
-            task = make(2048)
-            ratios: dict[str, list[float]] = {asked: [] for asked in ASKED}
-            own = []
-            for turn in range(ROUNDS + 1):  # the first looks at the model
-                own.append(seconds(lambda task=task: plain(*task)))
-                for asked, options in ASKED.items():
-                    taken = seconds(lambda task=task, options=options: scanned(task, Path(folder) / "out", options))
-                    if turn:
-                        ratios[asked].append(taken / own[-1])
-            milliseconds = 1000 * statistics.median(own[1:]) / 2048
-            found[name] = {
-                "plain_ms_per_example": milliseconds,
-                "ratios": {asked: statistics.median(part) for asked, part in ratios.items()},
-                "spread": {asked: [min(part), max(part)] for asked, part in ratios.items()},
+        for name, make_task in TASKS.items():
+            task = make_task(TIMED_EXAMPLES)
+            timers = {"plain": partial(time_call, partial(run_plain, *task))}
+            for label, options in SCAN_OPTIONS.items():
+                timers[label] = partial(time_call, partial(run_scan, task, Path(folder) / "out", options))
+            times = time_in_turns(timers, ROUNDS, warm_up=1)  # the first scan also analyses the model
+            ratios = {label: compute_ratios(times[label], times["plain"]) for label in SCAN_OPTIONS}
+            results[name] = {
+                "plain_ms_per_example": 1000 * statistics.median(times["plain"]) / TIMED_EXAMPLES,
+                "ratios": {label: statistics.median(values) for label, values in ratios.items()},
+                "spread": {label: [min(values), max(values)] for label, values in ratios.items()},
             }
-            print(name, found[name], flush=True)
-    return found
+            print(name, results[name], flush=True)
+    return results
 
 
-def growth() -> list[dict[str, float]]:
+def measure_growth() -> list[dict[str, float]]:
     """Seconds, peak memory and bytes on disk, in a process for each number of examples."""
-    found = []
-    for count in EXAMPLES:
+    results = []
+    for count in SCANNED_EXAMPLES:
         command = [sys.executable, "-m", "benchmarks.scan", "--one", str(count)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-        print(found[-1], flush=True)
-    return found
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(results[-1], flush=True)
+    return results
 
 
-def one(count: int) -> None:
-    """A scan of so many examples, which are made as they are read, and what it took."""
-
-    class Endless:
-        classes = None
-
-        def __len__(self) -> int:
-            return count
-
-        def __getitem__(self, i: int) -> tuple[Tensor, int]:
-            return torch.full((1, 16, 16), i % 7 / 7), i % 10
-
-    model, _, loss_fn = images(1)
+def measure_scan(count: int) -> dict[str, float]:
+    """Run a scan of `count` examples in this process and measure it."""
+    model, _, loss_fn = make_image_task(1)
     with tempfile.TemporaryDirectory() as folder:
-        taken = seconds(lambda: scanned((model, Endless(), loss_fn), Path(folder) / "out", {}))
-        files = [path.stat().st_size for path in (Path(folder) / "out").rglob("*") if path.is_file()]
-    answer = {"examples": count, "seconds": taken, "peak_bytes": peak(), "bytes_on_disk": sum(files)}
-    print(json.dumps(answer))
+        out = Path(folder) / "out"
+        seconds = time_call(partial(run_scan, (model, ImageStream(count), loss_fn), out, {}))
+        size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"examples": count, "seconds": seconds, "peak_bytes": peak, "bytes_on_disk": size}
 
 
-def questions() -> list[dict[str, float]]:
-    """Seconds for each question, by the number of examples."""
-    found = []
-    spectrum = torch.arange(1, DIM + 1) ** -0.5
-    for count in STORED:
+def measure_queries() -> list[dict[str, float]]:
+    """Seconds of each query, by the number of examples."""
+    results = []
+    spectrum = torch.arange(1, PROJECTION_SIZE + 1) ** -0.5
+    for count in STORED_EXAMPLES:
         with tempfile.TemporaryDirectory() as folder:
-            store = Store(folder)
-            generator = torch.Generator().manual_seed(0)
-            for shard, start in enumerate(range(0, count, 1024)):
-                rows = torch.randn(min(1024, count - start), DIM, generator=generator) * spectrum
-                lengths = rows.norm(dim=1)
-                unit = (rows / lengths[:, None]).half().numpy()
-                store.write_shard(0, shard, {"length": lengths.double().numpy()}, unit)
-            stored = StoredGradients(store, 0)
-            tests = torch.randn(16, DIM) * spectrum
-            asked: dict[str, Callable[[], Any]] = {
-                "neighbours of one": lambda stored=stored: queries.find_neighbours(stored, 5, 10),
-                "influence on 16": lambda stored=stored, tests=tests: queries.compute_products(stored, tests).topk(10),
-                "influence on 16, whitened": lambda stored=stored, tests=tests: queries.compute_products(
-                    stored, tests @ queries.compute_whitening(stored.compute_second_moment(scaled=True))
-                ),
-                "outliers": lambda stored=stored: queries.find_outliers(stored, 10),
-                "duplicates": lambda stored=stored: queries.find_duplicates(stored, 0.1),
-            }
-            found.append({"examples": count, **{name: seconds(question) for name, question in asked.items()}})
-            print(found[-1], flush=True)
-    return found
+            stored = write_random_gradients(Store(folder), count, spectrum)
+            tests = torch.randn(16, PROJECTION_SIZE) * spectrum
+            calls = make_queries(stored, tests)
+            results.append({"examples": count, **{name: time_call(call) for name, call in calls.items()}})
+            print(results[-1], flush=True)
+    return results
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """How long it takes."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+def write_random_gradients(store: Store, count: int, spectrum: Tensor) -> StoredGradients:
+    """Fill a store with random gradients whose entries have the scales `spectrum`."""
+    generator = torch.Generator().manual_seed(0)
+    for shard, start in enumerate(range(0, count, SHARD)):
+        rows = torch.randn(min(SHARD, count - start), len(spectrum), generator=generator) * spectrum
+        lengths = rows.norm(dim=1)
+        unit = (rows / lengths[:, None]).half().numpy()
+        store.write_shard(0, shard, {"length": lengths.double().numpy()}, unit)
+    return StoredGradients(store, 0)
 
 
-def peak() -> int:
-    """The highest resident memory of this process, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def make_queries(stored: StoredGradients, tests: Tensor) -> dict[str, Callable[[], Any]]:
+    """The queries that are timed, by name."""
 
+    def compute_whitened_influence() -> Tensor:
+        whitening = queries.compute_whitening(stored.compute_second_moment(scaled=True))
+        return queries.compute_products(stored, tests @ whitening)
 
-def draw(found: dict[str, Any], picture: Path) -> None:
-    """The curves of growth."""
-    canvas, (time_axes, space_axes, question_axes) = pyplot.subplots(1, 3, figsize=(11, 3.2))
-    counts = [point["examples"] for point in found["growth"]]
-    time_axes.plot(counts, [1000 * p["seconds"] / p["examples"] for p in found["growth"]], marker="o", color="#c8102e")
-    time_axes.set_title("scan: ms for an example", loc="left")
-    space_axes.plot(counts, [p["bytes_on_disk"] / 1e6 for p in found["growth"]], marker="o", label="on disk")
-    space_axes.plot(counts, [p["peak_bytes"] / 1e6 for p in found["growth"]], marker="o", label="peak memory, of all")
-    space_axes.set_title("scan: MB", loc="left")
-    space_axes.legend(frameon=False)
-    for name in list(found["questions"][0])[1:]:
-        question_axes.plot(
-            [p["examples"] for p in found["questions"]], [p[name] for p in found["questions"]], marker="o", label=name
-        )
-    question_axes.set_title("questions: seconds", loc="left")
-    question_axes.legend(frameon=False, fontsize=7)
-    for axes in (time_axes, space_axes, question_axes):
-        axes.set_xscale("log")
-        axes.set_xlabel("examples")
-        axes.spines[["top", "right"]].set_visible(False)
-    time_axes.set_ylim(bottom=0)
-    space_axes.set_yscale("log")
-    question_axes.set_yscale("log")
-    canvas.tight_layout()
-    canvas.savefig(picture, metadata={"Date": None})
+    return {
+        "neighbours of one": lambda: queries.find_neighbours(stored, 5, 10),
+        "influence on 16": lambda: queries.compute_products(stored, tests).topk(10),
+        "influence on 16, whitened": compute_whitened_influence,
+        "outliers": lambda: queries.find_outliers(stored, 10),
+        "duplicates": lambda: queries.find_duplicates(stored, 0.1),
+    }
 
 
 def main() -> None:
-    """Measures all of it, and writes it if it is told where to."""
+    """Measure everything; write the results and their plot if `--json` is given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the figures, and the picture beside")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the results; the plot is written beside it")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # one scan, in a process started by measure_growth
     options = parser.parse_args()
     if options.one:
-        one(options.one)
+        print(json.dumps(measure_scan(options.one)))
         return
-    found = {"machine": machine(), "batch": BATCH, "times": times(), "growth": growth(), "questions": questions()}
+    results = {
+        "machine": describe_machine(),
+        "batch": BATCH,
+        "times": measure_times(),
+        "growth": measure_growth(),
+        "questions": measure_queries(),
+    }
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-        draw(found, options.json.with_suffix(".svg"))
+        from benchmarks.plots import draw_scan  # matplotlib would add to the measured memory
+
+        write_json(options.json, results)
+        print(f"wrote {draw_scan(options.json)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models that are measured, each with a batch."""
+"""The models that are measured, each with a batch of random data."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, its input, and the labels of each sample: `(B,)`, or `(B, T)` for a language model."""
+    """A model with a batch. The labels have shape `(B,)`, or `(B, T)` for a language model."""
 
     name: str
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
     short: str = ""
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
-        """Always the same weights and data, so that each engine can have a model of its own to put hooks on."""
+        """Return a new model, its input and the labels. Weights and data are the same at each call."""
         torch.manual_seed(0)
         return self.make()
 
 
-def losses_of(output: Tensor, labels: Tensor) -> Tensor:
-    """`(B,)`: each sample's own loss; a language model's is the mean over the sample's positions."""
+def compute_losses(output: Tensor, labels: Tensor) -> Tensor:
+    """`(B,)`: the loss of each sample. For a language model this is the mean over the positions of the sample."""
     losses = F.cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none")
     return losses.view(len(labels), -1).mean(1)
 
 
-def loss_of(output: Tensor, labels: Tensor) -> Tensor:
-    """The sum of the samples' losses."""
-    return losses_of(output, labels).sum()
+def compute_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the losses of the samples."""
+    return compute_losses(output, labels).sum()
 
 
 class Block(nn.Module):
@@ -54,7 +54,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    expand_positions = False  # position ids for each sample, (B, T), where an engine takes no others
+    """A decoder-only transformer with learned positions."""
+
+    expand_positions = False  # pass position ids as (B, T) instead of (T,), for engines that require a batch dimension
 
     def __init__(self, width: int, layers: int, length: int, vocabulary: int) -> None:
         super().__init__()
@@ -63,12 +65,14 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1])
-        x = self.tokens(ids) + self.positions(places.repeat(len(ids), 1) if self.expand_positions else places)
+        index = torch.arange(ids.shape[1])
+        x = self.tokens(ids) + self.positions(index.repeat(len(ids), 1) if self.expand_positions else index)
         return self.head(self.norm(self.blocks(x)))
 
 
 class Residual(nn.Module):
+    """Two convolutions with group norm and a skip connection; halves the size if the width changes."""
+
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
         stride = 1 if before == after else 2
@@ -83,6 +87,8 @@ class Residual(nn.Module):
 
 
 class Depthwise(nn.Module):
+    """A depthwise and a pointwise convolution with a skip connection."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.spatial = nn.Conv2d(width, width, 5, padding=2, groups=width)
@@ -93,6 +99,8 @@ class Depthwise(nn.Module):
 
 
 class LastStep(nn.Module):
+    """An LSTM, and a linear layer on its last output."""
+
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.head = nn.LSTM(64, 128, batch_first=True), nn.Linear(128, 10)
@@ -102,6 +110,8 @@ class LastStep(nn.Module):
 
 
 class BagOfWords(nn.Module):
+    """The mean of word embeddings, and a linear layer."""
+
     def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(20000, 64), nn.Linear(64, 10)
@@ -110,57 +120,62 @@ class BagOfWords(nn.Module):
         return self.head(self.words(ids).mean(1))
 
 
-def _images(model: nn.Module, batch: int, side: int) -> tuple[nn.Module, Tensor, Tensor]:
+def _add_images(model: nn.Module, batch: int, side: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model, torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
 
 
-def _pooled() -> list[nn.Module]:
+def _make_pooling() -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
 
 
-def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+def make_mlp() -> tuple[nn.Module, Tensor, Tensor]:
     model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))
     return model, torch.randn(256, 784), torch.randint(10, (256,))
 
 
-def cnn() -> tuple[nn.Module, Tensor, Tensor]:
+def make_cnn() -> tuple[nn.Module, Tensor, Tensor]:
     layers: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 128)):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU(), nn.AvgPool2d(2)]
-    return _images(nn.Sequential(*layers, *_pooled(), nn.Linear(128, 10)), 64, 32)
+    return _add_images(nn.Sequential(*layers, *_make_pooling(), nn.Linear(128, 10)), 64, 32)
 
 
-def resnet() -> tuple[nn.Module, Tensor, Tensor]:
+def make_resnet() -> tuple[nn.Module, Tensor, Tensor]:
     stages = [Residual(before, after) for before, after in ((32, 32), (32, 64), (64, 128), (128, 256))]
     stem = [nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.GroupNorm(8, 32), nn.ReLU()]
-    return _images(nn.Sequential(*stem, *stages, *_pooled(), nn.Linear(256, 10)), 32, 32)
+    return _add_images(nn.Sequential(*stem, *stages, *_make_pooling(), nn.Linear(256, 10)), 32, 32)
 
 
-def depthwise() -> tuple[nn.Module, Tensor, Tensor]:
+def make_depthwise() -> tuple[nn.Module, Tensor, Tensor]:
     blocks = [Depthwise(64) for _ in range(4)]
-    return _images(nn.Sequential(nn.Conv2d(3, 64, 4, 4), *blocks, *_pooled(), nn.Linear(64, 10)), 32, 64)
+    return _add_images(nn.Sequential(nn.Conv2d(3, 64, 4, 4), *blocks, *_make_pooling(), nn.Linear(64, 10)), 32, 64)
 
 
-def gpt(width: int, layers: int, length: int, vocabulary: int, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+def make_gpt(width: int, layers: int, length: int, vocabulary: int, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
     ids = torch.randint(vocabulary, (2, batch, length))
     return GPT(width, layers, length, vocabulary), ids[0], ids[1]
 
 
-def lstm() -> tuple[nn.Module, Tensor, Tensor]:
+def make_lstm() -> tuple[nn.Module, Tensor, Tensor]:
     return LastStep(), torch.randn(32, 50, 64), torch.randint(10, (32,))
 
 
-def bag_of_words() -> tuple[nn.Module, Tensor, Tensor]:
+def make_bag_of_words() -> tuple[nn.Module, Tensor, Tensor]:
     return BagOfWords(), torch.randint(20000, (64, 100)), torch.randint(10, (64,))
 
 
 WORKLOADS = [
-    Workload("MLP 784-512-512-10, B 256", mlp, "MLP"),
-    Workload("CNN 3-32-64-128, GroupNorm, 32x32, B 64", cnn, "CNN"),
-    Workload("ResNet 32..256, GroupNorm, 32x32, B 32", resnet, "ResNet"),
-    Workload("depthwise 5x5 + 1x1, 64, 64x64, B 32", depthwise, "depthwise"),
-    Workload("GPT d256 L4 T64 V4096, B 16", partial(gpt, 256, 4, 64, 4096, 16), "GPT T 64"),
-    Workload("GPT d128 L2 T512 V1024, B 4", partial(gpt, 128, 2, 512, 1024, 4), "GPT T 512"),
-    Workload("LSTM 64-128, T 50, B 32", lstm, "LSTM"),
-    Workload("bag of words V20000 d64 T100, B 64", bag_of_words, "bag of words"),
+    Workload("MLP 784-512-512-10, B 256", make_mlp, "MLP"),
+    Workload("CNN 3-32-64-128, GroupNorm, 32x32, B 64", make_cnn, "CNN"),
+    Workload("ResNet 32..256, GroupNorm, 32x32, B 32", make_resnet, "ResNet"),
+    Workload("depthwise 5x5 + 1x1, 64, 64x64, B 32", make_depthwise, "depthwise"),
+    Workload("GPT d256 L4 T64 V4096, B 16", partial(make_gpt, 256, 4, 64, 4096, 16), "GPT T 64"),
+    Workload("GPT d128 L2 T512 V1024, B 4", partial(make_gpt, 128, 2, 512, 1024, 4), "GPT T 512"),
+    Workload("LSTM 64-128, T 50, B 32", make_lstm, "LSTM"),
+    Workload("bag of words V20000 d64 T100, B 64", make_bag_of_words, "bag of words"),
 ]
+
+
+def select_workloads(text: str = "") -> list[Workload]:
+    """The workloads whose name or short name contains `text`. Case does not matter."""
+    return [workload for workload in WORKLOADS if text.lower() in f"{workload.name} {workload.short}".lower()]

@@ -1,4 +1,4 @@
-"""The engines that are compared, a file each."""
+"""The engines that are compared, one per file."""
 
 from benchmarks.engines.backpack import BackPACK
 from benchmarks.engines.base import QUANTITIES, Engine

@@ -1,11 +1,11 @@
-"""BackPACK: rows by its `BatchGrad`, norms by its `BatchL2Grad`, and clipped sums by a second backward after these."""
+"""BackPACK: rows with `BatchGrad`, norms with `BatchL2Grad`, clipped sums with norms and a second backward pass."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from benchmarks.engines.base import RowsEngine
-from benchmarks.rows import Rows, clip_factors
+from benchmarks.rows import Rows, compute_clip_factors
 
 
 class BackPACK(RowsEngine):
@@ -20,28 +20,28 @@ class BackPACK(RowsEngine):
         from backpack import backpack
         from backpack.extensions import BatchGrad
 
-        loss = self.loss()
+        loss = self.compute_loss()
         with backpack(BatchGrad()):
             loss.backward()
-        return self.named("grad_batch")
+        return self.collect("grad_batch")
 
     def norms(self) -> Tensor:
-        return self._norms_by_backward(self.losses(), again=False)
+        return self._compute_norms(self.compute_losses(), retain_graph=False)
 
     def clip(self) -> Rows:
-        losses = self.losses()
-        norms = self._norms_by_backward(losses, again=True)
+        losses = self.compute_losses()
+        norms = self._compute_norms(losses, retain_graph=True)
         self.model.zero_grad()
-        (clip_factors(norms) * losses).sum().backward()
-        return self.named("grad")
+        (compute_clip_factors(norms) * losses).sum().backward()
+        return self.collect("grad")
 
-    def _norms_by_backward(self, losses: Tensor, again: bool) -> Tensor:
+    def _compute_norms(self, losses: Tensor, retain_graph: bool) -> Tensor:
         from backpack import backpack
         from backpack.extensions import BatchL2Grad
 
-        with backpack(BatchL2Grad(), retain_graph=again):
-            losses.sum().backward(retain_graph=again)
-        return sum(self.named("batch_l2").values(), start=losses.new_zeros(())).sqrt()
+        with backpack(BatchL2Grad(), retain_graph=retain_graph):
+            losses.sum().backward(retain_graph=retain_graph)
+        return sum(self.collect("batch_l2").values(), start=losses.new_zeros(())).sqrt()
 
     def clear(self) -> None:
         super().clear()

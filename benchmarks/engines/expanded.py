@@ -1,4 +1,4 @@
-"""torch's own ExpandedWeights: `torch.nn.utils._per_sample_grad`."""
+"""ExpandedWeights of torch: `torch.nn.utils._per_sample_grad`."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import torch
 from torch import nn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-from benchmarks.engines.base import RowsEngine, modules_of
+from benchmarks.engines.base import RowsEngine, find_modules
 from benchmarks.rows import Rows
-from benchmarks.workloads import loss_of
+from benchmarks.workloads import compute_loss
 
 
 class ExpandedWeights(RowsEngine):
     name = "ExpandedWeights"
-    fused_recurrence = True
+    use_onednn = True
 
     def adapt(self) -> str:
-        if modules_of(self.model, nn.LSTM):
-            self.fused_recurrence = False
-            return "without oneDNN, whose fused LSTM it does not take"
+        if find_modules(self.model, nn.LSTM):
+            self.use_onednn = False
+            return "without oneDNN (its fused LSTM is not supported)"
         return super().adapt()
 
     def dense(self) -> Rows:
-        with torch.backends.mkldnn.flags(enabled=self.fused_recurrence):
+        with torch.backends.mkldnn.flags(enabled=self.use_onednn):
             output = call_for_per_sample_grads(self.model, loss_reduction="sum")(self.x)
-            loss_of(output, self.labels).backward()
-        return self.named("grad_sample")
+            compute_loss(output, self.labels).backward()
+        return self.collect("grad_sample")
 
     def clear(self) -> None:
         super().clear()

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 
 from benchmarks.engines.base import RowsEngine
 from benchmarks.rows import Rows
-from benchmarks.workloads import loss_of
+from benchmarks.workloads import compute_loss
 
 
 class TorchFunc(RowsEngine):
@@ -15,7 +15,7 @@ class TorchFunc(RowsEngine):
 
     def dense(self) -> Rows:
         parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        return vmap(grad(self.loss_of_one), in_dims=(None, 0, 0))(parameters, self.x, self.labels)
+        return vmap(grad(self._compute_sample_loss), in_dims=(None, 0, 0))(parameters, self.x, self.labels)
 
-    def loss_of_one(self, parameters: Rows, x: Tensor, label: Tensor) -> Tensor:
-        return loss_of(functional_call(self.model, parameters, (x[None],)), label[None])
+    def _compute_sample_loss(self, parameters: Rows, x: Tensor, label: Tensor) -> Tensor:
+        return compute_loss(functional_call(self.model, parameters, (x[None],)), label[None])

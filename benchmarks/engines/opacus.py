@@ -1,36 +1,61 @@
-"""Opacus: `GradSampleModule` (hooks), and ghost clipping, which gives norms and clipped sums without rows."""
+"""Opacus: `GradSampleModule` (hooks), and ghost clipping, which computes norms and clipped sums without rows."""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.engines.base import Engine, RowsEngine, modules_of
+from benchmarks.engines.base import Engine, RowsEngine, find_modules
 from benchmarks.rows import MAX_NORM, Rows
-from benchmarks.workloads import loss_of, losses_of
+from benchmarks.workloads import compute_loss, compute_losses
 
 
-def with_dp_lstm(model: nn.Module) -> bool:
-    """Puts Opacus's own LSTM in the place of torch's, with the same weights."""
+def replace_lstms(model: nn.Module) -> bool:
+    """Replace each LSTM by a DPLSTM of Opacus with the same weights; return whether there was one."""
     from opacus.layers import DPLSTM
 
-    found = modules_of(model, nn.LSTM)
-    for parent, name, layer in found:
+    layers = find_modules(model, nn.LSTM)
+    for parent, name, layer in layers:
         assert isinstance(layer, nn.LSTM)
-        own = DPLSTM(layer.input_size, layer.hidden_size, layer.num_layers, layer.bias, layer.batch_first)
-        own.load_state_dict(layer.state_dict())
-        setattr(parent, name, own)
-    return bool(found)
+        replacement = DPLSTM(layer.input_size, layer.hidden_size, layer.num_layers, layer.bias, layer.batch_first)
+        replacement.load_state_dict(layer.state_dict())
+        setattr(parent, name, replacement)
+    return bool(layers)
+
+
+def wrap_for_ghost_clipping(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch_size: int, noise_multiplier: float, max_norm: float
+) -> tuple[Any, Any, Any]:
+    """Set up ghost clipping; return the wrapped model, the wrapped optimizer and the loss function."""
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    def criterion(output: Tensor, labels: Tensor) -> Tensor:
+        return compute_losses(output, labels)
+
+    criterion.reduction = "sum"  # type: ignore[attr-defined]
+    with _quiet():
+        wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=max_norm)
+        private = DPOptimizerFastGradientClipping(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_norm,
+            expected_batch_size=batch_size,
+            loss_reduction="sum",
+        )
+    return wrapped, private, DPLossFastGradientClipping(wrapped, private, criterion, loss_reduction="sum")
 
 
 class OpacusHooks(RowsEngine):
     name = "Opacus hooks"
 
     def adapt(self) -> str:
-        return "DPLSTM in place of LSTM" if with_dp_lstm(self.model) else super().adapt()
+        return "DPLSTM in place of LSTM" if replace_lstms(self.model) else super().adapt()
 
     def setup(self) -> None:
         from opacus.grad_sample import GradSampleModule
@@ -39,8 +64,8 @@ class OpacusHooks(RowsEngine):
             self.wrapped = GradSampleModule(self.model, loss_reduction="sum")
 
     def dense(self) -> Rows:
-        loss_of(self.wrapped(self.x), self.labels).backward()
-        return self.named("grad_sample")
+        compute_loss(self.wrapped(self.x), self.labels).backward()
+        return self.collect("grad_sample")
 
     def clear(self) -> None:
         self.wrapped.zero_grad(set_to_none=True)
@@ -48,41 +73,28 @@ class OpacusHooks(RowsEngine):
 
 class OpacusGhost(Engine):
     name = "Opacus ghost"
-    offers = ("norms", "clip")
+    quantities = ("norms", "clip")
 
     def adapt(self) -> str:
-        return "DPLSTM in place of LSTM" if with_dp_lstm(self.model) else super().adapt()
+        return "DPLSTM in place of LSTM" if replace_lstms(self.model) else super().adapt()
 
     def setup(self) -> None:
-        from opacus.grad_sample import GradSampleModuleFastGradientClipping
-        from opacus.optimizers import DPOptimizerFastGradientClipping
-        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
-
-        def criterion(output: Tensor, labels: Tensor) -> Tensor:
-            return losses_of(output, labels)
-
-        criterion.reduction = "sum"  # type: ignore[attr-defined]
-        with _quiet():
-            self.wrapped = GradSampleModuleFastGradientClipping(
-                self.model, loss_reduction="sum", max_grad_norm=MAX_NORM
-            )
-            optimizer = DPOptimizerFastGradientClipping(
-                torch.optim.SGD(self.model.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=MAX_NORM,
-                expected_batch_size=len(self.x), loss_reduction="sum",
-            )  # fmt: skip
-        self.clipped_loss = DPLossFastGradientClipping(self.wrapped, optimizer, criterion, loss_reduction="sum")
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.wrapped, _, self.compute_clipped_loss = wrap_for_ghost_clipping(
+            self.model, optimizer, len(self.x), noise_multiplier=0.0, max_norm=MAX_NORM
+        )
 
     def norms(self) -> Tensor:
-        loss_of(self.wrapped(self.x), self.labels).backward()
+        compute_loss(self.wrapped(self.x), self.labels).backward()
         return self.wrapped.get_norm_sample()
 
     def clip(self) -> Rows:
-        self.clipped_loss(self.wrapped(self.x), self.labels).backward()
-        return self.named("grad")
+        self.compute_clipped_loss(self.wrapped(self.x), self.labels).backward()
+        return self.collect("grad")
 
 
 class _quiet(warnings.catch_warnings):
-    """Without the warnings at each construction (secure random numbers, and the like), which concern training."""
+    """Suppress warnings of Opacus at construction (e.g. about secure random numbers), which matter in training only."""
 
     def __enter__(self) -> None:
         super().__enter__()

@@ -1,4 +1,4 @@
-"""persample. What will be asked is said beforehand where that can be said: for norms and clipped sums."""
+"""persample. For norms and clipped sums, `keep` says before the forward pass what will be asked for."""
 
 from __future__ import annotations
 
@@ -8,41 +8,39 @@ from torch import Tensor
 
 import persample
 from benchmarks.engines.base import Engine
-from benchmarks.rows import MAX_NORM, PROJECTED, Rows
+from benchmarks.rows import MAX_NORM, PROJECTION_SIZE, Rows
 
 
 class Ours(Engine):
     name = "ours"
 
-    def recorded(self, **options: Any) -> persample.PerSampleGradients:
-        """The gradients of one forward and backward pass."""
+    def record(self, **options: Any) -> Any:
+        """Record one forward and backward pass; return its per-sample gradients."""
         with persample.record(self.model, loss_reduction="sum", **options) as grads:
-            self.loss().backward()
+            self.compute_loss().backward()
         return grads
 
     def dense(self) -> Rows:
-        return self.recorded().dense()
+        return self.record().dense()
 
     def norms(self) -> Tensor:
-        norms = self.recorded(keep="norms").norms()
-        assert isinstance(norms, Tensor)
-        return norms
+        return self.record(keep="norms").norms()
 
     def clip(self) -> Rows:
-        return self.recorded(keep="clip", max_norm=MAX_NORM).clip(MAX_NORM)
+        return self.record(keep="clip", max_norm=MAX_NORM).clip(MAX_NORM)
 
     def gram(self) -> Tensor:
-        return self.recorded().gram()
+        return self.record().gram()
 
     def project(self) -> Tensor:
-        return self.recorded().project(PROJECTED)
+        return self.record().project(PROJECTION_SIZE)
 
 
 class OursTwice(Ours):
-    """The clipped sum by two backward passes, which keep nothing between the forward and the answer."""
+    """The clipped sum with two backward passes, which keeps no structured gradients in memory."""
 
     name = "ours, 2 passes"
-    offers = ("clip",)
+    quantities = ("clip",)
 
     def clip(self) -> Rows:
-        return self.recorded(keep="clip", max_norm=MAX_NORM, passes=2).clip(MAX_NORM)
+        return self.record(keep="clip", max_norm=MAX_NORM, passes=2).clip(MAX_NORM)

@@ -1,4 +1,4 @@
-"""The step that everything is compared to: forward and backward, with the gradient of the batch."""
+"""The plain step, to which everything is compared: forward and backward, with the gradient of the batch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from benchmarks.rows import Rows
 
 class Plain(Engine):
     name = "plain"
-    offers = ()
+    quantities = ()
 
     def total(self) -> Rows:
         """`{name: shape}`: the gradient of the sum of the losses."""
-        self.loss().backward()
-        return self.named("grad")
+        self.compute_loss().backward()
+        return self.collect("grad")
