@@ -94,16 +94,16 @@ def _measure_steps(engine: Engine, quantity: str) -> Peak:
     engine.clear()
     engine.x, engine.labels = x, labels
     _reset_peak()
-    before = _read_status("VmRSS")
+    before = read_status("VmRSS")
     size = _count_bytes(engine.step(quantity))
-    first = _read_status("VmHWM")
+    first = read_status("VmHWM")
     engine.clear()
     _reset_peak()
     for _ in range(STEPS - 1):
         result = engine.step(quantity)
         del result
         engine.clear()
-    later = _read_status("VmHWM")
+    later = read_status("VmHWM")
     return Peak(max(first, later) - before, later - before, _measure_tensors(engine, quantity), size)
 
 
@@ -116,7 +116,7 @@ def _measure_tensors(engine: Engine, quantity: str) -> int:
     return max(itertools.accumulate(changes), default=0)
 
 
-def _read_status(field: str) -> int:
+def read_status(field: str) -> int:
     """A field of the status of this process, in bytes: VmRSS is the resident memory, VmHWM its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))

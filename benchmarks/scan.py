@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 import persample
 from benchmarks.machine import describe_machine
+from benchmarks.memory import read_status
 from benchmarks.output import write_json
 from benchmarks.timing import compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import make_gpt
@@ -149,7 +149,7 @@ def measure_scan(count: int) -> dict[str, float]:
         out = Path(folder) / "out"
         seconds = time_call(partial(run_scan, (model, ImageStream(count), loss_fn), out, {}))
         size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = read_status("VmHWM")  # not ru_maxrss of getrusage: it includes the peak of the parent process
     return {"examples": count, "seconds": seconds, "peak_bytes": peak, "bytes_on_disk": size}
 
 
