@@ -50,7 +50,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, and only {', '.join(MAIN_QUANTITIES)}"
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="only workloads whose name contains TEXT")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only workloads with TEXT in their name")
     parser.add_argument(
         "--quantities",
         type=_make_name_parser(QUANTITIES),

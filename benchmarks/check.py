@@ -1,6 +1,6 @@
 """Check the results of the engines against a loop over the samples with plain autograd in float64.
 
-An engine that raises, or whose result is wrong, is not measured: tables show the failure instead.
+An engine that raises an error or gives a wrong result is not measured. The tables show the failure instead.
 """
 
 from __future__ import annotations

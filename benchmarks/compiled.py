@@ -77,7 +77,7 @@ def check_result(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "workload", nargs="?", default="", metavar="TEXT", help="only workloads whose name contains TEXT"
+        "workload", nargs="?", default="", metavar="TEXT", help="only workloads with TEXT in their name"
     )
     parser.add_argument("--rounds", type=int, default=9, help="rounds of timing (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results; keeps its results of other workloads")

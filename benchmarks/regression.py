@@ -32,7 +32,7 @@ def read_published(directory: Path) -> dict[str, Ratios]:
 
 
 def measure_all(rounds: int, only: str = "") -> dict[str, Ratios]:
-    """Measure the ratios of the workloads whose name contains `only`: workload -> quantity -> ratio."""
+    """Measure the ratios of the workloads with `only` in their name: workload -> quantity -> ratio."""
     with _use_one_thread():
         return {workload.short: measure_ratios(workload, QUANTITIES, rounds) for workload in select_workloads(only)}
 

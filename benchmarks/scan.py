@@ -168,7 +168,7 @@ def measure_queries() -> list[dict[str, float]]:
 
 
 def write_random_gradients(store: Store, count: int, spectrum: Tensor) -> StoredGradients:
-    """Fill a store with random gradients whose entries have the scales `spectrum`."""
+    """Fill a store with random gradients. `spectrum` holds the standard deviation of each entry."""
     generator = torch.Generator().manual_seed(0)
     for shard, start in enumerate(range(0, count, SHARD)):
         rows = torch.randn(min(SHARD, count - start), len(spectrum), generator=generator) * spectrum

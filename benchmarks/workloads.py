@@ -177,5 +177,5 @@ WORKLOADS = [
 
 
 def select_workloads(text: str = "") -> list[Workload]:
-    """The workloads whose name or short name contains `text`. Case does not matter."""
+    """The workloads with `text` in their name or short name. Case does not matter."""
     return [workload for workload in WORKLOADS if text.lower() in f"{workload.name} {workload.short}".lower()]

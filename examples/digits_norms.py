@@ -54,7 +54,7 @@ def train(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 
 def compute_per_sample_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Return a matrix whose row n is the gradient of the loss of sample n, for all parameters."""
+    """Return a matrix. Row n is the gradient of the loss of sample n for all parameters."""
     per_sample_model = persample.call_for_per_sample_grads(model, loss_reduction="mean")
     F.cross_entropy(per_sample_model(images), labels).backward()
     rows = torch.cat([p.grad_sample.flatten(1) for p in model.parameters()], dim=1)
