@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample.errors import get_op_name
+from persample.layouts.algebra import find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
@@ -132,6 +133,9 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return Motion(tuple(_make_layout_of_one_sample(sample, result, call) for result in results))
     if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
         return make_uniform_motion(make_reduced(call), results)
+    declared = find_declared_motion(call, results)
+    if declared is not None:
+        return declared
     with torch.no_grad():
         has_invented_index = _has_invented_index(call, first=1)
         if call.func in WRITES or (call.func in PICKS and (any(call.where[1:]) or has_invented_index)):
