@@ -22,6 +22,7 @@ from persample.layouts.algebra.engine import (
     normalise_dims,
 )
 from persample.layouts.call import Call
+from persample.layouts.functions import SORTS
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.reductions import ADDITIVE, make_reduced
@@ -34,6 +35,8 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
         return None
     combined = normalise_dims(dims, tensor.dim())
     if where.dim in combined:
+        if call.func in SORTS:  # rows in an order that depends on all samples
+            return None
         if call.func in ADDITIVE:
             return make_uniform_motion(make_reduced(call), results)
         return lose(call, results, f"of shape {tuple(tensor.shape)} combines samples along dimension {where.dim}")

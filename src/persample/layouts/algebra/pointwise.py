@@ -16,23 +16,21 @@ from persample.layouts.motion import Motion
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
     conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 imag invert isfinite
-    isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg negative
-    polygamma positive rad2deg real reciprocal resolve_conj resolve_neg round rsqrt sgn sigmoid sign signbit sin sinc
-    sinh sqrt square tan tanh trunc entr log_ndtr ndtr ndtri expit
-    celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
-    softshrink softsign tanhshrink threshold rrelu
-    clone detach contiguous float double half bfloat16 int long short bool char byte requires_grad
-    dropout alpha_dropout feature_dropout feature_alpha_dropout
-    bernoulli normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill fill_
-    tril triu
+    isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg
+    negative polygamma positive rad2deg real reciprocal resolve_conj resolve_neg round rsqrt sgn sigmoid sign signbit
+    sin sinc sinh sqrt square tan tanh trunc entr log_ndtr ndtr ndtri expit celu elu gelu hardshrink hardsigmoid
+    hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus softshrink softsign tanhshrink
+    threshold rrelu clone detach contiguous float double half bfloat16 int long short bool char byte requires_grad
+    dropout alpha_dropout feature_dropout feature_alpha_dropout bernoulli normal_ uniform_ random_ exponential_
+    geometric_ cauchy_ log_normal_ zero_ fill fill_ tril triu
 """.split()
 
 _BROADCASTING = """
     add addcdiv addcmul and arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
-    clamp clamp_max clamp_min clip copysign div divide eq float_power floor_divide floordiv fmax fmin fmod ge gcd greater
-    greater_equal gt heaviside hypot igamma igammac lcm ldexp le lerp less less_equal logaddexp logaddexp2 logical_and
-    logical_or logical_xor lt masked_fill maximum minimum mod mul multiply ne nextafter not_equal or polar pow remainder
-    rshift lshift rsub sub subtract true_divide truediv xlogy xlog1py xor zeta complex isclose
+    clamp clamp_max clamp_min clip copysign div divide eq float_power floor_divide floordiv fmax fmin fmod ge gcd
+    greater greater_equal gt heaviside hypot igamma igammac lcm ldexp le lerp less less_equal logaddexp logaddexp2
+    logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul multiply ne nextafter not_equal or polar
+    pow remainder rshift lshift rsub sub subtract true_divide truediv xlogy xlog1py xor zeta complex isclose
 """.split()
 
 
