@@ -52,7 +52,7 @@ def declare(*functions: Any) -> Callable[[Declaration], Declaration]:
 def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """How a call moves the samples, if its function is declared and the declaration covers the call."""
     declaration = DECLARATIONS.get(call.func)
-    if declaration is None or "out" in call.kwargs or not results:
+    if declaration is None or call.kwargs.get("out") is not None or not results:
         return None
     for tensor, where in zip(call.tensors, call.where, strict=True):
         if where is not None and not (isinstance(where, Layout) and is_plain(where) and tensor.dim()):

@@ -99,6 +99,14 @@ def _embedding_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motio
 # ---- losses ----
 
 
+_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
+
+
+def _has(call: Call, *names: str) -> bool:
+    """Whether keyword arguments are given and not None."""
+    return any(call.kwargs.get(name) is not None for name in names)
+
+
 def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Motion | None:
     """The motion of a loss, given that of its entries before the reduction."""
     if entries is None or not isinstance(entries.results[0], Layout):
@@ -122,7 +130,9 @@ def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Mo
 )
 @declare(F.binary_cross_entropy_with_logits, F.hinge_embedding_loss, F.margin_ranking_loss, F.kl_div)
 def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if len(call.args) > 3 or call.kwargs.keys() & {"size_average", "reduce"}:
+    if len(call.args) > 3 or _has(call, "size_average", "reduce"):
+        return None
+    if call.func in _WEIGHTED_MEANS and _has(call, "weight"):  # divides by the sum of the weights
         return None
     if call.kwargs.get("reduction", "mean") == "none":
         rank, shaped = results[0].dim(), results
@@ -138,7 +148,7 @@ def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare(F.cross_entropy, F.nll_loss)
 def _class_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Logits `(N, C, ...)` and classes `(N, ...)`: the result has no dimension for the classes."""
-    if len(call.args) > 2 or len(call.tensors) != 2 or call.kwargs.keys() & {"size_average", "reduce", "weight"}:
+    if len(call.args) > 2 or len(call.tensors) != 2 or _has(call, "size_average", "reduce", "weight"):
         return None
     logits, target = call.tensors
     if target.is_floating_point() or target.dim() != logits.dim() - 1 or logits.dim() < 2:

@@ -147,9 +147,14 @@ def _attention(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Queries, keys and values are matrices; the dimensions before them are independent."""
     if get_argument(call, 8, "enable_gqa", default=False):
         return None
-    for tensor, where in zip(call.tensors, call.where, strict=True):
-        if isinstance(where, Layout) and where.dim >= tensor.dim() - 2:
-            return None
+    in_matrices = [
+        isinstance(where, Layout) and where.dim >= tensor.dim() - 2
+        for tensor, where in zip(call.tensors, call.where, strict=True)
+    ]
+    if any(in_matrices[1:3]):  # keys or values
+        return lose(call, results, "attends from each sample to the others")
+    if any(in_matrices):
+        return None
     return broadcast(call, results)
 
 
