@@ -1,8 +1,9 @@
 """Where the samples of a batch lie in a tensor (a layout), and how a call of a torch function moves them (a motion).
 
-There is no table of functions. A function that only moves entries is applied to a tensor of sample ids (`by_ids`), one
-that takes an index or a mask too (`by_index`). Any other function is tried with a larger batch and with other values
-for some samples (`by_trial`). Sums over the samples are followed as losses (`reductions`). A motion is cached under the
+Most functions of torch declare how they move the samples, and the layout of a result follows by arithmetic (`algebra`).
+A function that selects or reorders samples is applied to a tensor of sample ids (`by_ids`), one that takes an index or
+a mask too (`by_index`). Any other function is tried with a larger batch and with other values for some samples
+(`by_trial`). Sums over the samples are followed as losses (`reductions`). A motion is cached under the
 key of the call, which holds its function, shapes, dtypes and layouts (`cache`).
 
 Other packages use the names below.

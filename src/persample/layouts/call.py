@@ -6,10 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from persample import _torch
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import map_tensors
 from persample.layouts.counts import CountedSizes
@@ -25,8 +23,7 @@ from persample.layouts.layout import Layout, Where
 #         slice:        slice, then the tuple (start, stop, step)
 #         other value:  type, value
 #
-# `make_call` writes keys; `get_batch_size`, `without_function` and `without_batch_size` read them. A key can be
-# unhashable, if an argument is.
+# `make_call` writes keys. A key can be unhashable, if an argument is.
 CallKey = tuple[Any, ...]
 
 _HEADER = 2  # function and batch size
@@ -98,9 +95,6 @@ class Call:
         return other
 
 
-# ---- write keys ----
-
-
 def make_call(
     func: Callable[..., Any],
     args: tuple[Any, ...],
@@ -158,52 +152,6 @@ def _encode(
         key += (type(value), value)
 
 
-# ---- read keys ----
-
-
-def get_batch_size(key: CallKey) -> int:
-    """The batch size of a call, from its key."""
-    return key[1]
-
-
 def without_function(key: CallKey) -> CallKey:
     """The key without the function, for a cache of one function."""
     return key[1:]
-
-
-def without_batch_size(key: CallKey) -> CallKey | None:
-    """The key with the batch size taken out, equal for all batch sizes; None if the motion may depend on the size.
-
-    It may if the function is not one of torch, if a number among the arguments is a multiple of the batch size, or if
-    a layout has `ids`. A batch of one says nothing about larger ones. An unhashable key is None too.
-    """
-    func, batch = key[:_HEADER]
-    fields = key[_HEADER:]
-    if batch < 2 or not _is_torch_function(func):
-        return None
-    general: list[Any] = [func]
-    for i, item in enumerate(fields):
-        if isinstance(item, torch.Size):  # the shape of a tensor: the first of its fields
-            where = fields[i + _WHERE]
-            if isinstance(where, Layout):
-                if where.ids is not None or not item or item[where.dim] % batch:
-                    return None
-                item = (*item[: where.dim], ("samples", item[where.dim] // batch), *item[where.dim + 1 :])
-        elif type(item) is int and fields[i - 1] is int and item and item % batch == 0:
-            return None
-        general.append(item)
-    found = tuple(general)
-    try:
-        hash(found)
-    except TypeError:
-        return None
-    return found
-
-
-def _is_torch_function(func: Callable[..., Any]) -> bool:
-    """Whether a function belongs to torch itself, which does not treat any batch size differently."""
-    if (name := _torch.get_operator_name(func)) is not None:
-        return name.startswith("aten::")
-    owner = getattr(func, "__objclass__", None) or getattr(func, "__self__", None)
-    module = getattr(func, "__module__", None) or ""
-    return module.split(".")[0] == "torch" or (isinstance(owner, type) and issubclass(Tensor, owner))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample.errors import get_op_name
+from persample.layouts.algebra import find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
@@ -82,8 +83,10 @@ def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return found
     try:
         motion = _compute_motion(call, results)
-    except Exception as error:  # the call itself has succeeded: only its motion could not be found
-        motion = make_uniform_motion(Lost(f"{get_op_name(call.func)} could not be followed ({error})"), results)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # the call itself has succeeded: only its motion could not be found. Not cached.
+        return make_uniform_motion(Lost(f"{get_op_name(call.func)} could not be followed ({error})"), results)
     is_lost = any(isinstance(where, Lost) for where in motion.results)
     # Calls with other values in an index, or outside a trace, may have a motion.
     has_index = is_lost and any(t.dtype in INDEX_DTYPES for t in call.tensors)
@@ -132,6 +135,9 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return Motion(tuple(_make_layout_of_one_sample(sample, result, call) for result in results))
     if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
         return make_uniform_motion(make_reduced(call), results)
+    declared = find_declared_motion(call, results)
+    if declared is not None:
+        return declared
     with torch.no_grad():
         has_invented_index = _has_invented_index(call, first=1)
         if call.func in WRITES or (call.func in PICKS and (any(call.where[1:]) or has_invented_index)):
@@ -144,7 +150,14 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
             cause = f"{get_op_name(call.func)} computes with indices of rows whose order depends on all samples"
             return make_uniform_motion(Lost(cause), results)
         sorted_motion = find_motion_of_sort(call, results) if call.func in SORTS else None
-        return sorted_motion or find_motion_by_trial(call, results)
+        return sorted_motion or _try_call(call, results)
+
+
+def _try_call(call: Call, results: Sequence[Tensor]) -> Motion:
+    """Find a motion by trial. A trial under autocast has little precision, so its result is used once only."""
+    motion = find_motion_by_trial(call, results)
+    motion.depends_on_values |= torch.is_autocast_enabled(call.tensors[0].device.type)
+    return motion
 
 
 # Functions that take a mask and move no entries.
@@ -175,6 +188,10 @@ _INDEXING_NAMES = re.compile(
 _LOOKUPS = {torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag, torch.embedding_bag}
 
 
+# Functions whose result depends on the strides of their argument, which are not part of a key.
+_READING_STRIDES = {torch.as_strided, Tensor.as_strided}
+
+
 def _has_indexing_name(func: Callable[..., Any]) -> bool:
     return _INDEXING_NAMES.search(get_op_name(func)) is not None
 
@@ -188,7 +205,9 @@ def _has_deciding_index(call: Call) -> bool:
 
 def _find_cache_key(call: Call) -> CallKey | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
-    if _has_indexing_name(call.func) and _has_deciding_index(call):
+    if (_has_indexing_name(call.func) or call.func in MOVES) and _has_deciding_index(call):
+        return None
+    if call.func in _READING_STRIDES:
         return None
     try:
         hash(call.key)

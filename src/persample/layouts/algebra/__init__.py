@@ -1,0 +1,10 @@
+"""How torch functions move the samples, by their definitions: a declaration for each function, a file for each family.
+
+From the layouts of the arguments and the shapes, the layout of the result follows by arithmetic, for all sizes, dtypes
+and values. `find_declared_motion` is for `persample.layouts`; `declare` adds a function.
+"""
+
+from persample.layouts.algebra import dims, layers, pointwise, products, shapes
+from persample.layouts.algebra.engine import DECLARATIONS, declare, find_declared_motion
+
+__all__ = ["DECLARATIONS", "declare", "dims", "find_declared_motion", "layers", "pointwise", "products", "shapes"]
