@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Lost, Where
@@ -54,6 +55,8 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
     declaration = DECLARATIONS.get(call.func)
     if declaration is None or call.kwargs.get("out") is not None or not results:
         return None
+    if not call.args or (call.kwargs and not any(True for _ in find_tensors(call.args))):
+        return None  # the tensors of keyword arguments may be in any order
     for tensor, where in zip(call.tensors, call.where, strict=True):
         if where is not None and not (isinstance(where, Layout) and is_plain(where) and tensor.dim()):
             return None
@@ -141,10 +144,7 @@ def align(call: Call, results: Sequence[Tensor], offsets: Iterable[int]) -> Moti
     aligned = tuple(
         (i, move(found, found.dim - offset))
         for i, (tensor, where, offset) in enumerate(pairs)
-        if where is None
-        and tensor.requires_grad
-        and 0 <= found.dim - offset < tensor.dim()
-        and tensor.shape[found.dim - offset] == size > 1
+        if where is None and 0 <= found.dim - offset < tensor.dim() and tensor.shape[found.dim - offset] == size > 1
     )
     return Motion((found,) * len(results), aligned)
 

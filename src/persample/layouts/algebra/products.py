@@ -20,6 +20,9 @@ Letters = Sequence[Any]
 
 def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
     """The motion of a product; `letters[i]` has a letter for each dimension of tensor i, `out` those of the result."""
+    if sum(isinstance(value, Tensor) for value in call.kwargs.values()) > 1:
+        return None  # keyword arguments may be in any order
+    letters, out = [list(of_tensor) for of_tensor in letters], list(out)
     found: Layout | None = None
     letter: Any = None
     size = 0
@@ -42,13 +45,13 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
         if call.func in ADDITIVE and found.ids is None:
             return make_uniform_motion(make_reduced(call), results)
         return lose(call, results, "sums over the samples")
-    dim = list(out).index(letter)
+    dim = out.index(letter)
     if results[0].shape[dim] != size:
         return None
     aligned = []
     for i, (tensor, where, of_tensor) in enumerate(zip(call.tensors, call.where, letters, strict=True)):
-        if where is None and tensor.requires_grad and letter in of_tensor:
-            own_dim = list(of_tensor).index(letter)
+        if where is None and letter in of_tensor:
+            own_dim = of_tensor.index(letter)
             if tensor.shape[own_dim] == size:
                 aligned.append((i, move(found, own_dim)))
     return Motion((move(found, dim),), tuple(aligned))
