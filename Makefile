@@ -9,13 +9,14 @@ BENCH_STAMP := $(VENV)/.bench-stamp
 demo: $(STAMP)
 	$(BIN)/persample demo --out demo
 
-# Two workers with one thread each. -rs: list what was skipped and why (the report needs a browser).
+# Two workers with one thread each; the tests in two processes run in one worker, which starts these processes once.
+# -rs: list what was skipped and why (the report needs a browser).
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -rs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -rs
 
 # The same with a list of lines that no test runs; takes 1.5 times as long.
 coverage: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --cov
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --cov
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

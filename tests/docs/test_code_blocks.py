@@ -33,8 +33,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import persample
 from persample.cli import main
-from persample.expanded_weights import HANDLED_FUNCTIONS
-from persample.rules.registry import FURTHER_RULES
 from tests.support.paths import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -232,13 +230,9 @@ CHECKS: dict[str, Callable[[Names], None]] = {
 
 @pytest.fixture(autouse=True)
 def new_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run each test in a new directory, and restore the rules and the process group afterwards."""
+    """Run each test in a new directory, and end the process group afterwards."""
     monkeypatch.chdir(tmp_path)
-    handled, further = dict(HANDLED_FUNCTIONS), dict(FURTHER_RULES)
     yield
-    for registry, before in ((HANDLED_FUNCTIONS, handled), (FURTHER_RULES, further)):
-        registry.clear()
-        registry.update(before)
     if dist.is_initialized():
         dist.destroy_process_group()
 

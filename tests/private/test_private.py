@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import re
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from persample.testing.oracle import compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import STREAMED_CASES, B
 from tests.support.modules import flatten_rows
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
@@ -647,23 +645,3 @@ def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
         engine.save_checkpoint(path=path, module=module, checkpoint_dict={"what": lambda: None})
     assert path.read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
-
-
-# ---- examples ----
-
-
-@pytest.mark.parametrize("name", ["private_digits", "private_text"])
-def test_examples(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Short runs of the examples."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    monkeypatch.setattr(example, "EPOCHS", 1)
-    if name == "private_text":
-        sentences = example.make_sentences
-        monkeypatch.setattr(example, "make_sentences", lambda count, seed: sentences(count // 10, seed))
-    for private in (False, True):
-        assert 0 < example.train("name", private) < 1
-    printed = capsys.readouterr().out
-    assert "no privacy" in printed and re.search(r"epsilon \d+\.\d\d at delta", printed)

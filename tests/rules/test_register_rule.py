@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,21 +10,12 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import persample
-from persample.rules.registry import FURTHER_RULES
 from persample.terms import Dense
 from persample.testing.oracle import assert_rows_close, compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import Calls, param
 
 B, T, D = 3, 5, 4
-
-
-@pytest.fixture(autouse=True)
-def restore_rules() -> Iterator[None]:
-    before = {func: list(rules) for func, rules in FURTHER_RULES.items()}
-    yield
-    FURTHER_RULES.clear()
-    FURTHER_RULES.update(before)
 
 
 def shift(input: Tensor, weight: Tensor, steps: int = 1) -> Tensor:

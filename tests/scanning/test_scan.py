@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -23,89 +22,20 @@ import persample
 from persample.scanning import NotFinite, ScanError, run
 from persample.scanning.measure import group_parameters
 from persample.scanning.store import Store
+from tests.support.modules import flatten_rows
+from tests.support.paths import ROOT
 from tests.support.processes import TwoProcesses
-
-N, WORDS = 23, 11
-QUICK: dict[str, Any] = {"batch_size": 4, "shard_size": 8, "project": 16, "progress": False}
-
-
-class Language(nn.Module):
-    """Language model with tied embeddings and position embeddings that all samples share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 6)
-        self.positions = nn.Parameter(torch.randn(5, 6))
-        self.mix = nn.Linear(6, 6)
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.drop(self.mix(self.words(tokens) + self.positions).relu()) @ self.words.weight.T
-
-
-def language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    outputs = model(batch["tokens"])
-    return F.cross_entropy(outputs[:, :-1].mT, batch["tokens"][:, 1:], reduction="none").mean(1)
-
-
-def image_model() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3)
-    )
-
-
-def images(count: int = N) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    pictures = torch.randn(count, 1, 6, 6, generator=generator, dtype=torch.float64)
-    classes = torch.randint(3, (count,), generator=generator) * torch.randint(2, (count,), generator=generator)
-    return pictures, classes  # mostly of the first class, so that the mean gradient is large
-
-
-def sentences() -> dict[str, Tensor]:
-    return {"tokens": torch.randint(WORDS, (N, 5), generator=torch.Generator().manual_seed(2))}
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
-    "images": (image_model, images, nn.CrossEntropyLoss(), "mean"),
-    "class weights": (image_model, images, nn.CrossEntropyLoss(weight=torch.tensor([0.5, 2.0, 1.0]).double()), "mean"),
-    "the mean of a batch": (image_model, images, lambda m, b: F.cross_entropy(m(b[0]), b[1]), "mean"),
-    "the sum of a batch": (image_model, images, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"), "sum"),
-    "language": (Language, sentences, language_loss, "mean"),
-}
-
-
-def build(case: str) -> tuple[nn.Module, Any, Any, str]:
-    torch.manual_seed(0)
-    make, data, loss_fn, reduction = CASES[case]
-    return make().double(), data(), loss_fn, reduction
-
-
-def take_one(data: Any, i: int) -> Any:
-    """Example `i` as a batch of one."""
-    return {k: v[i : i + 1] for k, v in data.items()} if isinstance(data, dict) else tuple(v[i : i + 1] for v in data)
-
-
-def loop(model: nn.Module, data: Any, loss_fn: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and gradient of each example by plain autograd, one example at a time."""
-    losses, rows = [], []
-    model.eval()
-    for i in range(N):
-        batch = take_one(data, i)
-        loss = loss_fn(model(batch[0]), batch[1]) if isinstance(loss_fn, nn.Module) else loss_fn(model, batch).sum()
-        losses.append(loss.detach())
-        rows.append(torch.autograd.grad(loss, list(model.parameters())))
-    names = [name for name, _ in model.named_parameters()]
-    columns = zip(names, zip(*rows, strict=True), strict=True)
-    return torch.stack(losses), {name: torch.stack(part) for name, part in columns}
-
-
-def as_matrix(rows: dict[str, Tensor]) -> Tensor:
-    return torch.cat([part.flatten(1) for part in rows.values()], 1)
-
-
-def assert_near(found: Any, expected: Tensor) -> None:
-    torch.testing.assert_close(torch.as_tensor(found).double(), expected, rtol=1e-6, atol=1e-9)
-
+from tests.support.scans import (
+    CASES,
+    QUICK,
+    N,
+    assert_near,
+    build,
+    images,
+    loop,
+    make_stale,
+    read_files,
+)
 
 # ---- quantities ----
 
@@ -115,14 +45,14 @@ def test_quantities_match_loop(case: str, tmp_path: Path) -> None:
     model, data, loss_fn, reduction = build(case)
     found = persample.scan(model, loss_fn, data, out=tmp_path / "out", loss_reduction=reduction, **QUICK)
     losses, rows = loop(model, data, loss_fn)
-    matrix = as_matrix(rows)
+    matrix = flatten_rows(rows)
     mean = matrix.mean(0)
     assert_near(found.column("loss"), losses)
     assert_near(found.column("norm"), matrix.norm(dim=1))
     assert_near(found.column("self_influence"), matrix.square().sum(1))
     assert_near(found.column("alignment"), F.cosine_similarity(matrix, mean[None]))
     for group, names in group_parameters(list(rows), None).items():
-        assert_near(found.column(f"norm/{group}"), as_matrix({name: rows[name] for name in names}).norm(dim=1))
+        assert_near(found.column(f"norm/{group}"), flatten_rows({name: rows[name] for name in names}).norm(dim=1))
     spread = matrix.var(0).sum()
     square = mean.square().sum() - spread / N
     if square > 0:
@@ -161,7 +91,7 @@ def test_several_checkpoints_match_loop(tmp_path: Path) -> None:
         model.load_state_dict(state)
         loss, rows = loop(model, data, loss_fn)
         losses.append(loss)
-        squares.append(as_matrix(rows).square().sum(1))
+        squares.append(flatten_rows(rows).square().sum(1))
     assert_near(found.column("self_influence"), rates[0] * squares[0] + rates[1] * squares[1])
     assert_near(found.column("norm"), squares[1].sqrt())
     assert_near(found.column("loss"), losses[1])
@@ -367,18 +297,6 @@ def test_queries_ignore_nan(tmp_path: Path) -> None:
     assert 9 not in found.outliers(3).ids.tolist() and not any(9 in group for group in found.duplicates())
 
 
-# ---- interruption and continuation ----
-
-
-def read_files(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
-
-
-def make_stale(path: Path) -> None:
-    """Set back the time of an unfinished file, so that it has no live writer for certain."""
-    os.utime(path, (0, 0))
-
-
 class Interrupted(Exception):
     pass
 
@@ -417,7 +335,9 @@ def test_interrupted_scan_continues(after: int, tmp_path: Path, monkeypatch: pyt
 KILLED = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
-from tests.scanning.test_scan import QUICK, build, persample, run
+import persample
+from persample.scanning import run
+from tests.support.scans import QUICK, build
 run.SECONDS_BETWEEN_SAVES = -1.0
 model, data, loss_fn, _ = build("images")
 def slow(model, batch):
@@ -429,7 +349,7 @@ persample.scan(model, slow, data, out={out!r}, **QUICK)
 
 
 def test_killed_scan_continues(tmp_path: Path) -> None:
-    script = KILLED.format(root=str(Path(__file__).parents[2]), out=str(tmp_path / "killed"))
+    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"))
     for wanted in (4, 9, 100):  # during the mean gradient, during the shards, and not at all
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -501,7 +421,8 @@ def test_directory_with_other_files_is_refused(tmp_path: Path) -> None:
 FULL = """
 import resource, sys
 sys.path.insert(0, {root!r})
-from tests.scanning.test_scan import QUICK, build, persample
+import persample
+from tests.support.scans import QUICK, build
 model, data, loss_fn, _ = build("images")
 resource.setrlimit(resource.RLIMIT_FSIZE, (2800, 2800))
 try:
@@ -514,7 +435,7 @@ except persample.PerSampleError as error:
 def test_full_disk(tmp_path: Path) -> None:
     """A limit on the size of files has the same effect as a full disk."""
     out = tmp_path / "out"
-    script = FULL.format(root=str(Path(__file__).parents[2]), out=str(out))
+    script = FULL.format(root=str(ROOT), out=str(out))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "No space left to write" in done.stderr and "run the scan again to continue" in done.stderr

@@ -18,7 +18,8 @@ import persample
 from persample._internal.files import write_atomically
 from persample.scanning import ScanError
 from persample.scanning.digest import compute_digest
-from tests.scanning.test_scan import QUICK, N, as_matrix, assert_near, build, images, loop, make_stale, read_files
+from tests.support.modules import flatten_rows
+from tests.support.scans import QUICK, N, assert_near, build, images, loop, make_stale, read_files
 
 OPTIONS = {**QUICK, "project": None}
 
@@ -214,7 +215,7 @@ def test_bfloat16_model(tmp_path: Path) -> None:
     model.double()
     losses, rows = loop(model, (x.bfloat16().double(), y), loss_fn)
     np.testing.assert_allclose(found.column("loss"), losses, rtol=0.05)
-    np.testing.assert_allclose(found.column("norm"), as_matrix(rows).norm(dim=1), rtol=0.1)
+    np.testing.assert_allclose(found.column("norm"), flatten_rows(rows).norm(dim=1), rtol=0.1)
     assert np.abs(found.column("alignment")).max() > 0.3
 
 

@@ -79,17 +79,8 @@ class TwoProcesses:
         store = self._directory / f"store{self._starts}"  # a file, so that no port has to be free
         for rank in RANKS:
             with self._log(rank).open("w") as log:
-                self._workers.append(
-                    subprocess.Popen(
-                        [*_python(), "tests.support.worker", str(rank), str(len(RANKS)), str(store)],
-                        cwd=ROOT,
-                        env=_environment(),
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=log,
-                        text=True,
-                    )
-                )
+                command = [*_python(), "tests.support.worker", str(rank), str(len(RANKS)), str(store)]
+                self._workers.append(_start(command, stdin=subprocess.PIPE, stderr=log))
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"stderr{self._starts}.{rank}"
@@ -128,15 +119,8 @@ class TwoProcesses:
 def torchrun(module: str, *arguments: str) -> str:
     """Run a module in two processes with torchrun, and return what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
-    process = subprocess.Popen(
-        [*launcher, *_python()[1:], module, *arguments],
-        cwd=ROOT,
-        env=_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    command = [*launcher, *_python()[1:], module, *arguments]
+    process = _start(command, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         return process.communicate()[0]
     finally:
@@ -150,5 +134,6 @@ def _python() -> list[str]:
     return [sys.executable, "-m", *(["coverage", "run", "--parallel-mode", "-m"] if measured else [])]
 
 
-def _environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+def _start(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,14 +35,6 @@ EXAMPLES: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "group norm": (F.group_norm, {"weight": torch.randn(4), "input": torch.randn(5, 4, 3), "num_groups": 2}),
     "product": (torch.mul, {"other": torch.randn(3), "input": torch.randn(5, 3)}),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def restore_rules() -> Iterator[None]:
-    before = dict(FURTHER_RULES)
-    yield
-    FURTHER_RULES.clear()
-    FURTHER_RULES.update(before)
 
 
 def scale(input: Tensor, weight: Tensor) -> Tensor:
