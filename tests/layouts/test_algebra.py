@@ -147,8 +147,15 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, Layout]]] 
     "cat": (torch.cat, ([A, A], 1), {0: Layout(0), 1: Layout(0)}),
     "mse_loss": (F.mse_loss, (A, A), {0: Layout(0), 1: Layout(0)}),
     "normalize over samples": (F.normalize, (A, 2.0, 0), {0: Layout(0)}),
+    "pixel_shuffle of channels": (F.pixel_shuffle, (torch.rand(4 * B, 2, 2), 2), {0: Layout(0)}),
+    "unfold of channels": (F.unfold, (torch.rand(B, 4, 4), 2), {0: Layout(0)}),
+    "renorm": (torch.renorm, (A, 2.0, 2, 0.1), {0: Layout(0)}),
     "svd": (torch.linalg.svdvals, (A,), {0: Layout(0)}),
 }
+
+
+# Unbatched calls, whose first dimension holds channels, and functions that are declared elsewhere.
+UNDECLARED = {"pixel_shuffle of channels", "unfold of channels", "renorm"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -159,6 +166,9 @@ def test_declared_motions_equal_tried_ones(name: str) -> None:
         args = tuple(torch.rand(4, B, 5) for _ in args)
     call, results = make_call(func, *args, where=where)
     declared, tried = find_declared_motion(call, results), find_motion_by_trial(call, results)
+    if name in UNDECLARED:
+        assert declared is None
+        return
     assert isinstance(declared, Motion)
     for found, expected in zip(declared.results, tried.results, strict=True):
         assert type(found) is type(expected)

@@ -12,6 +12,7 @@ from torch import Tensor
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.call import Call
+from persample.layouts.functions import MOVES
 from persample.layouts.layout import Layout, Lost, Where
 from persample.layouts.motion import Motion, make_uniform_motion
 
@@ -58,7 +59,11 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
     if not call.args or (call.kwargs and not any(True for _ in find_tensors(call.args))):
         return None  # the tensors of keyword arguments may be in any order
     for tensor, where in zip(call.tensors, call.where, strict=True):
-        if where is not None and not (isinstance(where, Layout) and is_plain(where) and tensor.dim()):
+        if where is None:
+            continue
+        if not isinstance(where, Layout) or not is_plain(where) or not tensor.dim():
+            return None
+        if where.alternatives and call.func in MOVES:  # sample numbers move the alternatives too
             return None
     return declaration(call, results)
 

@@ -49,12 +49,14 @@ def _declare_windows() -> None:
 _declare_windows()
 
 
-@declare(
-    F.interpolate, F.upsample, F.unfold, F.fold, F.pixel_shuffle, F.pixel_unshuffle, F.group_norm, F.local_response_norm
-)
-@declare(torch.group_norm, torch.pixel_shuffle, torch.pixel_unshuffle, F.channel_shuffle)
+@declare(F.interpolate, F.upsample, F.fold, F.channel_shuffle, F.group_norm, torch.group_norm, F.local_response_norm)
 def _first_dim(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
+
+
+@declare(F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle)
+def _shuffle_pixels(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return _keep_leading(call, results, call.tensors[0].dim() - 3)  # before channels, height and width
 
 
 @declare(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
