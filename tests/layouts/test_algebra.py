@@ -147,6 +147,10 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, Layout]]] 
     "cat": (torch.cat, ([A, A], 1), {0: Layout(0), 1: Layout(0)}),
     "mse_loss": (F.mse_loss, (A, A), {0: Layout(0), 1: Layout(0)}),
     "normalize over samples": (F.normalize, (A, 2.0, 0), {0: Layout(0)}),
+    "linear with a bias for each row": (F.linear, (torch.rand(3, 4), A[:, 0, :4], torch.rand(3, 3)), {1: Layout(0)}),
+    "huber_loss, none by position": (F.huber_loss, (A, A, "none"), {0: Layout(0), 1: Layout(0)}),
+    "one_hot of unknown width": (F.one_hot, (torch.tensor([0, 1, 2]),), {0: Layout(0)}),
+    "softmax of an implicit dim": (F.softmax, (A,), {0: Layout(0)}),
     "pixel_shuffle of channels": (F.pixel_shuffle, (torch.rand(4 * B, 2, 2), 2), {0: Layout(0)}),
     "unfold of channels": (F.unfold, (torch.rand(B, 4, 4), 2), {0: Layout(0)}),
     "renorm": (torch.renorm, (A, 2.0, 2, 0.1), {0: Layout(0)}),
@@ -155,7 +159,15 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, Layout]]] 
 
 
 # Unbatched calls, whose first dimension holds channels, and functions that are declared elsewhere.
-UNDECLARED = {"pixel_shuffle of channels", "unfold of channels", "renorm"}
+UNDECLARED = {
+    "linear with a bias for each row",
+    "huber_loss, none by position",
+    "one_hot of unknown width",
+    "softmax of an implicit dim",
+    "pixel_shuffle of channels",
+    "unfold of channels",
+    "renorm",
+}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -278,6 +290,10 @@ ACCEPTED: dict[str, Callable[..., Tensor]] = {
     "Normal": lambda model, h, x: -torch.distributions.Normal(h, 1.0).log_prob(x),
     "Laplace": lambda model, h, x: -torch.distributions.Laplace(h, 1.0).log_prob(x),
     "Gamma": lambda model, h, x: -torch.distributions.Gamma(h.exp(), 1.0).log_prob(x.exp()),
+    "cosine with an expanded weight": lambda model, h, x: F.cosine_similarity(h, model.linear.bias.expand(len(h), 4)),
+    "linear with an expanded bias": lambda model, h, x: F.linear(
+        h, torch.eye(4).to(h), model.linear.bias.expand(len(h), 4)
+    ),
     "kl_divergence": lambda model, h, x: torch.distributions.kl_divergence(
         torch.distributions.Normal(h, 1.0), torch.distributions.Normal(0.0, 1.0)
     ),
@@ -285,30 +301,37 @@ ACCEPTED: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_distributions_are_followed(name: str) -> None:
+def test_distributions_and_expanded_weights_are_followed(name: str) -> None:
     model, x = Model(ACCEPTED[name]).double(), torch.randn(B, 4).double()
     expected = loop_gradients(model, x, lambda model, x: model(x).float().square().sum())
     assert_rows_close(run(model, x).dense(), expected, 1e-5)
+
+
+def test_a_mean_over_unequal_rows_is_refused_for_every_spelling() -> None:
+    for dims in ([], (), None):
+        with pytest.raises(SamplesMixed), record(model := nn.Linear(4, 4), loss_reduction="sum"):
+            h = model(torch.randn(B, 4))
+            torch.mean(torch.cat([h, h[:1]]), dims).backward()
 
 
 def test_a_failed_trial_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the machinery says nothing about later calls, and running out of memory is raised."""
     CACHE.clear()
     x = torch.randn(B, 4)
-    real = find.find_declared_motion
+    real = find._compute_motion
 
     def fail(call: Call, results: Any) -> Any:
         raise ValueError("not now")
 
-    monkeypatch.setattr(find, "find_declared_motion", fail)
+    monkeypatch.setattr(find, "_compute_motion", fail)
     with pytest.raises(SamplesMixed, match="could not be followed"):
         run(Model(lambda model, h, x: h * 2), x)
-    monkeypatch.setattr(find, "find_declared_motion", real)
+    monkeypatch.setattr(find, "_compute_motion", real)
     assert run(Model(lambda model, h, x: h * 2), x).norms().shape == (B,)
 
     def run_out(call: Call, results: Any) -> Any:
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr(find, "find_declared_motion", run_out)
+    monkeypatch.setattr(find, "_compute_motion", run_out)
     with pytest.raises(torch.OutOfMemoryError):
         run(Model(lambda model, h, x: h * 3), x)

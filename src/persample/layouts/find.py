@@ -135,7 +135,10 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return Motion(tuple(_make_layout_of_one_sample(sample, result, call) for result in results))
     if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
         return make_uniform_motion(make_reduced(call), results)
-    declared = find_declared_motion(call, results)
+    try:
+        declared = find_declared_motion(call, results)
+    except (TypeError, ValueError, IndexError):  # arguments in a form that the declaration does not expect
+        declared = None
     if declared is not None:
         return declared
     with torch.no_grad():

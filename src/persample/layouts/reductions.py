@@ -149,5 +149,5 @@ def find_unequal_divisors(call: Call) -> Lost | None:
 def _is_averaged(call: Call, dim: int, dims: int) -> bool:
     """Whether a call of `mean`, for a tensor with `dims` dimensions, averages over this dimension."""
     given = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
-    averaged = range(dims) if given is None or given == () else (given,) if isinstance(given, int) else given
+    averaged = range(dims) if given in (None, (), []) else (given,) if isinstance(given, int) else given
     return any(d % dims == dim for d in averaged)

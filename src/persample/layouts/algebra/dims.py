@@ -17,7 +17,6 @@ from persample.layouts.algebra.engine import (
     find_functions,
     get_argument,
     lose,
-    make_motion,
     move,
     normalise_dims,
 )
@@ -55,6 +54,8 @@ def _declare_along(names: str, position: int, default: Any = None, *more: Any, k
         dims = get_argument(call, position, keyword, "axis", default=default)
         if isinstance(dims, (bool, Tensor)) or (dims is not None and not _are_dims(dims)):
             return None  # another overload: max(input, other), var(input, unbiased)
+        if dims is None and default == "implicit":
+            return None
         return _combine(call, results, dims)
 
 
@@ -110,4 +111,11 @@ def _cosine_similarity(call: Call, results: Sequence[Tensor]) -> Motion | None:
     assert isinstance(where, Layout)
     if where.dim == dim % rank:
         return lose(call, results, f"combines samples along dimension {where.dim}")
-    return make_motion(call, results, move(where, where.dim - (dim % rank < where.dim)))
+    layout = move(where, where.dim - (dim % rank < where.dim))
+    size = results[0].shape[layout.dim]
+    aligned = tuple(
+        (i, move(where, where.dim))
+        for i, (tensor, own) in enumerate(zip(call.tensors, call.where, strict=True))
+        if own is None and tensor.shape[where.dim] == size > 1
+    )
+    return Motion((layout,), aligned)

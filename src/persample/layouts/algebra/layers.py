@@ -132,8 +132,8 @@ def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Mo
 )
 @declare(F.binary_cross_entropy_with_logits, F.hinge_embedding_loss, F.margin_ranking_loss, F.kl_div)
 def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if len(call.args) > 3 or _has(call, "size_average", "reduce"):
-        return None
+    if _has(call, "size_average", "reduce") or any(not isinstance(arg, Tensor) for arg in call.args):
+        return None  # reductions that are given by position, or in the legacy way
     if call.func in _WEIGHTED_MEANS and _has(call, "weight"):  # divides by the sum of the weights
         return None
     if call.kwargs.get("reduction", "mean") == "none":

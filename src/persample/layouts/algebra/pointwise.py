@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import broadcast, declare, make_motion, move
+from persample.layouts.algebra.engine import broadcast, declare, get_argument, make_motion, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion
@@ -63,6 +63,8 @@ def _prelu(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare(torch.view_as_real, torch.view_as_complex, F.one_hot)
 def _last_dim_changes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A dimension is added or removed at the end; entries keep their place in the other dimensions."""
+    if call.func is F.one_hot and get_argument(call, 1, "num_classes", default=-1) < 0:
+        return None  # the number of classes is the largest of all samples
     where = call.where[0]
     if not isinstance(where, Layout) or where.dim >= results[0].dim():
         return None

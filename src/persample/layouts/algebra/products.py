@@ -109,6 +109,8 @@ def _add_product(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 @declare(F.linear)
 def _linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    if len(call.tensors) > 2 and call.tensors[2].dim() > 1:  # a bias for each row
+        return None
     rank = call.tensors[0].dim()
     letters: list[Letters] = [[*range(rank - 1), "i"], ["o", "i"][2 - call.tensors[1].dim() :], ["o"]]
     return _contract(call, results, letters[: len(call.tensors)], [*range(rank - 1), "o"][: results[0].dim()])

@@ -224,7 +224,7 @@ def _find_dim_after_indexing(items: Sequence[Any], sample_dim: int, rank: int) -
     used = sum(item is not None and item is not Ellipsis for item in items)
     before = after = 0  # dimensions of the argument and of the result that have been passed
     has_index = False
-    for item in [*items, *([] if Ellipsis in [i for i in items if not isinstance(i, Tensor)] else [Ellipsis])]:
+    for item in [*items, *([] if any(item is Ellipsis for item in items) else [Ellipsis])]:
         width = 1
         added = 1
         if item is None:
