@@ -46,12 +46,12 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
     return Motion(tuple(move(where, dim) for dim in dims_dropped))
 
 
-def _declare_along(names: str, position: int, default: Any = None, *more: Any, keyword: str = "dim") -> None:
+def _declare_along(names: str, position: int, default: Any = None, *more: Any) -> None:
     """Declare functions that combine entries along an argument `dim`, at this position among the arguments."""
 
     @declare(*names.split(), *more)
     def combine(call: Call, results: Sequence[Tensor]) -> Motion | None:
-        dims = get_argument(call, position, keyword, "axis", default=default)
+        dims = get_argument(call, position, "dim", "axis", default=default)
         if isinstance(dims, (bool, Tensor)) or (dims is not None and not _are_dims(dims)):
             return None  # another overload: max(input, other), var(input, unbiased)
         if dims is None and default == "implicit":

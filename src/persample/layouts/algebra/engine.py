@@ -143,6 +143,8 @@ def align(call: Call, results: Sequence[Tensor], offsets: Iterable[int]) -> Moti
         elif tensor.shape[where.dim] != size:
             return None
         elif not has_same_rows(found, here):
+            if found.ids is not None or here.ids is not None:  # rows in a list may follow the pattern of the others
+                return None
             return lose(call, results, "has the samples in different orders in its arguments")
     if found is None or any(result.dim() <= found.dim or result.shape[found.dim] != size for result in results):
         return None

@@ -38,12 +38,14 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
         elif tensor.shape[where.dim] != size:
             return None
         elif not has_same_rows(found, where):
+            if found.ids is not None or where.ids is not None:  # rows in a list may follow the pattern of the others
+                return None
             return lose(call, results, "has the samples in different orders in its arguments")
     if found is None:
         return None
     if letter not in out:
-        if call.func in ADDITIVE and found.ids is None:
-            return make_uniform_motion(make_reduced(call), results)
+        if call.func in ADDITIVE:
+            return make_uniform_motion(make_reduced(call), results) if found.ids is None else None
         return lose(call, results, "sums over the samples")
     dim = out.index(letter)
     if results[0].shape[dim] != size:
