@@ -6,6 +6,11 @@ samples of all processes and the same noise.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +20,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from persample import PerSampleError, SamplesMixed, _torch
 from persample.private import PrivacyEngine, PrivateOptimizer
 from tests.support.distributed import Batch, Net, assert_same, make_batch, make_net
+from tests.support.paths import ROOT
 from tests.support.processes import in_two_processes
 
 
@@ -139,3 +146,65 @@ def test_engine_from_the_loader_to_the_accountant() -> None:
     dist.broadcast(weight, 0)
     assert torch.equal(weight, net.module.weight)
     optimizer.release()
+
+
+@in_two_processes
+def test_a_failed_process_that_lives_on_ends_the_others() -> None:
+    """The failed process does not reach its step, as in a notebook. Afterwards both go on."""
+    net, batch = make_replicated(), make_batch(4, 2)
+    optimizer = make_optimizer(net, True)
+    make_step(net, optimizer, batch, None)
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        with pytest.raises(SamplesMixed):
+            net(batch.x[batch.own]).softmax(0).square().sum().backward()
+        while not _torch.get_default_store().check(["test/noticed"]):
+            time.sleep(0.05)
+        dist.all_reduce(torch.zeros(1))  # the other process still waits for this one
+    else:
+        with pytest.raises(PerSampleError, match=r"The step of process 1 has failed.*samples of the batch are mixed"):
+            make_step(net, optimizer, batch, None)
+        assert all(p.grad is None for p in net.parameters())
+        _torch.get_default_store().set("test/noticed", "yes")
+    make_step(net, optimizer, batch, None)
+    optimizer.release()
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_process_that_fails_ends_the_others(kind: str, tmp_path: Path) -> None:
+    """Without an end, the first process would wait for half an hour."""
+    command = [sys.executable, "-m", "tests.support.failing_process"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [*command, rank, str(tmp_path / "store"), kind],
+            cwd=ROOT,
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    try:
+        errors = [process.communicate(timeout=600)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert "SamplesMixed" in errors[1]
+    assert "The step of process 1 has failed" in errors[0] or "Connection closed by peer" in errors[0]
+    assert [process.returncode for process in processes] == [1, 1]
+
+
+@in_two_processes
+def test_the_module_inside_ddp_is_refused() -> None:
+    net = make_replicated()
+    for module in (net.module, net.module.head):
+        with pytest.raises(PerSampleError, match="Pass the DistributedDataParallel itself"):
+            PrivacyEngine().make_private(
+                module=module,
+                optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+                data_loader=DataLoader(TensorDataset(torch.randn(12, 4)), batch_size=2),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+            )
+    assert not net.module._forward_hooks

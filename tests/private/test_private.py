@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import is_dataclass
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from opacus import schedulers
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -28,6 +31,11 @@ from tests.support.modules import flatten_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
+
+# What samples write into the model is refused: tests/private/test_isolation.py.
+PRIVATE_CASES = [
+    case for case in STREAMED_CASES if case.name not in ("embedding, max_norm", "instance norm, running statistics")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +71,7 @@ def compute_private_sum(case: Case, module: nn.Module, args: Any, kwargs: Any, *
 # ---- the bound ----
 
 
-@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
+@pytest.mark.parametrize("case", PRIVATE_CASES, ids=str)
 def test_clipped_sums_equal_the_loop(case: Case) -> None:
     module, args, kwargs = case.build()
     batch = case.find_batch_size(args)
@@ -80,7 +88,7 @@ def test_clipped_sums_equal_the_loop(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("case", STREAMED_CASES, ids=str)
+@pytest.mark.parametrize("case", PRIVATE_CASES, ids=str)
 def test_no_sample_contributes_more_than_the_bound(case: Case) -> None:
     """Single samples in float32, with a bound far below the norm of the gradient and one near it."""
     module, args, kwargs = case.build()
@@ -200,7 +208,7 @@ def test_noise_equals_that_of_opacus() -> None:
 
 def test_noise_in_blocks_equals_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that is drawn in blocks equals the noise of one call."""
-    monkeypatch.setattr("persample.private.optimizer._BLOCK", 64)
+    monkeypatch.setattr("persample.private.noise._CHUNK", 64)
     module = nn.Linear(37, 5)
     optimizer = make_optimizer(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
     optimizer.step()
@@ -434,6 +442,37 @@ def test_mixed_samples_are_refused_at_the_first_step() -> None:
     assert not torch.equal(before["0.weight"], module[0].weight)
 
 
+class Centred(nn.Linear):
+    """Mixes samples through numbers that leave torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean().item())
+
+
+def test_samples_that_mix_out_of_sight_are_refused_at_the_first_step() -> None:
+    data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(2, (64,))), batch_size=16)
+    for verify, refused in ((None, True), ("first", True), (False, False)):
+        model = nn.Sequential(nn.Linear(4, 4), Centred(4, 2))
+        model.register_forward_hook(lambda *args: None)
+        model, optimizer, loader = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=data,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            poisson_sampling=False,
+            **({} if verify is None else {"verify": verify}),
+        )
+        STARTED.append(optimizer)
+        x, y = next(iter(loader))
+        try:
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            assert not refused
+        except SamplesMixed as error:
+            assert refused and "'1' (Centred)" in str(error)
+
+
 def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="different than optimizer Parameters"):
         PrivacyEngine().make_private(
@@ -645,3 +684,62 @@ def test_failed_checkpoint_keeps_the_previous_file(tmp_path: Path) -> None:
         engine.save_checkpoint(path=path, module=module, checkpoint_dict={"what": lambda: None})
     assert path.read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+# ---- copies of the model ----
+
+
+def load_saved(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Any] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "torch.save": load_saved,
+    "AveragedModel": lambda module: AveragedModel(module).module,
+}
+
+
+@pytest.mark.parametrize("stage", ["start", "forward", "backward", "step"])
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_of_a_model_in_private_training_is_an_ordinary_model(name: str, stage: str) -> None:
+    module, x = make_mlp(), torch.randn(4, 6)
+    optimizer = make_optimizer(module, lr=0.1)
+    if stage != "start":
+        loss = module(x).square().sum()
+        if stage != "forward":
+            loss.backward()
+        if stage == "step":
+            optimizer.step()
+    made = COPIES[name](module)
+    plain = make_mlp()
+    plain.load_state_dict(module.state_dict())
+    for model in (made, plain):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    for p, q in zip(made.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+    if stage == "forward":
+        loss.backward()  # of the private model, which goes on
+    if stage in ("forward", "backward"):
+        optimizer.step()
+    assert not torch.equal(next(module.parameters()), next(made.parameters())) or stage in ("start", "step")
+
+
+def test_averaged_weights_follow_private_training() -> None:
+    module, x = make_mlp(), torch.randn(4, 6)
+    optimizer, averaged = make_optimizer(module, lr=0.1), AveragedModel(module)
+    seen = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+        averaged.update_parameters(module)
+        seen.append([p.detach().clone() for p in module.parameters()])
+        averaged(x)
+    for i, p in enumerate(averaged.module.parameters()):
+        torch.testing.assert_close(p, torch.stack([parameters[i] for parameters in seen]).mean(0))

@@ -1,6 +1,6 @@
 """Private training: the engine of Opacus with the gradients of persample. Requires `pip install 'persample[private]'`.
 
-Users import `PrivacyEngine`, `PrivateOptimizer` and `BatchMemoryManager` from here, and the integrations from
+Users import `PrivacyEngine`, `PrivateOptimizer`, `BatchMemoryManager` and `audit` from here, and the integrations from
 `persample.private.huggingface` and `persample.private.lightning`. Other packages use nothing from here.
 """
 
@@ -9,9 +9,9 @@ try:
 except ImportError as error:
     raise ImportError("persample.private needs Opacus: pip install 'persample[private]'") from error
 
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-
+from persample.private.auditing import AuditResult, AuditRun, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.splitting import BatchMemoryManager
 
-__all__ = ["BatchMemoryManager", "PrivacyEngine", "PrivateOptimizer"]
+__all__ = ["AuditResult", "AuditRun", "BatchMemoryManager", "PrivacyEngine", "PrivateOptimizer", "audit"]

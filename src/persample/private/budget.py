@@ -26,13 +26,13 @@ class Budget:
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise PerSampleError("Pass either noise_multiplier or target_epsilon.")
 
-    def make_private(self, engine: PrivacyEngine, epochs: float, **options: Any) -> Any:
-        """Make the private optimizer for a training of `epochs` epochs."""
+    def make_private(self, engine: PrivacyEngine, steps: int, **options: Any) -> Any:
+        """Make the private optimizer for a training of `steps` steps from now on."""
         if self.noise_multiplier is not None:
             return engine.make_private(noise_multiplier=self.noise_multiplier, **options)[1]
         assert self.target_epsilon is not None
         return engine.make_private_with_epsilon(
-            target_epsilon=self.target_epsilon, target_delta=self.target_delta, epochs=epochs, **options
+            target_epsilon=self.target_epsilon, target_delta=self.target_delta, steps=steps, **options
         )[1]
 
     def spent(self, engine: PrivacyEngine) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -11,7 +11,6 @@ from typing import Any
 
 import opacus
 import torch
-from opacus.accountants.utils import get_noise_multiplier
 from opacus.validators.module_validator import ModuleValidator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +20,16 @@ from torch.utils.data import DataLoader
 from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
 from persample.errors import PerSampleError, SamplesMixed
+from persample.private.checkpoints import StateWithoutFunctions, check_loadable, load_safely, restore_parts
 from persample.private.criterion import Criterion
+from persample.private.limit import StepLimit, find_noise_multiplier
+from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import prepare_empty_batches, replace_sampler
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WITH_CRITERION = ("ghost", "ghost_fsdp")
 _MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
 
@@ -86,6 +89,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             wrap_model: accepted for compatibility with Opacus, without effect.
             recording: options of `persample.record`, such as `batch_dim` for inputs without a batch dimension,
                 `passes=2` for two backward passes with less memory, or `memory`, which decides between one and two.
+                `verify` is "first" by default: two samples of the first batch run alone, and their outputs are
+                compared with those of the batch.
 
         The other arguments are the arguments of `opacus.PrivacyEngine.make_private`.
         """
@@ -127,30 +132,47 @@ class PrivacyEngine(opacus.PrivacyEngine):
             secure_mode=self.secure_mode,
         )
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        data_loader = hand_out_batches(data_loader, private.make_receiver())
         if grad_sample_mode in _WITH_CRITERION:
             return module, private, Criterion(criterion or nn.CrossEntropyLoss(), loss_reduction), data_loader
         return module, private, data_loader
 
     def make_private_with_epsilon(
-        self, *, data_loader: DataLoader[Any], target_epsilon: float, target_delta: float, epochs: float, **others: Any
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float | None = None,
+        steps: int | None = None,
+        **others: Any,
     ) -> tuple[Any, ...]:
-        """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs."""
-        if len(self.accountant) > 0:
-            warnings.warn(
-                "Some of the privacy budget has already been spent. The total will exceed target_epsilon.", stacklevel=2
-            )
-        if not epochs > 0:  # the search would return almost no noise
+        """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs or `steps` steps.
+
+        What the engine has spent before is part of the target. A step that would exceed it raises an error.
+        """
+        if (epochs is None) == (steps is None):
+            raise PerSampleError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
+        if not (steps if epochs is None else epochs) > 0:  # type: ignore[operator]
             raise PerSampleError(
                 f"epochs must be positive, because the noise for target_epsilon depends on it, got {epochs}"
+                if steps is None
+                else f"steps must be positive, because the noise for target_epsilon depends on it, got {steps}"
             )
-        noise_multiplier = get_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=1 / len(data_loader),
-            epochs=epochs,
-            accountant=self.accountant.mechanism(),
-        )
-        return self.make_private(data_loader=data_loader, noise_multiplier=noise_multiplier, **others)
+        found = self.make_private(data_loader=data_loader, noise_multiplier=0.0, **others)
+        optimizer, batches = found[1], len(found[-1])
+        try:
+            if steps is None:
+                assert epochs is not None
+                steps = math.ceil(round(epochs * batches, 6))  # a product such as 12.000000000000002 is 12
+            budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": 1 / batches}
+            noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, **budget)
+            optimizer.noise_multiplier = noise_multiplier
+            optimizer.check_step = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
+        except BaseException:
+            optimizer.release()
+            raise
+        return found
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         prepared = super()._prepare_data_loader(data_loader, **options)
@@ -166,6 +188,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
     ) -> None:
         """Raise for modules that are known to mix samples or to keep statistics of samples."""
         for name, found in _find_unsupported(module).items():
+            if isinstance(found, _EMBEDDINGS):
+                raise SamplesMixed(
+                    f"'{name}' ({type(found).__name__}) cannot be trained privately: max_norm scales down the rows of "
+                    "the weight that occur in the batch, without noise. Set max_norm=None, for example with "
+                    "PrivacyEngine.get_compatible_module(model) before you make the optimizer."
+                )
             raise SamplesMixed(
                 f"'{name}' ({type(found).__name__}) cannot be trained privately: it normalises with statistics of the "
                 "batch, or it keeps statistics of samples. Replace it by GroupNorm, for example with "
@@ -183,6 +211,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """Copy the module, with modules that `validate` refuses replaced by the fixers of Opacus."""
         module = deepcopy(module)
         for name, part in _find_unsupported(module).items():
+            if isinstance(part, _EMBEDDINGS):
+                part.max_norm = None
+                continue
             like = next(chain(part.parameters(), part.buffers()), torch.empty(0))
             replacement = ModuleValidator.FIXERS[type(part)](part).to(like.device, like.dtype)
             if not name:
@@ -197,22 +228,38 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """Save a checkpoint as Opacus does, atomically and with the state of the noise generator.
 
         Without that state, a script that sets its seed at the start would draw the same noise again after a restart.
+        Contents that `load_checkpoint` would refuse raise an error. Functions of schedulers are left out.
         """
         noise = {"persample_noise_state": get_noise_state(optimizer)}
         together = {**(checkpoint_dict or {}), **noise}
+        for name in ("noise_scheduler", "grad_clip_scheduler"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = StateWithoutFunctions(kwargs[name])
         if not isinstance(path, (str, os.PathLike)):
             super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
             return
         remove_unfinished(path)
         with write_atomically(path) as file:
             super().save_checkpoint(path=file, optimizer=optimizer, checkpoint_dict=together, **kwargs)
+            check_loadable(file)
 
-    def load_checkpoint(self, *, path: Any, optimizer: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(path=path, optimizer=optimizer, **kwargs)
+    def load_checkpoint(
+        self, *, path: Any, optimizer: Any = None, module_load_dict_kwargs: Any = None, torch_load_kwargs: Any = None,
+        **parts: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator.
+
+        The file may come from somebody else: objects that could run code are refused (`weights_only=True`).
+        """
+        checkpoint = restore_parts(
+            load_safely(path, torch_load_kwargs),
+            accountant=self.accountant,
+            optimizer=optimizer,
+            module_options=module_load_dict_kwargs,
+            **parts,
+        )
         state = checkpoint.pop("persample_noise_state", None)
-        if optimizer is not None and state is not None:
-            get_noise_generator(optimizer).set_state(state)
+        set_noise_state(optimizer, state)
         return checkpoint
 
 
@@ -225,24 +272,24 @@ def is_distributed(module: nn.Module) -> bool:
 
 
 def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
-    """Submodules that use statistics of the batch, or keep statistics of samples, by name."""
+    """Submodules that use statistics of the batch, or write samples into their state, by name."""
     found: dict[str, nn.Module] = {}
     for name, part in module.named_modules():
         uses_batch = isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None)
         keeps_samples = isinstance(part, _INSTANCE_NORMS) and part.track_running_stats and part.training
-        if uses_batch or keeps_samples:
+        if uses_batch or keeps_samples or (isinstance(part, _EMBEDDINGS) and part.max_norm is not None):
             found[name] = part
     return found
 
 
 def get_noise_state(optimizer: Any) -> torch.Tensor | None:
-    """State of the noise generator of an optimizer; None in secure mode, where it cannot be saved."""
-    return None if optimizer is None or optimizer.secure_mode else get_noise_generator(optimizer).get_state()
+    """State of the noise of an optimizer; None in secure mode, where it cannot be saved."""
+    if optimizer is None or optimizer.secure_mode:
+        return None
+    return (optimizer.noise if optimizer.generator is None else optimizer.generator).get_state()
 
 
-def get_noise_generator(optimizer: Any) -> torch.Generator:
-    """Generator that an optimizer draws its noise from: its own, or the default generator of the device."""
-    if optimizer.generator is not None:
-        return optimizer.generator
-    device = next((p.device for p in optimizer.params), torch.device("cpu"))
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+def set_noise_state(optimizer: Any, state: torch.Tensor | None) -> None:
+    """Continue the noise of a checkpoint. Without its state, an optimizer without a generator keeps its new key."""
+    if optimizer is not None and state is not None and not optimizer.secure_mode:
+        (optimizer.noise if optimizer.generator is None else optimizer.generator).set_state(state)

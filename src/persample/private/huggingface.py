@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
+from persample._internal.files import write_atomically
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
-from persample.private.engine import PrivacyEngine
+from persample.private.checkpoints import check_loadable, load_safely
+from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
 from persample.private.optimizer import PrivateOptimizer
 
 _ACCOUNTANT = "privacy_accountant.pt"
@@ -29,7 +31,8 @@ class PrivateTrainer(Trainer):
     Args:
         max_grad_norm: bound of the gradient of a sample.
         noise_multiplier: standard deviation of the noise, relative to `max_grad_norm`.
-        target_epsilon: epsilon that all epochs together spend; an alternative to `noise_multiplier`.
+        target_epsilon: epsilon that all steps together spend; an alternative to `noise_multiplier`. It includes what
+            the engine has spent before, as in a training that is resumed.
         target_delta: delta of `target_epsilon` and of the epsilon in the logs.
         engine: a `PrivacyEngine`, for example with another accountant.
         private: further arguments of `PrivacyEngine.make_private`, such as `clipping`, `passes` or `batch_dim`.
@@ -53,8 +56,11 @@ class PrivateTrainer(Trainer):
         self.engine = engine or PrivacyEngine()
         self._private = {"max_grad_norm": max_grad_norm, **(private or {})}
         self._loader: Any = None
+        self._noise_state: Tensor | None = None  # loaded from a checkpoint, until the optimizer exists
         self._check_arguments()
         self.args.max_grad_norm = 0.0  # the Trainer itself must not clip the sum
+        if self.label_smoother is not None:
+            self.label_smoother = SampleLabelSmoother(self.label_smoother.epsilon)  # type: ignore[assignment]
         self.model_accepts_loss_kwargs = False  # else the loss of a sample depends on the lengths of other samples
 
     def _check_arguments(self) -> None:
@@ -85,17 +91,24 @@ class PrivateTrainer(Trainer):
             return optimizer
         self.optimizer = self.budget.make_private(
             self.engine,
-            self._count_epochs(),
+            self._count_steps(),
             module=self.model,
             optimizer=optimizer,
             data_loader=self.get_train_dataloader(),
             **self._private,
         )
+        set_noise_state(self.optimizer, self._noise_state)
+        self._noise_state = None
         return self.optimizer
 
-    def _count_epochs(self) -> float:
-        steps = self.args.max_steps
-        return steps / len(self.get_train_dataloader()) if steps > 0 else self.args.num_train_epochs
+    def _count_steps(self) -> int:
+        """Number of steps that the Trainer is going to make, without those before the checkpoint it resumes from."""
+        all_steps = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+        return max(1, all_steps - self.state.global_step)
+
+    def _get_private_optimizer(self) -> PrivateOptimizer | None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate may have wrapped it
+        return optimizer if isinstance(optimizer, PrivateOptimizer) else None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train privately. Afterwards the model trains without clipping and noise again."""
@@ -104,16 +117,18 @@ class PrivateTrainer(Trainer):
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate may have wrapped it
-            if isinstance(optimizer, PrivateOptimizer):
+            optimizer = self._get_private_optimizer()
+            if optimizer is not None:
                 optimizer.release()
                 self.optimizer = optimizer.original_optimizer
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as the Trainer does. The accountant is saved first, so that no checkpoint is without it."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self.engine.accountant.state_dict(), folder / _ACCOUNTANT)
+        state = {**self.engine.accountant.state_dict(), "noise": get_noise_state(self._get_private_optimizer())}
+        with write_atomically(folder / _ACCOUNTANT) as file:
+            torch.save(state, file)
+            check_loadable(file)
         super()._save_checkpoint(*args, **kwargs)
 
     def _load_accountant(self, checkpoint: str | bool) -> None:
@@ -124,13 +139,28 @@ class PrivateTrainer(Trainer):
                 f"{folder} has no {_ACCOUNTANT}, so the privacy budget spent so far is unknown. Resume only from "
                 "checkpoints that PrivateTrainer wrote."
             )
-        self.engine.accountant.load_state_dict(torch.load(path, weights_only=False))
+        state = load_safely(path)
+        self._noise_state = state.pop("noise", None)
+        self.engine.accountant.load_state_dict(state)
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Skip the computation for an empty batch; its step still adds noise."""
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Make the training step of the Trainer, in which each sample's loss is its own.
+
+        The number of labels of the whole batch is left out: if it divided the loss, each sample would depend on the
+        others. An empty batch is not computed; its step still adds noise.
+        """
         if not any(isinstance(value, Tensor) and value.numel() for value in inputs.values()):
             return torch.zeros((), device=self.args.device)
-        return super().training_step(model, inputs, *args, **kwargs)
+        return super().training_step(model, inputs, None, *args, **kwargs)
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as the Trainer does. The tensors of the batch, labels included, are declared as samples."""
+        optimizer = self._get_private_optimizer()
+        if optimizer is not None:
+            optimizer.add_samples(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as the Trainer does, and add the epsilon spent so far."""
@@ -141,9 +171,38 @@ class PrivateTrainer(Trainer):
 
 def mean_of_sequences(outputs: Any, labels: Tensor, num_items_in_batch: Any = None, ignore_index: int = -100) -> Tensor:
     """Loss of a causal language model: mean over the sequences of the mean loss of their next tokens."""
-    logits, targets = outputs["logits"][:, :-1], labels[:, 1:]
+    return _compute_mean_of_samples(outputs["logits"][:, :-1], labels[:, 1:], ignore_index=ignore_index)
+
+
+class SampleLabelSmoother:
+    """The Trainer's loss with label smoothing, as a mean over the samples of the mean over their labels.
+
+    The Trainer's own one is a mean over all labels of the batch. Both are equal if all samples have as many labels.
+    """
+
+    def __init__(self, epsilon: float, ignore_index: int = -100) -> None:
+        self.epsilon = epsilon
+        self.ignore_index = ignore_index
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if shift_labels:
+            logits, labels = logits[..., :-1, :], labels[..., 1:]
+        labels = labels.squeeze(-1) if labels.dim() == logits.dim() else labels
+        return _compute_mean_of_samples(logits, labels, ignore_index=self.ignore_index, label_smoothing=self.epsilon)
+
+
+def _compute_mean_of_samples(logits: Tensor, labels: Tensor, ignore_index: int, label_smoothing: float = 0.0) -> Tensor:
     losses = nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), reduction="none", ignore_index=ignore_index
-    )
-    counts = (targets != ignore_index).sum(1).clamp(min=1)
-    return (losses.view(targets.shape).sum(1) / counts).mean()
+        logits.flatten(0, -2).float(),
+        labels.flatten(),
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    ).view(labels.shape)
+    if labels.dim() == 1:
+        return losses.mean()
+    counts = (labels != ignore_index).flatten(1).sum(1).clamp(min=1)
+    return (losses.flatten(1).sum(1) / counts).mean()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from opacus.data_loader import DPDataLoader
 from torch.utils.data import DataLoader
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
-from persample.private.engine import PrivacyEngine, get_noise_generator, get_noise_state
+from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import prepare_empty_batches
 
@@ -31,9 +33,11 @@ class PrivateTraining(pl.Callback):
     Args:
         max_grad_norm: bound of the gradient of a sample.
         noise_multiplier: standard deviation of the noise, relative to `max_grad_norm`.
-        target_epsilon: epsilon that `epochs` epochs spend; an alternative to `noise_multiplier`.
+        target_epsilon: epsilon that `epochs` epochs spend; an alternative to `noise_multiplier`. It includes what the
+            engine has spent before, as in an earlier fit() or a training that is resumed.
         target_delta: delta of `target_epsilon` and of the epsilon in the logs.
-        epochs: number of epochs for `target_epsilon`; by default all epochs of the Trainer.
+        epochs: number of epochs for `target_epsilon`; by default all steps of the Trainer.
+            The training ends when they have been made.
         module: name of the submodule that `training_step` calls, if it does not call the LightningModule itself.
         engine: a `PrivacyEngine`, for example with another accountant.
         private: further arguments of `PrivacyEngine.make_private`.
@@ -46,7 +50,7 @@ class PrivateTraining(pl.Callback):
         noise_multiplier: float | None = None,
         target_epsilon: float | None = None,
         target_delta: float = 1e-5,
-        epochs: int | None = None,
+        epochs: float | None = None,
         module: str | None = None,
         engine: PrivacyEngine | None = None,
         **private: Any,
@@ -56,6 +60,7 @@ class PrivateTraining(pl.Callback):
         self._epochs = epochs
         self._optimizer: Any = None
         self._noise_state: Any = None  # loaded from a checkpoint, until the optimizer exists
+        self._is_restored = False  # from the checkpoint of this call of fit()
         self._module = module
         self._private = {"max_grad_norm": max_grad_norm, **private}
 
@@ -67,22 +72,48 @@ class PrivateTraining(pl.Callback):
             return
         self._optimizer = self.budget.make_private(
             self.engine,
-            self._epochs or _count_epochs(trainer, loader),
+            self._count_steps(trainer, loader) if self.budget.target_epsilon is not None else 0,
             module=pl_module.get_submodule(self._module) if self._module else pl_module,
             optimizer=trainer.optimizers[0],
             data_loader=loader,
             **self._private,
         )
         trainer.strategy.optimizers = [self._optimizer]
-        if self._noise_state is not None:
-            get_noise_generator(self._optimizer).set_state(self._noise_state)
-            self._noise_state = None
+        set_noise_state(self._optimizer, self._noise_state)
+        self._noise_state = None
+
+    def _count_steps(self, trainer: Any, loader: Any) -> int:
+        """Number of steps to plan for, without those before the checkpoint that the training resumes from."""
+        planned = trainer.estimated_stepping_batches if self._epochs is None else math.ceil(self._epochs * len(loader))
+        if math.isinf(planned) or planned < 0:
+            raise PerSampleError(
+                "The noise for target_epsilon depends on the number of steps, and this Trainer has no end. Set "
+                "max_epochs or max_steps of the Trainer, or epochs of PrivateTraining."
+            )
+        return max(1, int(planned) - trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Declare the tensors of the batch as samples."""
+        self._optimizer.add_samples(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """End the training when the planned steps have been made."""
+        limit = self._optimizer.check_step
+        if limit is not None and not limit.allowed and not trainer.should_stop:
+            trainer.should_stop = True
+            rank_zero_info("PrivateTraining: the planned steps have been made, so the training ends.")
 
     def _check_trainer(self, trainer: Any, loader: Any) -> None:
         if not isinstance(loader, DPDataLoader):
             raise PerSampleError(
                 f"The training data come from a {type(loader).__name__}, without Poisson sampling. Pass "
                 "persample.private.lightning.poisson(loader) to fit()."
+            )
+        if trainer.ckpt_path and not self._is_restored:
+            raise PerSampleError(
+                f"{trainer.ckpt_path} has no state of PrivateTraining, so the privacy budget spent so far is unknown. "
+                "Resume only from checkpoints of private training. To start from weights that were trained without "
+                "private data, load them into the module instead of passing ckpt_path."
             )
         if len(trainer.optimizers) != 1:
             raise PerSampleError(f"PrivateTraining supports one optimizer, got {len(trainer.optimizers)}.")
@@ -111,13 +142,18 @@ class PrivateTraining(pl.Callback):
         return {"accountant": self.engine.accountant.state_dict(), "noise": get_noise_state(self._optimizer)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the accountant now, and the noise generator when training starts."""
+        """Restore the accountant now, and the noise when training starts."""
         self.engine.accountant.load_state_dict(state_dict["accountant"])
-        self._noise_state = state_dict["noise"]
+        self._noise_state = state_dict.get("noise")
+        self._is_restored = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the epsilon spent so far."""
         pl_module.log("epsilon", self.budget.spent(self.engine), prog_bar=True)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget which checkpoint an earlier call of fit() was resumed from."""
+        self._is_restored = False
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End private training and restore the original optimizer."""
@@ -132,9 +168,3 @@ class PrivateTraining(pl.Callback):
         if isinstance(optimizer, PrivateOptimizer):
             optimizer.release()
             trainer.strategy.optimizers = [optimizer.original_optimizer]
-
-
-def _count_epochs(trainer: Any, loader: Any) -> float:
-    if trainer.max_steps and trainer.max_steps > 0:
-        return trainer.max_steps / len(loader)
-    return trainer.max_epochs or 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -13,20 +17,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from persample import _torch
+from persample._internal.dtypes import widen
 from persample.errors import PerSampleError
 from persample.gradients import StreamedClip
+from persample.private.noise import Noise, add_noise_of
+from persample.private.processes import Peers, refuse_inner_module
 from persample.recording.watch import Watch
 
-_BLOCK = 2**18  # numbers that are drawn at a time: 1 MB in float32
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
+
+Sums = dict[int, Tensor]  # of parameters, by the id of the parameter
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """Bound and noise of a step. They are fixed when its first samples arrive."""
+
+    max_grad_norm: float
+    noise_multiplier: float
 
 
 class PrivateOptimizer(DPOptimizerFastGradientClipping):
-    """Wraps an optimizer for private training. Each backward pass adds the clipped sum of its samples to `p.grad`.
+    """Wraps an optimizer for private training.
 
-    persample watches the model and clips the gradients. `step()` adds the noise to the sum and calls the wrapped
-    optimizer. If a batch is split by `BatchMemoryManager`, only the last part does so; earlier parts add to the sum.
-    With several processes, the sums of all processes are added up, and only the first process draws noise.
+    persample watches the model and clips the gradients. The optimizer keeps the clipped sum of each backward pass
+    itself. `p.grad` shows a copy, and changes to it have no effect. `step()` adds the noise to the sum, puts the result
+    into `p.grad` and calls the wrapped optimizer. If a batch is split by `BatchMemoryManager`, only the last part does
+    so; earlier parts add to the sum. With several processes, the sums of all processes are added up, and only the first
+    process draws noise.
+
+    The bound and the noise of a step are those at the call of the model: later changes have effect in the next step.
 
     Args:
         optimizer: the optimizer to wrap; its parameters must be parameters of `module`.
@@ -36,8 +56,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             "automatic": every gradient is scaled by `max_grad_norm / (norm + 0.01)`.
         poisson_sampling: whether batches are Poisson samples, which must not be added up before a step.
         distributed: whether the parameters belong to a module under DDP or FSDP2.
-        recording: further options of `persample.record`.
-        generator: generator of the noise; the default generator of the device if None.
+        recording: further options of `persample.record`; `verify` is "first" by default.
+        generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
+            noise comes from the entropy of the operating system, and several threads draw it.
+
+    Attributes:
+        nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
 
     The other arguments are the arguments of `opacus.optimizers.DPOptimizer`.
     """
@@ -60,6 +84,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
     ) -> None:
         if clipping not in ("flat", "per_layer", "automatic"):
             raise PerSampleError(f"clipping must be 'flat', 'per_layer' or 'automatic', got {clipping!r}")
+        _refuse_closures(optimizer)
+        refuse_inner_module(module)
         super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
@@ -69,9 +95,14 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             generator=generator,
             secure_mode=secure_mode,
         )
+        self.noise_multiplier = float(noise_multiplier)
         self.clipping = clipping
         self.poisson_sampling = poisson_sampling
-        self._names = _map_names(module, self.params)
+        self.noise = Noise()  # unused if a generator is given
+        # Called before a step with its noise multiplier; raises if the step is not allowed.
+        self.check_step: Callable[[PrivateOptimizer, float], None] | None = None
+        self._names = {id(p): name for name, p in module.named_parameters()}
+        self._get_names()
         self._bounds: dict[str, float] = {}
         if clipping == "per_layer":
             self._bounds = self._map_bounds(max_grad_norm)
@@ -79,13 +110,26 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         elif not isinstance(max_grad_norm, (int, float)):
             raise PerSampleError(f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}")
         self._recording = dict(recording or {})
-        self._processes = torch.distributed.get_world_size() if distributed else 1
-        self._rank = torch.distributed.get_rank() if distributed else 0
-        self._arrived = 0  # backward passes since the last step
+        self._peers = Peers(distributed)
+        self._settings: _Settings | None = None  # of the step that has begun
+        self._batch: Sums | None = None  # of the backward passes since the last call of step()
+        self._shown: dict[int, tuple[ref[Tensor], int]] = {}  # what was put into `p.grad` for these, and its version
+        self._parts: Sums | None = None  # of the parts of a split batch before these
+        self._arrived = 0  # backward passes since the last call of step()
+        self._failed = 0  # calls of the model or backward passes that have failed since then
         self._spent = False  # whether `p.grad` has already been used for a step
+        self.nonfinite_count = 0
+        self._is_released = False
+        self._left: list[ref[Tensor]] = []  # sums without noise in `p.grad` when private training ended
         is_sharded = bool(_torch.get_fsdp_states(module))
         self._shards = {id(p): p for p in self.params if is_sharded and hasattr(p, "full_tensor")}
-        self._watch = Watch(module, self._receive, self._make_options)
+        self._watch = Watch(module, self._receive, self._make_options, self._note_failure)
+
+    def _get_names(self) -> list[str]:
+        """Names of the trainable parameters of the optimizer."""
+        if any(id(p) not in self._names for p in self.params):
+            raise PerSampleError("The optimizer has parameters that do not belong to the module.")
+        return [self._names[id(p)] for p in self.params]
 
     def _map_bounds(self, bounds: float | Sequence[float]) -> dict[str, float]:
         """Bound of each parameter by its name. `bounds` has the order of the optimizer's parameters."""
@@ -97,139 +141,346 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         return {self._names[id(p)]: float(bound) for p, bound in zip(self.params, bounds, strict=True)}
 
     def _make_options(self) -> Mapping[str, Any]:
-        """Options of `record` for the next step. A scheduler may have changed the bound since the last step."""
-        bound = float(self.max_grad_norm)
+        """Options of `record` for a batch. The first batch of a step fixes its settings."""
+        self._peers.withdraw_failure()
+        if self._settings is None or (self._batch is None and self._parts is None):
+            self._settings = self._get_current_settings()
+        bound = self._settings.max_grad_norm
         by_name = {name: part * bound / math.hypot(*self._bounds.values()) for name, part in self._bounds.items()}
         return {
             "keep": "clip",
             "max_norm": by_name or bound,
             "stabiliser": AUTOMATIC_STABILISER if self.clipping == "automatic" else None,
             "loss_reduction": self.loss_reduction,
-            "parameters": [self._names[id(p)] for p in self.params],
+            "parameters": self._get_names(),
+            "verify": "first",
+            "nonfinite": "zero",
+            "isolate": True,
             **self._recording,
         }
 
+    def _get_current_settings(self) -> _Settings:
+        return _Settings(float(self.max_grad_norm), float(self.noise_multiplier))
+
+    def add_samples(self, batch: Any, batch_dim: int | None = None) -> None:
+        """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
+
+        A tensor with the batch's size in dimension `batch_dim` has one row per sample. The default is the `batch_dim`
+        of the recording.
+        """
+        if batch_dim is None:
+            given = self._recording.get("batch_dim", 0)
+            batch_dim = given if isinstance(given, int) else 0
+        if not self._is_released:
+            self._watch.add_samples(batch, batch_dim)
+
+    def make_receiver(self) -> Callable[[Any], None]:
+        """`add_samples` as a function that does not keep the optimizer."""
+        own = ref(self)
+
+        def receive(batch: Any) -> None:
+            if (optimizer := own()) is not None:
+                optimizer.add_samples(batch)
+
+        return receive
+
     def release(self) -> None:
-        """End private training: from now on the model trains without clipping and noise."""
+        """End private training: from now on the model and this optimizer train without clipping and noise."""
+        if self._is_released:
+            return
         self._watch.stop()
+        if self._batch is not None:
+            self._left = [ref(p.grad) for p in self.params if p.grad is not None]
+        self._forget()
+        self._is_released = True
 
     # ---- backward passes ----
 
     @torch.no_grad()
     def _receive(self, grads: StreamedClip) -> None:
-        """Add the clipped sum of a backward pass to `p.grad`."""
+        """Add the clipped sum of a backward pass to the sum of this step, and show it in `p.grad`."""
+        if self._is_batch_cleared():
+            self._drop_batch()
         if self._arrived and self.poisson_sampling:
             raise PerSampleError(
                 "A second backward pass before step(): independent Poisson samples must not be added up, because the "
                 "accountant would count the wrong privacy loss. Call step() after each backward pass, split large "
                 "batches with BatchMemoryManager, or set poisson_sampling=False."
             )
-        if self._spent and any(p.grad is not None for p in self.params):
+        if self._spent and not self._is_grad_cleared():
             raise PerSampleError(
                 "p.grad still holds the gradients of the last step: call optimizer.zero_grad() before the next "
                 "backward pass."
             )
+        clipped = grads.clip(own=not self._shards)
+        self.nonfinite_count += grads.nonfinite_count
+        found = {id(p): widen(clipped[self._names[id(p)]]).view_as(p) for p in self.params}
+        self._batch = _add(self._batch, found)
         self._spent = False
         self._arrived += 1
-        clipped = grads.clip(own=not self._shards)
         for p in self.params:
-            part = clipped[self._names[id(p)]].to(p.dtype).view_as(p)
-            p.grad = part if p.grad is None else p.grad + part
+            p.grad = grad = _show(self._batch[id(p)], p)
+            self._shown[id(p)] = (ref(grad), grad._version)
+
+    def _is_grad_cleared(self) -> bool:
+        """Whether `p.grad` was set to None or zero, for example by `model.zero_grad()`."""
+        grads = [p.grad for p in self.params]
+        if all(grad is None for grad in grads):
+            return True
+        return not self._shards and all(grad is None or not grad.any() for grad in grads)
+
+    def _is_batch_cleared(self) -> bool:
+        """Whether the gradients of the last backward pass were cleared before a step, and not by `zero_grad()`."""
+        if self._batch is None or any(self._is_shown(p) for p in self.params):
+            return False
+        return self._is_grad_cleared()
+
+    def _is_shown(self, p: Tensor) -> bool:
+        """Whether `p.grad` is as `_receive` has left it. Reading it would cost more."""
+        shown, version = self._shown.get(id(p), (None, 0))
+        return shown is not None and p.grad is not None and p.grad is shown() and p.grad._version == version
+
+    def _note_failure(self, error: BaseException | None) -> None:
+        """Note that a call of the model, or the backward pass from its outputs, has failed."""
+        if error is not None:
+            self._failed += 1
+            self._peers.report_failure(error)
 
     @property
     def accumulated_iterations(self) -> int:
         """Number of batches that the next step adds up."""
         return max(1, self._arrived)
 
+    # ---- parts of a split batch ----
+
+    def begin_batches(self) -> None:
+        """Forget what is left of earlier batches. `BatchMemoryManager` calls it when its loop begins."""
+        self._step_skip_queue.clear()
+        self._failed = 0
+        self._forget()
+
+    def begin_part(self, is_last: bool) -> None:
+        """Begin a part of a batch. `BatchMemoryManager` calls it for each part that it yields.
+
+        A part without a call of `step()` before the next part begins has failed. It does not count. If it was the last
+        part of its batch, the whole batch does not count.
+        """
+        self._failed = 0
+        if self._step_skip_queue:
+            was_last = not self._check_skip_next_step()
+            self._drop_batch()
+            if was_last:
+                self._forget()
+        self.signal_skip_step(not is_last)
+
+    def _drop_batch(self) -> None:
+        self._batch = None
+        self._shown.clear()
+        self._arrived = 0
+
+    def _forget(self) -> None:
+        """Forget all samples that have arrived since the last step."""
+        self._drop_batch()
+        self._parts = self._settings = None
+        self._is_last_step_skipped = False
+
     # ---- steps ----
 
-    def accumulate(self) -> None:
-        """Add `p.grad` to the sum over the parts of the batch, and clear it."""
-        for p in self.params:
-            if p.grad is not None:
-                p.summed_grad = p.grad if p.summed_grad is None else p.summed_grad + p.grad
-            p.grad = None
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make a step with the sum of the clipped gradients and noise; with only a part of a batch, add to the sum."""
+        if self._is_released:
+            self._refuse_left_sums()
+            return self.original_optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self.pre_step():
+            self.original_optimizer.step()
+        return loss
+
+    def _refuse_left_sums(self) -> None:
+        left = {id(grad) for made in self._left if (grad := made()) is not None}
+        if any(id(p.grad) in left for p in self.params):
+            raise PerSampleError(
+                "p.grad still holds sums of private samples, without noise, from a backward pass before release(): "
+                "call optimizer.zero_grad() before you train without privacy."
+            )
+        self._left = []
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Prepare the gradients for the wrapped optimizer; return whether it makes a step."""
         self._watch.rest()
-        self.accumulate()
-        if self._check_skip_next_step():
-            self._is_last_step_skipped = True
-            self._arrived = 0
-            return False
-        self.add_noise()
-        self._reduce()
-        self.scale_grad()
-        if self.step_hook:
-            self.step_hook(self)
-        self._is_last_step_skipped = False
-        self._arrived = 0
+        try:
+            self._check_parts()
+            self.accumulate()
+            if self._check_skip_next_step():
+                self._is_last_step_skipped = True
+                self._drop_batch()
+                return False
+            self._prepare_step()
+        except BaseException as error:
+            self._forget()
+            self._clear_grad()
+            self._peers.report_failure(error)
+            raise
+        self._forget()
         self._spent = True
         return True
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        self._arrived = 0
+    def _prepare_step(self) -> None:
+        if self._parts is None or self._settings is None:  # no samples: the step is noise only
+            self._settings = self._get_current_settings()
+        settings = self._settings
+        if self.check_step is not None:
+            self.check_step(self, settings.noise_multiplier)
+        totals = self._take_noised_sums(settings.noise_multiplier * settings.max_grad_norm)
+        divisor = self._get_divisor()
+        for p in self.params:
+            total = totals.pop(id(p)).detach()
+            p.grad = (total if divisor == 1 else total.div_(divisor)).to(p.dtype)
+        self._call_step_hook(settings)
+
+    def _check_parts(self) -> None:
+        """Refuse a step after a part that failed, if the manager of Opacus splits the batch."""
+        failed, self._failed = self._failed, 0
+        if failed and len(self._step_skip_queue) > 1:
+            self._step_skip_queue.clear()
+            raise PerSampleError(
+                "A part of a split batch has failed, and the optimizer does not know which of the parts that follow "
+                "belong to the same batch. Use persample.private.BatchMemoryManager, which leaves out the failed part. "
+                "The sum over this batch was dropped."
+            )
+
+    def accumulate(self) -> None:
+        """Add the sum of the last backward passes to the sum over the parts of the batch, and clear `p.grad`."""
+        if self._is_batch_cleared():
+            self._drop_batch()
+        if self._batch is not None:
+            self._parts = _add(self._parts, self._batch)
+        self._batch = None
+        self._clear_grad()
+
+    def _clear_grad(self) -> None:
+        """Set `p.grad` to None for every parameter, also for frozen ones, with gradients from before."""
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            p.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `p.grad`, and forget the samples since the last step, except parts of a split batch."""
+        if self._is_released:
+            self._left = []
+        elif self._is_last_step_skipped:
+            self._drop_batch()
+        else:
+            self._forget()
         self._spent = False
-        super().zero_grad(set_to_none)
+        self.original_optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def add_noise(self) -> None:
-        """Add noise with standard deviation `noise_multiplier * max_grad_norm`; only the first process draws it."""
-        std = self.noise_multiplier * self.max_grad_norm
-        for p in self.params:
-            # A parameter that no sample used has no sum, but it needs noise as well.
-            p.grad = torch.zeros_like(p) if p.summed_grad is None else p.summed_grad
-            p.summed_grad = None
-            if id(p) in self._shards:
-                p.grad += self._draw_shard_noise(std, p)
-            elif self._rank == 0 and std:
-                p.grad = self._add_noise(p.grad, std)
+    def _take_noised_sums(self, std: float) -> Sums:
+        """The sums over all processes with noise of deviation `std`, which only the first process draws.
 
-    def _add_noise(self, total: Tensor, std: float) -> Tensor:
-        """Add noise to a sum, in blocks that fit into the cache."""
+        Sums and noise have at least 32 bits, whatever the dtype of the parameters, so that they are rounded once.
+        """
+        sums, self._parts = self._parts or {}, None
+        # A parameter that no sample used has no sum, but it needs noise as well.
+        totals = {id(p): sums.pop(id(p)) if id(p) in sums else widen(torch.zeros_like(p)) for p in self.params}
+        whole = {key: total.contiguous() for key, total in totals.items() if key not in self._shards}
+        if not self._shards:
+            self._draw(list(whole.values()), std)
+            return self._peers.add_up(whole)
+        for p in self.params:
+            if id(p) in self._shards:
+                totals[id(p)] = totals[id(p)] + self._draw_shard_noise(std, p)
+            else:
+                self._draw([whole[id(p)]], std)
+        return {**totals, **self._peers.send_from_first(whole)}  # each sum covers all processes, but not the noise
+
+    def _draw(self, totals: list[Tensor], std: float) -> None:
+        """Add noise to contiguous tensors, in place, if this is the first process."""
+        if self._peers.rank or not std:
+            self.noise.skip()
+            return
+        parts = [torch.view_as_real(total) if total.is_complex() else total for total in totals]
         if self.secure_mode:
-            return total + _generate_noise(std=std, reference=total, generator=self.generator, secure_mode=True)
-        total = total.contiguous()
-        numbers = total.view(-1)
-        blocks = max(1, len(numbers) // _BLOCK)
-        drawn = torch.empty(min(len(numbers), 2 * _BLOCK), dtype=total.dtype, device=total.device)
-        for i in range(blocks):  # the last block includes the remainder
-            block = numbers[i * _BLOCK : (i + 1) * _BLOCK if i < blocks - 1 else None]
-            block += drawn[: len(block)].normal_(0, std, generator=self.generator)
-        return total
+            for part in parts:
+                part += _generate_noise(std=std, reference=part, generator=self.generator, secure_mode=True)
+        elif self.generator is None:
+            self.noise.add_to(parts, std)
+        else:
+            for part in parts:
+                add_noise_of(self.generator, part, std)
 
     def _draw_shard_noise(self, std: float, p: Tensor) -> Tensor:
         """Noise for the shard of a parameter; the first process draws it for the whole parameter."""
         from torch.distributed.tensor import distribute_tensor
 
-        whole = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-        if self._rank == 0 and std:
-            whole = self._add_noise(whole, std)
+        whole = widen(torch.zeros(p.shape, dtype=p.dtype, device=p.device))
+        self._draw([whole], std)
         return distribute_tensor(whole, p.device_mesh, p.placements)  # type: ignore[attr-defined]
 
-    def _reduce(self) -> None:
-        """Add up the sums of all processes.
+    def _get_divisor(self) -> float:
+        """The expected number of samples if the loss is a mean, 1 if it is a sum."""
+        if self.loss_reduction == "sum":
+            return 1
+        return self.expected_batch_size * self.accumulated_iterations * self._peers.count
 
-        With FSDP2 each sum already covers all processes. Only parameters that are not sharded still need the noise of
-        the first process.
-        """
-        for p in self.params if self._processes > 1 else ():
-            if not self._shards:
-                torch.distributed.all_reduce(p.grad)
-            elif id(p) not in self._shards:
-                torch.distributed.broadcast(p.grad, 0)
+    def _call_step_hook(self, settings: _Settings) -> None:
+        """Call the hook of the accountant with the noise multiplier of this step."""
+        if self.step_hook is None:
+            return
+        later: float = self.noise_multiplier
+        self.noise_multiplier = settings.noise_multiplier
+        try:
+            self.step_hook(self)
+        finally:
+            if self.noise_multiplier == settings.noise_multiplier:  # else the hook has set another one
+                self.noise_multiplier = later
 
-    def scale_grad(self) -> None:
-        """Divide by the expected number of samples if the loss is a mean."""
-        if self.loss_reduction == "mean":
-            for p in self.params:
-                assert p.grad is not None
-                p.grad /= self.expected_batch_size * self.accumulated_iterations * self._processes
+    # ---- what a private optimizer cannot do ----
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """GradScaler asks for this before a step."""
+        raise PerSampleError(
+            "GradScaler scales the loss, and so the gradient of each sample before it is clipped: private training "
+            "does not support it. Use bfloat16, which needs no scaling, or GradScaler(enabled=False)."
+        )
+
+    def _refuse_copy(self, *args: Any) -> NoReturn:
+        raise PerSampleError(
+            "A private optimizer cannot be copied or pickled: the copy would draw the same noise. Save its "
+            "state_dict(), or copy the model and call make_private for the copy."
+        )
+
+    __deepcopy__ = __copy__ = __reduce_ex__ = _refuse_copy
 
 
-def _map_names(module: nn.Module, parameters: Iterable[Tensor]) -> dict[int, str]:
-    names = {id(p): name for name, p in module.named_parameters()}
-    if any(id(p) not in names for p in parameters):
-        raise PerSampleError("The optimizer has parameters that do not belong to the module.")
-    return names
+def _refuse_closures(optimizer: Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PerSampleError(
+            f"{type(optimizer).__name__} evaluates the loss several times in a step, and each evaluation would need "
+            "its own noise: private training does not support it. Use an optimizer whose step() takes one gradient."
+        )
+
+
+def _add(total: Sums | None, part: Sums) -> Sums:
+    """Add sums by parameter. A parameter may be in one of them only."""
+    if total is None:
+        return part
+    return {key: _add_both(total.get(key), part.get(key)) for key in total | part}
+
+
+def _add_both(a: Tensor | None, b: Tensor | None) -> Tensor:
+    if a is None or b is None:
+        found = b if a is None else a
+        assert found is not None
+        return found
+    return a + b
+
+
+def _show(total: Tensor, p: Tensor) -> Tensor:
+    """A copy of a sum for `p.grad`. It takes memory only if somebody changes it."""
+    return _torch.clone_lazily(total) if total.dtype == p.dtype else total.to(p.dtype)

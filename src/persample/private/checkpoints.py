@@ -1,0 +1,103 @@
+"""Checkpoint files of private training. Reading one runs no code of its author.
+
+`torch.load(weights_only=True)` reads tensors, numbers, strings and containers, and refuses everything else that pickle
+could make. Files are checked when they are written, so that every file can be read again.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import serialization
+
+from persample.errors import PerSampleError
+
+_HOW_TO_CONVERT = (
+    "If you trust the author of the file, convert it once: read it with torch.load(..., weights_only=False), replace "
+    "its objects by numbers, strings and tensors, and write it with torch.save. Or declare the types that you trust "
+    "with torch.serialization.add_safe_globals."
+)
+
+
+def load_safely(path: Any, options: Mapping[str, Any] | None = None) -> Any:
+    """`torch.load` with `weights_only=True`. `options` are further arguments of it."""
+    options = dict(options or {})
+    if not options.pop("weights_only", True):
+        raise PerSampleError(f"weights_only=False is not supported. {_HOW_TO_CONVERT}")
+    try:
+        with _allow_numbers():
+            return torch.load(path, **options, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise PerSampleError(
+            f"{path} is not a checkpoint, or contains objects that can run code when they are read: "
+            f"{_find_cause(error)} {_HOW_TO_CONVERT}"
+        ) from error
+
+
+def check_loadable(file: Any) -> None:
+    """Raise if `load_safely` will refuse a file that `torch.save` has just written. No object is made from it."""
+    end = file.tell()
+    file.seek(0)
+    with _allow_numbers():
+        unsafe = serialization.get_unsafe_globals_in_checkpoint(file)
+    file.seek(end)
+    if unsafe:
+        raise PerSampleError(
+            f"The checkpoint contains objects of {', '.join(sorted(unsafe))}. They could not be loaded again, because "
+            "reading objects can run code. Save numbers, strings, tensors and containers of them, or declare the types "
+            "with torch.serialization.add_safe_globals."
+        )
+
+
+def restore_parts(
+    checkpoint: dict[str, Any],
+    *,
+    accountant: Any,
+    module: Any,
+    optimizer: Any = None,
+    noise_scheduler: Any = None,
+    grad_clip_scheduler: Any = None,
+    module_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Load the parts of a checkpoint in the format of Opacus; return the checkpoint without the loaded states."""
+    module.load_state_dict(checkpoint["module_state_dict"], **(module_options or {}))
+    accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+    parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
+    for name, part in parts.items():
+        state = checkpoint.pop(f"{name}_state_dict", None)
+        if part is not None and state:
+            part.load_state_dict(state)
+        elif name == "optimizer" and (part is not None or state):
+            missing = "the checkpoint has none" if part is not None else "no optimizer was passed"
+            warnings.warn(f"The state of the optimizer is not restored: {missing}.", stacklevel=3)
+    return checkpoint
+
+
+class StateWithoutFunctions:
+    """A scheduler of Opacus whose state leaves out functions, such as that of LambdaNoise. Loading keeps them."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self._scheduler.state_dict().items() if not callable(value)}
+
+
+def _allow_numbers() -> AbstractContextManager[Any]:
+    """Allow numpy's numbers, which accountants may contain. They are made from bytes, and run no code."""
+    make: Any = np.float64(0).__reduce__()[0]
+    names = ["numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"]  # in numpy 1 and numpy 2
+    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)]
+    return serialization.safe_globals([*((make, name) for name in names), np.dtype, *dtypes])
+
+
+def _find_cause(error: Exception) -> str:
+    """The sentence of torch's message that names the object."""
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    return text.strip().partition(". ")[0] + "."

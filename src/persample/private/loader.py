@@ -1,0 +1,66 @@
+"""Data loaders that hand each batch to the optimizer of private training, which then knows the samples.
+
+Targets, masks and weights come from the loader, and the model may never see them as arguments. They are declared before
+the model is called, so that the loss is followed as it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+# Called with each batch before it is yielded.
+Receive = Callable[[Any], None]
+
+
+def hand_out_batches(loader: DataLoader[Any], receive: Receive) -> Any:
+    """A copy of a loader, of the same class for `isinstance`, that calls `receive(batch)` before it yields a batch."""
+    kind: Any = type(loader)
+    made: Any = object.__new__(_make_class(kind))
+    vars(made).update(vars(loader), receive_batch=receive)  # not setattr: a loader refuses some of its attributes
+    return made
+
+
+class _HandingOut:
+    """Base of loaders that hand out their batches. A copy of such a loader, and a saved one, are ordinary loaders."""
+
+    receive_batch: Receive
+    original_class: type
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Batches(super().__iter__(), self.receive_batch)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        state = {name: value for name, value in vars(self).items() if name != "receive_batch"}
+        return object.__new__, (self.original_class,), state
+
+
+class _Batches:
+    """Iterator over the batches of a loader. It has the attributes of the loader's own iterator."""
+
+    def __init__(self, batches: Iterator[Any], receive: Receive) -> None:
+        self._batches, self._receive = batches, receive
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._receive(batch)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+@cache
+def _make_class(kind: type) -> type:
+    if issubclass(kind, _HandingOut):
+        return kind
+    return type(kind.__name__, (_HandingOut, kind), {"original_class": kind})

@@ -1,0 +1,59 @@
+"""BatchMemoryManager of Opacus, for batches of which a part may fail."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import opacus.utils.batch_memory_manager as opacus_manager
+from torch.utils.data import DataLoader
+
+from persample.private.optimizer import PrivateOptimizer
+
+
+class BatchMemoryManager(opacus_manager.BatchMemoryManager):
+    """Splits large batches into parts of at most `max_physical_batch_size` samples, as in Opacus.
+
+    A part that fails, or is left out with `continue`, does not count: the step of its batch is made without it. If the
+    last part of a batch is missing, there is no step. If a loop ends early, the rest of its batch does not count in the
+    next loop. With the manager of Opacus, later parts would be added to the wrong batch.
+    """
+
+    def __enter__(self) -> DataLoader[Any]:
+        if not isinstance(self.optimizer, PrivateOptimizer):
+            return super().__enter__()
+        signals = _Signals()
+        split = opacus_manager.wrap_data_loader(
+            data_loader=self.data_loader,
+            max_batch_size=self.max_physical_batch_size,
+            optimizer=signals,
+        )
+        return _SplitLoader(split, signals, self.optimizer)
+
+
+class _Signals:
+    """Takes the signals of Opacus' sampler, which runs ahead of the loop if the loader has workers."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[bool] = deque()  # for each part to come: whether the step is skipped after it
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        self.waiting.append(do_skip)
+
+
+class _SplitLoader(DataLoader[Any]):
+    """A data loader that tells the optimizer of each part when the loop receives it."""
+
+    def __init__(self, loader: DataLoader[Any], signals: _Signals, optimizer: PrivateOptimizer) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._signals = signals
+        self._optimizer = optimizer
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._signals.waiting.clear()
+        self._optimizer.begin_batches()
+        for part in super().__iter__():
+            self._optimizer.begin_part(is_last=not self._signals.waiting.popleft())
+            self._optimizer.add_samples(part)
+            yield part

@@ -1,0 +1,676 @@
+"""The private optimizer trusts nobody: what counts in a step, which noise it gets, and how steps end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import opacus.utils.batch_memory_manager as opacus_manager
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.data import DataLoader, TensorDataset
+
+from persample import PerSampleError, record
+from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
+from persample.private.engine import get_noise_state, set_noise_state
+from persample.private.noise import Noise
+from tests.support.modules import flatten_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+B, C = 6, 0.3
+STARTED: list[PrivateOptimizer] = []
+
+
+@pytest.fixture(autouse=True)
+def release_optimizers() -> Iterator[None]:
+    yield
+    while STARTED:
+        STARTED.pop().release()
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def make_optimizer(model: nn.Module, inner: Any = None, **options: Any) -> PrivateOptimizer:
+    """By default without noise: after a step, `grad` is the clipped sum."""
+    settings: dict[str, Any] = {
+        "noise_multiplier": 0.0, "max_grad_norm": C, "loss_reduction": "sum", "poisson_sampling": False,
+        "expected_batch_size": None, **options,
+    }  # fmt: skip
+    inner = torch.optim.SGD(model.parameters(), lr=0.0) if inner is None else inner
+    STARTED.append(PrivateOptimizer(inner, module=model, **settings))
+    return STARTED[-1]
+
+
+def make_samples(batch: int = B) -> Tensor:
+    return torch.randn(batch, 6, generator=torch.Generator().manual_seed(1)) * 3
+
+
+def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def get_grads(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+
+
+def clip_rows(model: nn.Module, x: Tensor, bound: float = C) -> Tensor:
+    """The sum of clipped rows by the definition."""
+    model = copy.deepcopy(model)  # which is not in private training
+    with record(model, loss_reduction="sum") as grads:
+        compute_loss(model, x).backward()
+    rows = flatten_rows(grads.dense())
+    return (bound / rows.norm(dim=1)).clamp(max=1) @ rows
+
+
+# ---- the sum belongs to the optimizer ----
+
+
+def scale_grads(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.mul_(1000)  # type: ignore[union-attr]
+
+
+def scale_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.data.mul_(1000)  # type: ignore[union-attr]
+
+
+def write_by_numpy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.numpy()[:] = 77.0  # type: ignore[union-attr]
+
+
+def replace_grads(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 77.0)
+
+
+def fill_storage(model: nn.Module) -> None:
+    for p in model.parameters():
+        torch.from_dlpack(p.grad).fill_(77.0)  # type: ignore[arg-type]
+
+
+def remove_some(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+CHANGES: dict[str, Callable[[nn.Module], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "mul_": scale_grads,
+    "data": scale_data,
+    "numpy": write_by_numpy,
+    "another tensor": replace_grads,
+    "dlpack": fill_storage,
+    "one gradient removed": remove_some,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_between_backward_and_step_do_not_count(change: str) -> None:
+    model, x = make_model(), make_samples()
+    expected = clip_rows(model, x)
+    optimizer = make_optimizer(model)
+    optimizer.zero_grad()
+    compute_loss(model, x).backward()
+    torch.testing.assert_close(get_grads(model), expected)  # readers see the sum
+    CHANGES[change](model)
+    optimizer.step()
+    torch.testing.assert_close(get_grads(model), expected)
+
+
+def test_changes_between_accumulated_batches_do_not_count() -> None:
+    model, x = make_model(), make_samples()
+    expected = clip_rows(model, x)
+    optimizer = make_optimizer(model)
+    for part in x.split(2):
+        compute_loss(model, part).backward()
+        scale_grads(model)
+    optimizer.step()
+    torch.testing.assert_close(get_grads(model), expected)
+
+
+def test_gradients_from_before_do_not_count() -> None:
+    """Neither those of trained parameters, nor those of frozen ones, which SGD would use."""
+    model, x = make_model(), make_samples()
+    model[0].bias.requires_grad_(False)
+    before = model[0].bias.clone()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e4)
+    optimizer = make_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    compute_loss(model, x).backward()
+    assert all(p.grad.norm() <= B * C for p in model.parameters() if p.requires_grad)  # type: ignore[union-attr]
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e4)
+    optimizer.step()
+    assert torch.equal(before, model[0].bias) and model[0].bias.grad is None
+    total = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert total.norm() <= B * C * (1 + 1e-4)
+
+
+def test_a_step_without_samples_is_noise_only() -> None:
+    model = make_model()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1e4)
+    optimizer = make_optimizer(model, noise_multiplier=1.0)
+    optimizer.step()
+    assert get_grads(model).norm() < 100 * C
+
+
+def test_parameters_frozen_between_backward_and_step_keep_their_values() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    compute_loss(model, x).backward()
+    model[2].requires_grad_(False)
+    before = model[2].weight.clone()
+    optimizer.step()
+    assert torch.equal(before, model[2].weight)
+
+
+def test_parameters_of_other_modules_are_refused() -> None:
+    model, x, other = make_model(), make_samples(), nn.Linear(2, 2)
+    optimizer = make_optimizer(model)
+    optimizer.add_param_group({"params": list(other.parameters())})
+    with pytest.raises(PerSampleError, match="do not belong to the module"):
+        compute_loss(model, x)
+
+
+# ---- settings of a step ----
+
+
+def test_the_bound_of_a_step_is_that_of_its_first_samples() -> None:
+    model, x = make_model(), make_samples()
+    expected, lower = clip_rows(model, x), clip_rows(model, x, C / 10)
+    optimizer = make_optimizer(model)
+    for part in x.split(2):
+        compute_loss(model, part).backward()
+        optimizer.max_grad_norm = C / 10
+    optimizer.step()
+    torch.testing.assert_close(get_grads(model), expected)
+    optimizer.zero_grad()
+    compute_loss(model, x).backward()
+    optimizer.step()
+    torch.testing.assert_close(get_grads(model), lower)
+
+
+@pytest.mark.parametrize("changed", ["max_grad_norm", "noise_multiplier"])
+@pytest.mark.parametrize("when", ["before the loss", "before the step"])
+def test_noise_and_accountant_take_what_the_step_began_with(changed: str, when: str) -> None:
+    model, x = nn.Linear(100, 100), torch.randn(4, 100)
+    engine = PrivacyEngine(accountant="rdp")
+    optimizer = make_optimizer(model, noise_multiplier=2.0)
+    optimizer.attach_step_hook(engine.accountant.get_optimizer_hook_fn(sample_rate=0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(x)
+        if when == "before the loss":
+            setattr(optimizer, changed, 1e-3)
+        (0 * out.square().sum()).backward()
+        if when == "before the step":
+            setattr(optimizer, changed, 1e-3)
+        deviations = (2.0 * C, 1e-3 * (2.0 if changed == "max_grad_norm" else C))
+        optimizer.step()
+        made = sum(steps for _, _, steps in engine.accountant.history)
+        assert get_grads(model).std() == pytest.approx(deviations[made - 1], rel=0.05)
+        assert getattr(optimizer, changed) == 1e-3  # as it was set
+    noise = [2.0, 2.0 if changed == "max_grad_norm" else 1e-3]
+    assert [n for n, _, steps in engine.accountant.history for _ in range(steps)] == noise
+
+
+def test_a_schedule_in_the_hook_has_effect() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, noise_multiplier=1.0)
+    optimizer.attach_step_hook(lambda made: setattr(made, "noise_multiplier", 0.5))
+    compute_loss(model, x).backward()
+    optimizer.step()
+    assert optimizer.noise_multiplier == 0.5
+
+
+# ---- zero_grad ----
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "optimizer in place", "model", "model in place"])
+def test_cleared_gradients_do_not_count(clear: str) -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, loss_reduction="mean", expected_batch_size=B)
+    expected = clip_rows(model, x) / B
+
+    def zero_grad() -> None:
+        owner = optimizer if clear.startswith("optimizer") else model
+        owner.zero_grad(set_to_none=not clear.endswith("in place"))
+
+    for _ in range(2):
+        compute_loss(model, 5 * x).div(B).backward()  # given up
+        zero_grad()
+        compute_loss(model, x).div(B).backward()
+        assert optimizer.accumulated_iterations == 1
+        optimizer.step()
+        torch.testing.assert_close(get_grads(model), expected)
+        zero_grad()
+    compute_loss(model, x).div(B).backward()
+    zero_grad()
+    optimizer.step()
+    assert not get_grads(model).any()
+
+
+def test_a_batch_without_gradient_still_counts() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, loss_reduction="mean", expected_batch_size=B)
+    for factor in (0, 0, 1):
+        (factor * compute_loss(model, x).div(B)).backward()
+    assert optimizer.accumulated_iterations == 3
+
+
+# ---- release ----
+
+
+def test_a_step_after_release_is_an_ordinary_step() -> None:
+    model, x = make_model(), make_samples()
+    plain = copy.deepcopy(model)
+    optimizer = make_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=10.0)
+    optimizer.release()
+    optimizer.release()
+    steps = [optimizer, torch.optim.SGD(plain.parameters(), lr=0.1)]
+    for trained, step in zip((model, plain), steps, strict=True):
+        for _ in range(2):
+            step.zero_grad()
+            compute_loss(trained, x).backward()
+            step.step()
+        step.zero_grad()
+        step.step(lambda trained=trained: _run_backward(trained, x))
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def _run_backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss = compute_loss(model, x)
+    loss.backward()
+    return loss
+
+
+def test_sums_without_noise_are_not_used_after_release() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0)
+    compute_loss(model, x).backward()
+    optimizer.release()
+    with pytest.raises(PerSampleError, match="without noise, from a backward pass before release"):
+        optimizer.step()
+    compute_loss(model, x).backward()  # adds to what is there
+    with pytest.raises(PerSampleError, match="without noise, from a backward pass before release"):
+        optimizer.step()
+    model.zero_grad()
+    compute_loss(model, x).backward()
+    optimizer.step()
+
+
+# ---- dtypes ----
+
+
+def test_low_precision_sums_are_rounded_once() -> None:
+    """1,024 samples of 1 and one of 0.5 are 1,024.5; in bfloat16, which has 8 bits, small parts would be lost."""
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = make_optimizer(model, max_grad_norm=1.0, poisson_sampling=False)
+    for part in torch.ones(260, 1, dtype=torch.bfloat16).split(1):
+        model(part).float().sum().backward()
+    optimizer.step()
+    assert model.weight.grad.dtype == torch.bfloat16 and model.weight.grad.item() == 260  # type: ignore[union-attr]
+
+
+def test_noise_of_complex_parameters() -> None:
+    model = nn.Linear(100, 100, dtype=torch.complex64)
+    optimizer = make_optimizer(model, noise_multiplier=2.0)
+    optimizer.step()
+    for part in (get_grads(model).real, get_grads(model).imag):
+        assert part.std() == pytest.approx(2 * C, rel=0.05)
+
+
+# ---- noise ----
+
+
+def draw(model: nn.Module | None = None, **options: Any) -> Tensor:
+    model = make_model() if model is None else model
+    optimizer = make_optimizer(model, noise_multiplier=1.0, **options)
+    optimizer.step()
+    optimizer.release()
+    return get_grads(model)
+
+
+def test_noise_does_not_follow_the_seed() -> None:
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(42)
+        np.random.seed(42)
+        draws.append(draw())
+    assert abs(torch.corrcoef(torch.stack(draws))[0, 1]) < 0.5
+    state = torch.get_rng_state()
+    optimizer = make_optimizer(make_model(), noise_multiplier=1.0)
+    torch.set_rng_state(state)
+    optimizer.step()
+    assert torch.equal(state, torch.get_rng_state())  # nor does it touch the global generator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_is_the_same_with_any_number_of_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persample.private.noise._CHUNK", 100)
+    noise, found = Noise(), []
+    state = noise.get_state()
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        totals = [torch.zeros(shape, dtype=dtype) for shape in ((30, 30), (7,), (), (0, 3), (101, 11))]
+        noise.set_state(state)
+        noise.add_to(totals, 2.0)
+        found.append(torch.cat([total.flatten() for total in totals]))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    noise.add_to(totals, 2.0)  # the next draw is another one, and is added
+    later = torch.cat([total.flatten() for total in totals]) - found[0]
+    assert abs(torch.corrcoef(torch.stack([found[0], later]))[0, 1]) < 0.1
+
+
+def test_distribution_of_the_noise() -> None:
+    total = torch.zeros(2_000_000)
+    Noise().add_to([total], 3.0)
+    z = (total / 3).double()
+    for power, moment in ((1, 0), (2, 1), (3, 0), (4, 3)):
+        assert abs(float(z.pow(power).mean()) - moment) < 0.03
+    for quantile in (-4.0, -2.0, 0.5, 3.0):
+        share = 0.5 * (1 + torch.erf(torch.tensor(quantile / 2**0.5))).double()
+        assert abs(float((z < quantile).double().mean() - share)) < 5 * float((share * (1 - share) / len(z)).sqrt())
+    parts = z[: 15 * 2**17].view(15, -1)  # of different chunks
+    assert (torch.corrcoef(parts) - torch.eye(15)).abs().max() < 0.02
+
+
+def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persample.private.noise._CHUNK", 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    noise = Noise()
+    derive, calls = noise._derive, []
+
+    def fail_once(*args: Any) -> bytes:
+        calls.append(args)
+        if len(calls) == 5:
+            raise MemoryError
+        return derive(*args)
+
+    monkeypatch.setattr(noise, "_derive", fail_once)
+    with pytest.raises(MemoryError):
+        noise.add_to([torch.zeros(1000)], 1.0)
+
+
+def test_a_fork_does_not_draw_the_noise_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    noise, first, again = Noise(), torch.zeros(100), torch.zeros(100)
+    state, process = noise.get_state(), os.getpid()
+    noise.add_to([first], 1.0)
+    noise.set_state(state)
+    monkeypatch.setattr("persample.private.noise.getpid", lambda: process + 1)
+    noise.add_to([again], 1.0)
+    assert abs(torch.corrcoef(torch.stack([first, again]))[0, 1]) < 0.5
+
+
+def test_state_of_the_noise() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model, noise_multiplier=1.0)
+    optimizer.step()
+    state = get_noise_state(optimizer)
+    optimizer.step()
+    expected = get_grads(model)
+    again = make_optimizer(model, noise_multiplier=1.0)
+    again.step()
+    assert not torch.equal(get_grads(model), expected)  # without the state it is new
+    set_noise_state(again, None)
+    again.step()
+    assert not torch.equal(get_grads(model), expected)
+    set_noise_state(again, state)
+    again.step()
+    assert torch.equal(get_grads(model), expected)
+    with pytest.raises(PerSampleError, match="the state of another generator"):
+        set_noise_state(again, torch.Generator().get_state())
+
+
+def test_checkpoint_without_the_noise_draws_new_noise(tmp_path: Path) -> None:
+    path, model = tmp_path / "checkpoint.pt", make_model()
+    engine, optimizer = PrivacyEngine(), make_optimizer(model, noise_multiplier=1.0)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    saved = torch.load(path, weights_only=False)
+    del saved["persample_noise_state"]
+    torch.save(saved, path)
+    draws = []
+    for _ in range(2):
+        torch.manual_seed(42)
+        engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+        optimizer.step()
+        draws.append(get_grads(model))
+    assert not torch.equal(*draws)
+
+
+# ---- parts of split batches ----
+
+
+def make_loader(workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(make_samples(24)), batch_size=12, num_workers=workers)
+
+
+def split(optimizer: PrivateOptimizer, most: int = 3, workers: int = 0) -> Any:
+    return BatchMemoryManager(
+        data_loader=make_loader(workers), max_physical_batch_size=most, optimizer=optimizer
+    ).__enter__()
+
+
+FAILURES = ["forward", "loss", "backward", "before the model"]
+
+
+@pytest.mark.parametrize("where, workers", [*((where, 0) for where in FAILURES), ("loss", 1)])
+@pytest.mark.parametrize("failing", [{0}, {1, 2}, {3}, {2, 5}])
+def test_a_failed_part_does_not_count(where: str, workers: int, failing: set[int]) -> None:
+    """Two batches of four parts; the last part of the first batch has number 3."""
+    model, data = make_model(), make_samples(24).split(3)
+    optimizer = make_optimizer(model)
+    expected = []
+    for batch in (range(0, 4), range(4, 8)):
+        if batch[-1] not in failing:
+            expected.append(clip_rows(model, torch.cat([data[i] for i in batch if i not in failing])))
+    found = []
+    for i, (x,) in enumerate(split(optimizer, workers=workers)):
+        try:
+            run_part(model, optimizer, x, where if i in failing else None)
+        except ValueError:
+            continue
+        if next(model.parameters()).grad is not None:
+            found.append(get_grads(model))
+    assert len(found) == len(expected)
+    for total, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(total, want)
+
+
+def run_part(model: nn.Module, optimizer: PrivateOptimizer, x: Tensor, fails: str | None) -> None:
+    optimizer.zero_grad()
+    handle = model.register_forward_hook(_fail) if fails == "forward" else None
+    try:
+        if fails == "before the model":
+            raise ValueError
+        out = model(x)
+        if fails == "loss":
+            raise ValueError
+        if fails == "backward":
+            out.register_hook(_fail)
+        out.square().sum().backward()
+    finally:
+        if handle is not None:
+            handle.remove()
+    optimizer.step()
+
+
+def _fail(*args: Any) -> None:
+    raise ValueError
+
+
+def test_a_loop_that_starts_again_counts_no_sample_twice() -> None:
+    model, x = make_model(), make_samples(24)
+    optimizer = make_optimizer(model)
+    expected = clip_rows(model, x[:12])
+    loader = split(optimizer)
+    for _ in range(14):
+        for i, (part,) in enumerate(loader):
+            if i == 2:
+                break  # as after an error
+            run_part(model, optimizer, part, None)
+    for i, (part,) in enumerate(loader):
+        run_part(model, optimizer, part, None)
+        if i == 3:
+            break
+    torch.testing.assert_close(get_grads(model), expected)
+
+
+def test_a_failed_part_with_the_manager_of_opacus_is_refused() -> None:
+    model = make_model()
+    optimizer = make_optimizer(model)
+    manager = opacus_manager.BatchMemoryManager(
+        data_loader=make_loader(), max_physical_batch_size=3, optimizer=optimizer
+    )
+    with manager as parts, pytest.raises(PerSampleError, match="A part of a split batch has failed"):
+        for i, (x,) in enumerate(parts):
+            try:
+                run_part(model, optimizer, x, "backward" if i == 1 else None)
+            except ValueError:
+                continue
+
+
+# ---- other optimizers, scalers and copies ----
+
+
+def test_lbfgs_is_refused() -> None:
+    model = make_model()
+    with pytest.raises(PerSampleError, match="LBFGS evaluates the loss several times"):
+        make_optimizer(model, torch.optim.LBFGS(model.parameters()))
+    assert not model._forward_hooks
+
+
+def test_grad_scaler() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model)
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(compute_loss(model, x)).backward()
+    with pytest.raises(PerSampleError, match="GradScaler scales the loss"):
+        scaler.step(optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(compute_loss(model, x)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(get_grads(model), clip_rows(model, x))
+
+
+def test_closures_return_their_loss() -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model)
+    loss = optimizer.step(lambda: _run_backward(model, x))
+    torch.testing.assert_close(loss, compute_loss(model, x))
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])
+def test_copies_of_the_optimizer_are_refused(duplicate: Callable[[Any], Any]) -> None:
+    optimizer = make_optimizer(make_model())
+    with pytest.raises(PerSampleError, match="the copy would draw the same noise"):
+        duplicate(optimizer)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward", "step"])
+def test_state_of_the_optimizer_is_saved_in_the_middle_of_training(stage: str) -> None:
+    model, x = make_model(), make_samples()
+    optimizer = make_optimizer(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    loss = compute_loss(model, x)
+    if stage != "forward":
+        loss.backward()
+    if stage == "step":
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    again = make_model()
+    again.load_state_dict(saved["model"])
+    fresh = make_optimizer(again, torch.optim.Adam(again.parameters(), lr=0.1))
+    fresh.load_state_dict(saved["optimizer"])
+    assert bool(fresh.state) == (stage == "step")
+
+
+# ---- steps that end ----
+
+
+@pytest.mark.parametrize("end", ["dropped", "no backward", "loss raises", "model raises", "backward raises", "refused"])
+def test_a_step_leaves_nothing_behind(end: str) -> None:
+    model, x = make_model(), make_samples()
+    engine = PrivacyEngine()
+    model, optimizer, _ = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=make_loader(),
+        noise_multiplier=1.0, max_grad_norm=1.0, loss_reduction="sum", poisson_sampling=False,
+    )  # fmt: skip
+    out = model(x)
+    if end == "loss raises":
+        with pytest.raises(ValueError, match="nothing"):
+            raise ValueError("nothing")
+    elif end == "model raises":
+        with pytest.raises(RuntimeError):
+            model(x[:, :2])
+    elif end == "backward raises":
+        out.register_hook(_fail)
+        with pytest.raises(ValueError):
+            out.sum().backward()
+    elif end == "refused":
+        with pytest.raises(PerSampleError):
+            F.mse_loss(out.softmax(0), torch.zeros(B, 3)).backward()
+    del out
+    if end in ("dropped", "no backward", "loss raises"):
+        del model, optimizer, engine
+        gc.collect()
+        assert not _get_current_function_mode_stack()
+    else:
+        optimizer.zero_grad()
+        compute_loss(model, x).backward()
+        optimizer.step()
+        optimizer.release()
+    other = make_model()
+    with record(other, loss_reduction="sum") as grads:
+        compute_loss(other, x).backward()
+    assert len(grads.norms()) == B
+
+
+# ---- losses ----
+
+
+def test_a_sum_is_refused_if_a_mean_is_expected() -> None:
+    model, x = make_model(), make_samples()
+    make_optimizer(model, loss_reduction="mean", expected_batch_size=B)
+    with pytest.raises(PerSampleError, match="is a sum over the samples"):
+        compute_loss(model, x).backward()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_masked_means_over_the_batch_are_refused(declared: bool) -> None:
+    model, x = nn.Linear(6, 3), torch.randn(B, 4, 6)
+    labels, mask = torch.randint(3, (B, 4)), torch.rand(B, 4) > 0.5
+    optimizer = make_optimizer(model, loss_reduction="mean", expected_batch_size=B)
+    if declared:
+        optimizer.add_samples((x, labels, mask))
+    losses = F.cross_entropy(model(x).transpose(1, 2), labels, reduction="none")
+    with pytest.raises(PerSampleError):
+        ((losses * mask).sum() / mask.sum()).backward()
+    optimizer.zero_grad()
+    losses = F.cross_entropy(model(x).transpose(1, 2), labels, reduction="none")
+    ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean().backward()
+    optimizer.step()
