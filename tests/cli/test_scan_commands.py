@@ -147,7 +147,8 @@ def test_scan_report_and_query(tasks: Path) -> None:
 def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     example = str(ROOT / "examples" / "scan_digits.py")
     assert main(["scan", f"{example}:to_scan", "--out", "digits", "--quiet"]) == 0
-    assert main(["query", "digits", "influence", f"{example}:test_batch", "-k", "3", "--json"]) == 0
+    function = ["--module", f"{example}:to_scan"]
+    assert main(["query", "digits", "influence", f"{example}:test_batch", *function, "-k", "3", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out.partition("parquet\n")[2])
     assert len(answer) == 18 and {entry["pushes"] for entry in answer} == {"for", "against"}
 
@@ -174,7 +175,7 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
     assert found.settings["learning_rates"] == [0.1, 0.2] and found.settings["dtype"] == "float32"
     assert found.columns == ["id", "label", "loss", "norm", "mean_loss", "self_influence"]
     capsys.readouterr()
-    assert main(["query", "out", "influence", "tasks:test", "-k", "2", "--json"]) == 0
+    assert main(["query", "out", "influence", "tasks:test", "--module", "tasks:plain", "-k", "2", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 8
 
 
@@ -289,7 +290,7 @@ def test_queries_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [e["example"] for e in query("outliers", "-k", "5")] == found.outliers(5).ids.tolist()
     assert [e["examples"] for e in query("duplicates", "--tolerance", "0.9")] == found.duplicates(0.9)[:10]
     for method in ("tracin", "whitened"):
-        answer = query("influence", "tasks:test", "-k", "2", "--method", method)
+        answer = query("influence", "tasks:test", "--module", "tasks:plain", "-k", "2", "--method", method)
         assert [(e["sample"], e["pushes"]) for e in answer] == [
             (s, way) for s in (0, 1) for way in ("for", "against") for _ in (0, 1)
         ]
@@ -341,6 +342,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "no number": (["query", "out", "neighbours", "²"], 2, "takes the number of an example, got '²'"),
     "no such example": (["query", "out", "neighbours", "99"], 2, "no example 99. The scan has examples 0 to 23"),
     "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'. It has id, label, loss"),
+    "no module for influence": (["query", "out", "influence", "tasks:test"], 2, "add --module 'tasks:plain'"),
     "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'. Choose from loss"),
     "another scan": (["scan", "tasks:plain", "--out", "out", "--batch-size", "4"], 2, "The batch size changed since"),
     "no model to measure": (["bench", "tasks:missing"], 2, "tasks has no function 'missing'"),
@@ -423,7 +425,7 @@ def test_demo_finds_the_flipped_labels(tasks: Path, capsys: pytest.CaptureFixtur
     assert "ranked by loss" in printed.err and "report      " in printed.err
 
 
-@pytest.mark.parametrize("command", ["scan", "query", "report", "bench", "demo", "check"])
+@pytest.mark.parametrize("command", ["scan", "query", "report", "bench", "demo", "check", "audit"])
 def test_help_shows_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])

@@ -64,7 +64,8 @@ def opened(browser, report):
     messages, contexts = [], []
 
     def open_page(width=1280, height=900, name="report.html", **options):
-        contexts.append(browser.new_context(viewport={"width": width, "height": height}, **options))
+        options = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce"} | options
+        contexts.append(browser.new_context(**options))
         contexts[-1].set_default_timeout(120_000)  # only a page that does not respond takes as long
         page = contexts[-1].new_page()
         page.on("console", lambda message: messages.append(message.text))

@@ -55,7 +55,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="samples in the batch (default: size of the batch dimension)",
     )
     parser.add_argument(
-        "--loss-reduction", choices=["mean", "sum"], default="mean", help="reduction over the batch (default: mean)"
+        "--loss-reduction", choices=["mean", "sum"], help="reduction over the batch (default: as found)"
     )
     parser.add_argument(
         "--tolerance", type=float, metavar="E", help="allowed relative error (default: depends on the number type)"

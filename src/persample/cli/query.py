@@ -8,7 +8,13 @@ from typing import Any
 
 from persample._internal.text import format_table
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
-from persample.cli.task import COMMAND_FILE, add_directory_argument, convert_scan_errors, import_scanning, load_task
+from persample.cli.task import (
+    COMMAND_FILE,
+    add_directory_arguments,
+    convert_scan_errors,
+    import_scanning,
+    load_model_and_loss,
+)
 from persample.cli.user_code import UsageError, call_target
 
 _DESCRIPTION = """\
@@ -18,10 +24,13 @@ Find examples in a scan. Examples are numbered from 0 in the order of the datase
     $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
     $ persample query scans/mine duplicates                 # groups of examples with the same gradient
     $ persample query scans/mine outliers                   # the examples with the most unusual gradients
-    $ persample query scans/mine influence my_model:test    # the examples that support or oppose these predictions
 
-For `influence`, the function takes no arguments and returns a batch for the loss. The model is loaded again with
-the arguments of the scan.
+The examples that support or oppose the predictions for a batch:
+
+    $ persample query scans/mine influence my_model:test --module my_model:to_scan
+
+For `influence`, the first function takes no arguments and returns a batch for the loss. The function of --module is the
+function of the scan; it is called again for the model and the loss.
 """
 
 _EXIT_CODES = {0: "answered", 2: "wrong arguments, or no finished scan", 3: "the model is refused (influence)"}
@@ -33,7 +42,7 @@ Rows = list[dict[str, Any]]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_directory_argument(parser)
+    add_directory_arguments(parser, "for the model and the loss of influence")
     parser.add_argument("question", choices=list(_QUESTIONS), help="kind of question")
     parser.add_argument(
         "subject", nargs="?", metavar="OF", help="number of an example (neighbours), or module:function (influence)"
@@ -89,9 +98,14 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
             f"{args.directory} was scanned from Python, so its model is unknown here: use persample.Scan(...) in Python"
         )
     origin = found.store.read_json(COMMAND_FILE)
-    task = load_task(origin)
+    if not args.module:
+        raise UsageError(
+            "influence calls the function of the scan again for the model and the loss. If you trust it, add --module "
+            f"{origin['target']!r}"
+        )
+    model, loss_fn = load_model_and_loss({**origin, "target": args.module})
     batch = call_target(args.subject)
-    scan = scanning.Scan(args.directory, task.model, task.loss_fn, origin["checkpoints"])
+    scan = scanning.Scan(args.directory, model, loss_fn, origin["checkpoints"])
     answer = scan.influence(batch, args.k, args.method)
     return [
         {"sample": sample, "pushes": direction, "example": int(i), "score": float(score)}

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
-from persample.cli.task import COMMAND_FILE, add_directory_argument, convert_scan_errors, import_scanning, load_task
+from persample.cli.task import (
+    COMMAND_FILE,
+    add_directory_arguments,
+    convert_scan_errors,
+    has_data_files,
+    import_scanning,
+    load_data_files,
+)
+from persample.cli.user_code import UsageError, load_model_data_and_loss
 
 _DESCRIPTION = """\
 Write an HTML report of a scan: the examples that stand out, with images or texts, the distributions of
 losses and gradient norms, the share of each layer, and the noise scale. The report is one file that opens
 offline. PNG plots are written beside it.
 
-    $ persample report scans/mine
+    $ persample report scans/mine --module my_model:to_scan
     $ persample report scans/mine --by loss --out for-the-team.html
 
-The examples are shown if the function that returned the data can be called again. --no-data leaves them out.
+The examples are shown if --module names the function that returned the data, which is then called, or if the
+data came from files (scan --images, --text) that have not changed. --no-data leaves them out.
 """
 
 _EXIT_CODES = {0: "written", 2: "wrong arguments, or no finished scan", 4: "the disk is full"}
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_directory_argument(parser)
+    add_directory_arguments(parser, "to show the examples")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: DIR/report.html)")
     parser.add_argument("--title", metavar="TEXT", help="title of the report")
     parser.add_argument("--by", metavar="COLUMN", help="column that ranks the examples (default: self_influence)")
@@ -36,11 +47,32 @@ def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.directory):
         found = scanning.Scan(args.directory)
-        known = (found.directory / COMMAND_FILE).is_file() and not args.no_data
-        data = load_task(found.store.read_json(COMMAND_FILE)).data if known else None
+        data, note = (None, "") if args.no_data else _load_data(args, found)
         path = found.report(args.out, data=data, title=args.title, by=args.by, k=args.k)
     print(format_json({"report": str(path)}) if args.json else f"report: {path}")
+    if note:
+        print(f"persample report: {note}", file=sys.stderr)
     return 0
+
+
+def _load_data(args: Namespace, found: Any) -> tuple[Any, str]:
+    """The examples, of the function that the user names or of the files that were scanned; or None and the reason."""
+    if args.module:
+        return load_model_data_and_loss(args.module, "data")[1], ""
+    if not (found.directory / COMMAND_FILE).is_file():
+        return None, ""
+    origin = found.store.read_json(COMMAND_FILE)
+    if not has_data_files(origin):
+        return None, f"the examples are not shown; --module {origin['target']!r} would call the function for them"
+    from persample.scanning.source import Source
+
+    # The scan may come from somebody else. The digest shows that they knew the files, and did not only name them.
+    data = load_data_files(origin)
+    if Source(data).compute_digest() != found.settings["data"]:
+        raise UsageError(
+            f"{origin['images'] or origin['text']} is not the data of this scan, or has changed: use --no-data"
+        )
+    return data, ""
 
 
 COMMAND = Command("write an HTML report of a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -25,7 +25,8 @@ from persample.cli.user_code import (
     load_model_data_and_loss,
 )
 
-# File in the directory of a scan with the arguments that `load_task` needs to load its task again.
+# File in the directory of a scan with the arguments of its command. The directory may come from somebody else: a
+# function that is named there is never called, unless the user names it again.
 COMMAND_FILE = "command.json"
 
 _ORIGIN = (
@@ -62,9 +63,10 @@ def add_task_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def add_directory_argument(parser: ArgumentParser) -> None:
-    """Add the argument for the directory of an existing scan."""
+def add_directory_arguments(parser: ArgumentParser, purpose: str) -> None:
+    """Add the arguments for the directory of an existing scan, and for the function that its command was given."""
     parser.add_argument("directory", metavar="DIR", help="directory of a scan")
+    parser.add_argument("--module", metavar="module:function", help=f"function of the scan, called {purpose}")
 
 
 def get_origin(args: Namespace) -> dict[str, Any]:
@@ -77,30 +79,47 @@ def load_task(origin: Mapping[str, Any]) -> Task:
     target = origin["target"]
     if origin["images"] and origin["text"]:
         raise UsageError("--images and --text cannot be combined")
-    if not origin["images"] and not origin["text"]:
+    if not has_data_files(origin):
         model, data, loss_fn = load_model_data_and_loss(target, "data")
         return Task(model, data, loss_fn, None, origin)
-    model, loss_fn = _load_model_and_loss(target)
+    model, loss_fn = load_model_and_loss(origin)
+    data, collate = load_data_files(origin), None
+    if origin["text"]:
+        from persample.scanning.datasets import TextCollator
+
+        collate = TextCollator(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
+    return Task(model, data, loss_fn, collate, origin)
+
+
+def has_data_files(origin: Mapping[str, Any]) -> bool:
+    """Whether the data comes from files, and not from the user's function."""
+    return bool(origin["images"] or origin["text"])
+
+
+def load_data_files(origin: Mapping[str, Any]) -> Any:
+    """The data that the arguments name. Calls none of the user's functions."""
+    from persample.scanning.datasets import ImageFolder, TextTable
+
     if origin["images"]:
-        from persample.scanning.datasets import ImageFolder
-
-        images = ImageFolder(origin["images"], origin["image_size"], origin["channels"])
-        return Task(model, images, loss_fn or nn.CrossEntropyLoss(), None, origin)
-    from persample.scanning.datasets import TextCollator, TextTable, text_losses
-
-    texts = TextTable(origin["text"], origin["text_column"], origin["label"])
-    collate = TextCollator(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
-    return Task(model, texts, loss_fn or text_losses, collate, origin)
+        return ImageFolder(origin["images"], origin["image_size"], origin["channels"])
+    return TextTable(origin["text"], origin["text_column"], origin["label"])
 
 
-def _load_model_and_loss(target: str) -> tuple[nn.Module, Any]:
-    """Call a function that returns the model, or (model, loss_fn). Without a loss, the loss is None."""
+def load_model_and_loss(origin: Mapping[str, Any]) -> tuple[nn.Module, Any]:
+    """Call the user's function, and return the model and the loss of the scan."""
+    target = origin["target"]
+    if not has_data_files(origin):
+        model, _, loss_fn = load_model_data_and_loss(target, "data")
+        return model, loss_fn
     result = call_target(target)
     model, loss_fn = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, None)
     check_model(target, model)
     if loss_fn:
         check_loss(target, loss_fn)
-    return model, loss_fn
+        return model, loss_fn
+    from persample.scanning.datasets import text_losses
+
+    return model, nn.CrossEntropyLoss() if origin["images"] else text_losses
 
 
 def _load_tokenizer(path: str | None, max_length: int) -> Any:

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +46,15 @@ def add_target_argument(parser: ArgumentParser, **options: Any) -> None:
 
 def call_target(target: str) -> Any:
     """Call `module:function` without arguments and return its result."""
+    function = load_function(target)
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise UsageError(f"{target} failed: {describe_error(error)}") from error
+
+
+def load_function(target: str, arguments: Sequence[str] = ()) -> Any:
+    """Import `module:function`, which must be callable with as many arguments as there are names in `arguments`."""
     name, colon, function_name = target.rpartition(":")
     if not (name and colon and function_name.isidentifier()):
         raise UsageError(f"expected module:function, such as my_model:to_check, got '{target}'")
@@ -58,15 +67,11 @@ def call_target(target: str) -> Any:
             raise UsageError(f"{name} has no function '{function_name}'; {available}")
         raise UsageError(f"'{function_name}' in {name} is {describe_value(function)}, not a function; {available}")
     try:
-        inspect.signature(function).bind()
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise UsageError(
-            f"{target} must be callable without arguments, but takes {inspect.signature(function)}"
-        ) from error
-    try:
-        return function()
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"{target} failed: {describe_error(error)}") from error
+        wanted = f"as {function_name}({', '.join(arguments)})" if arguments else "without arguments"
+        raise UsageError(f"{target} must be callable {wanted}, but takes {inspect.signature(function)}") from error
+    return function
 
 
 def load_model_data_and_loss(target: str, data_name: str) -> tuple[nn.Module, Any, Any]:

@@ -120,7 +120,7 @@ def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
     if Path(path).is_file():
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from persample._internal.files import SymlinkRefused
 from persample._internal.text import format_list
 from persample.errors import PerSampleError
 
@@ -38,6 +39,8 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     """Raise an `OSError` of the block as a `ScanError` that names the file and says what to do."""
     try:
         yield
+    except SymlinkRefused as error:
+        raise ScanError(str(error)) from error
     except OSError as error:
         if error.errno in _DISK_FULL:
             raise DiskFull(

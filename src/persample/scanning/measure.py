@@ -26,7 +26,7 @@ from persample.losses import (
     compute_sample_losses,
     takes_outputs,
 )
-from persample.recording.options import Options, Selection
+from persample.recording.options import Options, Selection, Verify, get_trainable
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import find_labels, move_to_device
@@ -66,6 +66,7 @@ class Measurement:
         loss_reduction: str = "mean",
         nonfinite: Literal["raise", "keep"] = "raise",
         has_labels: bool = False,
+        verify: Verify = "first",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ScanError(f"model must be an nn.Module, got {describe_value(model)}.")
@@ -76,12 +77,12 @@ class Measurement:
         self.model, self.loss_fn = model, loss_fn
         self.quantities = tuple(q for q in QUANTITIES if q in quantities)
         self.projection = projection
-        self.parameters = dict(Options(parameters=parameters).select(model))
+        self.parameters = dict(Options(parameters=parameters).select(get_trainable(model)))
         if not self.parameters:
             raise ScanError("There is no parameter to scan: none of the chosen parameters requires grad.")
         self.groups = group_parameters(list(self.parameters), groups) if "group_norms" in quantities else {}
         self.nonfinite, self.has_labels = nonfinite, has_labels
-        self._batch_dim, self._loss_reduction = batch_dim, loss_reduction
+        self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
         self.takes_pairs = takes_outputs(loss_fn)
 
     @property
@@ -144,6 +145,8 @@ class Measurement:
 
     def check_losses_alone(self, ids: range, batch: Any) -> None:
         """Raise an error if the loss of a sample in its batch differs from its loss in a batch of one."""
+        if self._verify is False:
+            return
         batch, count = self._prepare(batch), len(ids)
         with torch.no_grad():
             losses = self._get_losses(self._compute_loss(ids, batch), ids, batch)
@@ -172,6 +175,8 @@ class Measurement:
             parameters=list(self.parameters),
             loss_reduction="sum",
             keep="everything" if self.projection or "alignment" in self.quantities else "norms",
+            verify=self._verify,
+            nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
             loss = self._compute_loss(ids, batch)
             if loss.requires_grad:
@@ -198,9 +203,9 @@ class Measurement:
             )
         return loss
 
-    def _get_scale(self, loss: Tensor, count: int) -> float:
+    def _get_scale(self, loss: Tensor, count: int) -> int:
         """The factor from the sum of what the loss function returned to the sum of the losses of the samples."""
-        return 1.0 if loss.shape == (count,) or self._loss_reduction == "sum" else float(count)
+        return 1 if loss.shape == (count,) or self._loss_reduction == "sum" else count
 
     @torch.no_grad()
     def _get_losses(self, loss: Tensor, ids: range, batch: Any) -> Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from persample._version import __version__
 from persample.batches import BatchDim
 from persample.losses import LossFunction, get_name
-from persample.recording.options import Selection
+from persample.recording.options import Selection, Verify
 from persample.scanning.checkpoints import Checkpoints
 from persample.scanning.digest import compute_digest, describe_structure
 from persample.scanning.errors import ScanError
@@ -47,7 +47,9 @@ class ScanOptions:
         if self.project is not None and self.project < 1:
             raise ScanError(f"project must be a positive number of dimensions or None, got {self.project}.")
 
-    def make_measurement(self, model: nn.Module, loss_fn: LossFunction, source: Source) -> Measurement:
+    def make_measurement(
+        self, model: nn.Module, loss_fn: LossFunction, source: Source, verify: Verify = "first"
+    ) -> Measurement:
         """The measurement that these options ask for."""
         return Measurement(
             model,
@@ -60,6 +62,7 @@ class ScanOptions:
             loss_reduction=self.loss_reduction,
             nonfinite=self.nonfinite,
             has_labels=source.has_labels(),
+            verify=verify,
         )
 
     def make_settings(self, source: Source, measurement: Measurement, checkpoints: Checkpoints) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.recording.options import Selection
+from persample.recording.options import Selection, Verify
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
@@ -58,6 +58,7 @@ def scan(
     classes: Sequence[str] | None = None,
     shard_size: int = 1024,
     table: TableKind = "parquet",
+    verify: Verify = "first",
     resume: bool = True,
     device: torch.device | str | None = None,
     progress: bool | None = None,
@@ -98,6 +99,9 @@ def scan(
     `duplicates` and `outliers`; with None, none are stored. `PerSampleGradients.project` explains `projection` and
     `seed`. `parameters` selects parameters as in `record`, and `batch_dim` is the dimension of the samples, as there.
 
+    `verify` is as in `record`: by default, two examples of the first batch run alone, and their outputs and losses are
+    compared with those of the batch. False turns both comparisons off.
+
     The model is in evaluation mode during the scan, on `device` if given, and is restored afterwards. An example with a
     loss or gradient that is not finite raises an error, or is kept in the table with `nonfinite="keep"`.
 
@@ -124,7 +128,7 @@ def scan(
     source = Source(data, batch_size, collate)
     if source.size == 0:
         raise ScanError("The data has no examples.")
-    measurement = options.make_measurement(model, loss_fn, source)
+    measurement = options.make_measurement(model, loss_fn, source, verify)
     states = Checkpoints(model, checkpoints, learning_rates)
     settings = options.make_settings(source, measurement, states)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None

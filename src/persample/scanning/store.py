@@ -8,13 +8,15 @@
     table.parquet        all columns, when the scan is complete (or table.csv)
     summary.json         written last: the scan is complete if this file exists
 
-Every file is written atomically, see `persample._internal.files`.
+Every file is written atomically, see `persample._internal.files`. The directory may come from somebody else: symbolic
+links in it are refused, arrays are read without pickle, and no array is larger than its file.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +26,14 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from persample._internal.files import is_unfinished, remove_unfinished, write_atomically
+from persample._internal.files import (
+    SymlinkRefused,
+    is_unfinished,
+    open_archive,
+    refuse_symlinks,
+    remove_unfinished,
+    write_atomically,
+)
 from persample.scanning.errors import ScanError, explain_write_errors
 
 FORMAT = 1
@@ -32,9 +41,9 @@ Array = NDArray[Any]
 
 
 @contextmanager
-def write_file(path: Path) -> Iterator[BinaryIO]:
-    """Write a file atomically; raise a `ScanError` if the disk does not allow it."""
-    with explain_write_errors(path), write_atomically(path) as file:
+def write_file(path: Path, root: Path) -> Iterator[BinaryIO]:
+    """Write a file below `root` atomically; raise a `ScanError` if that is not possible, or at a symbolic link."""
+    with explain_write_errors(path), write_atomically(path, root) as file:
         yield file
 
 
@@ -96,6 +105,14 @@ class Store:
             if is_taken or not all(map(is_unfinished, found)):
                 raise ScanError(f"{self.directory} exists and contains no scan. Choose an empty or a new directory.")
             return
+        if self.directory.is_symlink():
+            raise ScanError(
+                f"{self.directory} is a symbolic link to a scan, and starting over would remove the files there. Pass "
+                f"{self.directory.resolve()} if you want this, or choose another `out`."
+            )
+        with _explain_links():
+            for pattern in _FILES:
+                self._find(pattern)  # before any file is removed
         for pattern in _FILES:
             self.remove(pattern)
         for path in self.directory.glob("[0-9]*"):
@@ -120,22 +137,24 @@ class Store:
         if rows is not None:
             contents = io.BytesIO()  # np.save to a file does not raise an error if the disk is full
             np.save(contents, rows)
-            with write_file(self._get_path(checkpoint, shard, "npy")) as file:
+            with write_file(self._get_path(checkpoint, shard, "npy"), self.directory) as file:
                 file.write(contents.getbuffer())
-        with write_file(self._get_path(checkpoint, shard, "npz")) as file:
+        with write_file(self._get_path(checkpoint, shard, "npz"), self.directory) as file:
             _save_arrays(file, columns)
 
     def read_columns(self, checkpoint: int, shard: int, names: Sequence[str] | None = None) -> dict[str, Array]:
         """The columns of a shard, or only those in `names`."""
-        return _load_arrays(self._get_path(checkpoint, shard, "npz"), names)
+        path = self._get_path(checkpoint, shard, "npz")
+        with self._reading(path):
+            return _load_arrays(path, names)
 
     def read_rows(self, checkpoint: int, shard: int) -> Array:
         """The projected gradients of a shard, each scaled to length 1. The file is mapped, not loaded."""
         path = self._get_path(checkpoint, shard, "npy")
         if not path.is_file():
             raise ScanError(f"{path} is missing. Start over with resume=False.")
-        with _explain_damage(path):
-            return np.load(path, mmap_mode="r")
+        with self._reading(path):
+            return np.load(path, mmap_mode="r", allow_pickle=False)
 
     def _get_path(self, checkpoint: int, shard: int, suffix: Literal["npy", "npz"]) -> Path:
         return self.directory / str(checkpoint) / f"{shard:05d}.{suffix}"
@@ -144,29 +163,51 @@ class Store:
 
     def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
         """Write a file of named arrays."""
-        with write_file(self.directory / name) as file:
+        with write_file(self.directory / name, self.directory) as file:
             _save_arrays(file, arrays)
 
     def read_arrays(self, name: str) -> dict[str, Array] | None:
         """The arrays that `write_arrays` wrote; None if there is no such file."""
         path = self.directory / name
-        return _load_arrays(path) if path.is_file() else None
+        if not path.is_file():
+            return None
+        with self._reading(path):
+            return _load_arrays(path)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file."""
-        with write_file(self.directory / name) as file:
+        with write_file(self.directory / name, self.directory) as file:
             file.write(json.dumps(value, indent=2).encode())
 
     def read_json(self, name: str) -> Any:
         """The value that `write_json` wrote."""
         path = self.directory / name
-        with _explain_damage(path):
+        with self._reading(path):
             return json.loads(path.read_bytes())
 
     def remove(self, pattern: str) -> None:
-        """Remove the files that match a pattern."""
-        for path in self.directory.glob(pattern):
+        """Remove the files that match a pattern. A symbolic link is removed, and never a file in a linked directory."""
+        with _explain_links():
+            found = self._find(pattern)
+        for path in found:
             path.unlink(missing_ok=True)
+
+    def _find(self, pattern: str) -> list[Path]:
+        """The files that match a pattern; raise if one lies behind a symbolic link."""
+        found = list(self.directory.glob(pattern))
+        for path in found:
+            refuse_symlinks(path.parent, self.directory)
+        return found
+
+    @contextmanager
+    def _reading(self, path: Path) -> Iterator[None]:
+        """Refuse symbolic links, and raise a `ScanError` that names the file if its contents cannot be read."""
+        with _explain_links():
+            refuse_symlinks(path, self.directory)
+        try:
+            yield
+        except (EOFError, ValueError, RecursionError, zipfile.BadZipFile) as error:
+            raise ScanError(f"{path} is damaged ({error}). Remove it and scan again to compute it anew.") from error
 
 
 # The order in which an earlier scan is removed: first the summary, which marks it as complete, and last scan.json,
@@ -186,12 +227,12 @@ _SETTINGS = {
 
 
 @contextmanager
-def _explain_damage(path: Path) -> Iterator[None]:
-    """Raise a `ScanError` that names the file if its contents cannot be read."""
+def _explain_links() -> Iterator[None]:
+    """Raise a refused symbolic link as a `ScanError`."""
     try:
         yield
-    except (EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise ScanError(f"{path} is damaged ({error}). Remove it and scan again to compute it anew.") from error
+    except SymlinkRefused as error:
+        raise ScanError(str(error)) from error
 
 
 def _save_arrays(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
@@ -200,8 +241,25 @@ def _save_arrays(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
 
 
 def _load_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, Array]:
-    with _explain_damage(path), np.load(path) as found:
-        return {name: found[name] for name in (found.files if names is None else names)}
+    with open_archive(path) as archive:
+        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+        if missing := [name for name in names or () if name not in members]:
+            raise ValueError(f"it has no array {missing[0]!r}")
+        return {name: _read_array(archive, members[name]) for name in (members if names is None else names)}
+
+
+def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
+    """Read an array whose header declares as many bytes as there are."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in read_header:
+            raise ValueError(f"{member.filename} has the unknown version {version}")
+        shape, _, dtype = read_header[version](file)
+        if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
+            raise ValueError(f"{member.filename} declares the shape {shape}, which is not its size")
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _shorten(value: Any, most: int = 80) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -14,24 +15,27 @@ from persample.scanning.store import Array, Store, write_file
 
 TableKind = Literal["parquet", "csv"]
 
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+
 
 def write_table(store: Store) -> None:
     """Write `table.parquet` or `table.csv`, one shard at a time."""
     settings = store.read_settings()
     kind: TableKind = settings["table"]
     first = _make_arrow_table(next(_iterate_shards(store)), settings)
-    with write_file(store.directory / f"table.{kind}") as file:
+    with write_file(store.directory / f"table.{kind}", store.directory) as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
             for columns in _iterate_shards(store):
-                table.write_table(_make_arrow_table(columns, settings))
+                part = _make_arrow_table(columns, settings)
+                table.write_table(_escape_formulas(part) if kind == "csv" else part)
 
 
 def read_table(store: Store) -> pa.Table:
-    """The table that `write_table` wrote."""
-    kind = store.read_settings()["table"]
-    path = store.directory / f"table.{kind}"
-    return parquet.read_table(path) if kind == "parquet" else csv.read_csv(path)
+    """The table, from the shards: the file of the table is for other programs, and its texts may be escaped."""
+    settings = store.read_settings()
+    return pa.concat_tables(_make_arrow_table(columns, settings) for columns in _iterate_shards(store))
 
 
 def get_column_names(store: Store) -> list[str]:
@@ -93,6 +97,22 @@ def _read_part(store: Store, settings: dict[str, Any], shard: int, name: str) ->
         squares = (store.read_columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in checkpoints)
         return sum(rate * part for rate, part in zip(settings["learning_rates"], squares, strict=True))
     return store.read_columns(checkpoints[-1], shard, [name])[name]
+
+
+def escape_formula(text: str) -> str:
+    """A text that spreadsheets do not take for a formula: with an apostrophe in front if needed. Numbers stay.
+
+    >>> [escape_formula(text) for text in ("=1+1", "@sum", "-dash", "-1.5e3", "plain", "")]
+    ["'=1+1", "'@sum", "'-dash", '-1.5e3', 'plain', '']
+    """
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) and not _NUMBER.fullmatch(text) else text
+
+
+def _escape_formulas(table: pa.Table) -> pa.Table:
+    for i, field in enumerate(table.schema):
+        if pa.types.is_string(field.type):
+            table = table.set_column(i, field, pa.array([escape_formula(text) for text in table[i].to_pylist()]))
+    return table
 
 
 def _make_arrow_table(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:

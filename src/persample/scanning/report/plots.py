@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from persample._internal.figures import ACCENT, BARS, INK, make_figure
 from persample.scanning.errors import ScanError
 from persample.scanning.report.charts import (
     LayerRanges,
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 _MAX_POINTS = 20_000
 _MAX_CLASSES_IN_LEGEND = 30
-_INK, _MUTED, _BARS, _SUSPECT = "#1d1f24", "#5b616b", "#3f7fb5", "#b93a0a"
 
 
 def write_plots(
@@ -44,36 +44,30 @@ def write_plots(
         figures["layers"] = _draw_layers(compute_layer_ranges(columns))
     paths = {folder / f"{name}.png": figure for name, figure in figures.items()}
     for path, figure in paths.items():
-        with write_file(path) as file:
+        with write_file(path, folder.parent) as file:
             figure.savefig(file, format="png", dpi=150)
     return list(paths)
 
 
 def _make_figure(width: float = 6.4, height: float = 4.0) -> tuple[Figure, Axes]:
-    """A figure without pyplot, which would choose a backend and keep the figure open."""
     try:
-        from matplotlib.figure import Figure
+        return make_figure(width, height)
     except ImportError as error:
         raise ScanError("Plots need matplotlib: pip install 'persample[scan]', or pass plots=False.") from error
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    axes = figure.add_subplot()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_MUTED, labelsize=9)
-    return figure, axes
 
 
 def _draw_histogram(values: Array, title: str) -> Figure:
     figure, axes = _make_figure()
     if (histogram := compute_histogram(values)) is not None:
         edges = histogram.axis.get_values(histogram.edges)
-        axes.bar(edges[:-1], histogram.counts, np.diff(edges), align="edge", color=_BARS, edgecolor="white")
+        axes.bar(edges[:-1], histogram.counts, np.diff(edges), align="edge", color=BARS, edgecolor="white")
         if histogram.axis.log:
             axes.set_xscale("log")
         for name, value, style in (("median", histogram.median, "-"), ("99 %", histogram.high, "--")):
-            axes.axvline(value, color=_SUSPECT, linestyle=style, linewidth=1.2, label=f"{name}: {value:.3g}")
+            axes.axvline(value, color=ACCENT, linestyle=style, linewidth=1.2, label=f"{name}: {value:.3g}")
         axes.legend(frameon=False, fontsize=9)
-    axes.set_xlabel(title, color=_INK)
-    axes.set_ylabel("Examples", color=_INK)
+    axes.set_xlabel(title, color=INK)
+    axes.set_ylabel("Examples", color=INK)
     return figure
 
 
@@ -91,15 +85,13 @@ def _draw_scatter(
         axes.scatter(x[own], y[own], s=9, color=colour, alpha=0.8, linewidths=0, label=_escape(name))
     marked = np.intersect1d(suspects, points).astype(int)
     if len(marked):
-        axes.scatter(
-            x[marked], y[marked], s=26, facecolors="none", edgecolors=_SUSPECT, linewidths=0.8, label="suspects"
-        )
+        axes.scatter(x[marked], y[marked], s=26, facecolors="none", edgecolors=ACCENT, linewidths=0.8, label="suspects")
     if x_axis.log:
         axes.set_xscale("log")
     if y_axis.log:
         axes.set_yscale("log")
-    axes.set_xlabel("Loss", color=_INK)
-    axes.set_ylabel("Gradient norm", color=_INK)
+    axes.set_xlabel("Loss", color=INK)
+    axes.set_ylabel("Gradient norm", color=INK)
     if 0 < len(classes) <= _MAX_CLASSES_IN_LEGEND and len(points):
         columns = 1 if len(classes) <= 15 else 2
         figure.legend(loc="outside right upper", frameon=False, fontsize=8, ncols=columns, markerscale=1.5)
@@ -111,14 +103,14 @@ def _draw_layers(layers: LayerRanges | None) -> Figure:
     if layers is not None:
         medians, highs = np.array(list(layers.ranges.values())).T
         rows = np.arange(len(medians))
-        axes.barh(rows, highs - medians, left=medians, height=0.5, color=_BARS)
-        axes.plot(medians, rows, "o", color=_INK, markersize=4)
+        axes.barh(rows, highs - medians, left=medians, height=0.5, color=BARS)
+        axes.plot(medians, rows, "o", color=INK, markersize=4)
         if layers.axis.log:
             axes.set_xscale("log")
         axes.set_xlim(layers.axis.low, layers.axis.high)
         axes.set_yticks(rows, [_escape(layer) for layer in layers.ranges])
         axes.invert_yaxis()
-    axes.set_xlabel("Gradient norm: from the median (dot) to the 99 % quantile", color=_INK)
+    axes.set_xlabel("Gradient norm: from the median (dot) to the 99 % quantile", color=INK)
     return figure
 
 

@@ -59,7 +59,7 @@ def write_report(
     path = scan.directory / "report.html" if path is None else Path(path)
     html = _render(page, title or "Dataset scan", remarks)
     remove_unfinished(path)
-    with write_file(path) as file:
+    with write_file(path, path.parent) as file:
         file.write(html.encode())
     if plots:
         write_plots(path.parent / "plots", page.columns, page.labels, page.suspects, page.get_class_name)
