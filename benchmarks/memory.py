@@ -93,12 +93,12 @@ def _measure_steps(engine: Engine, quantity: str) -> Peak:
     engine.step(quantity)
     engine.clear()
     engine.x, engine.labels = x, labels
-    _reset_peak()
+    reset_peak()
     before = read_status("VmRSS")
     size = _count_bytes(engine.step(quantity))
     first = read_status("VmHWM")
     engine.clear()
-    _reset_peak()
+    reset_peak()
     for _ in range(STEPS - 1):
         result = engine.step(quantity)
         del result
@@ -122,7 +122,7 @@ def read_status(field: str) -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(field)))
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Collect garbage, return free memory to the system, and reset the peak of resident memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

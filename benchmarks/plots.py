@@ -32,6 +32,7 @@ from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
 
 from benchmarks.report import format_ratio  # noqa: E402
 from benchmarks.run import Cell  # noqa: E402
+from benchmarks.targets import FIRST_STEPS_MEMORY, HOST_TIME, VARIED_TIME  # noqa: E402
 
 # The colour of each engine in all plots. persample stands out.
 COLOURS = {
@@ -48,13 +49,15 @@ QUANTITIES = ("dense", "norms", "clip")
 
 
 def draw_results(directory: Path) -> Iterator[Path]:
-    """Draw the results of time, memory and growth that the directory contains; return the files."""
+    """Draw the results of time, memory, growth and single steps that the directory contains; return the files."""
     if (file := directory / "time.json").exists():
         yield _draw_bars(file, "ratios", "ratio", "time / plain", "Strokes: quartiles.")
     if (file := directory / "memory.json").exists():
         yield _draw_bars(file, "bytes", "peak", "peak memory / plain", "Strokes: after the first step.")
     if (file := directory / "growth.json").exists():
         yield _draw_growth(file)
+    if all((directory / f"{name}.json").exists() for name in ("varied", "host", "first_steps")):
+        yield _draw_steps(directory)
 
 
 def draw_scan(file: Path) -> Path:
@@ -160,6 +163,39 @@ def _draw_growth(file: Path) -> Path:
     _add_legend(canvas, engines, plain=True)
     size = ", ".join(f"{name} {value}" for name, value in start.items())
     return _save(canvas, file, results["machine"], f"GPT of {results['layers']} layers; fixed sizes: {size}.")
+
+
+def _draw_steps(directory: Path) -> Path:
+    """The clipped sum on one thread: changing shapes and the first step, host time, memory of the first steps."""
+    varied, host, first = (
+        json.loads((directory / f"{name}.json").read_text()) for name in ("varied", "host", "first_steps")
+    )
+    panels = {
+        "changing shapes: time": (
+            {name: varied[name] for name in ("fixed shape", "varied shapes", "first step")},
+            VARIED_TIME,
+        ),
+        "host time": ({name: host[name]["ratio"] for name in HOST_TIME}, HOST_TIME),
+        "first two steps: memory": (
+            {name: cell["ratio"] for name, cell in first["workloads"].items()},
+            FIRST_STEPS_MEMORY,
+        ),
+    }
+    widths = [len(values) + 1 for values, _ in panels.values()]
+    canvas, columns = pyplot.subplots(1, len(panels), figsize=(11, 3.2), width_ratios=widths)
+    for axes, (title, (values, targets)) in zip(columns, panels.items(), strict=True):
+        axes.bar(range(len(values)), list(values.values()), width=0.6, color=COLOURS["ours"])
+        for position, (name, value) in enumerate(values.items()):
+            axes.annotate(format_ratio(value), (position, value), ha="center", va="bottom", fontsize=7)
+            if name in targets:
+                axes.hlines(targets[name], position - 0.4, position + 0.4, color="black", linewidth=1.2)
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        axes.set_xticks(range(len(values)), [name.replace(", ", ",\n") for name in values], fontsize=7, rotation=20)
+        axes.tick_params(axis="x", length=0)
+        axes.set_title(title, loc="left", fontweight="bold")
+    columns[0].set_ylabel("clip / plain")
+    note = "One thread. Strokes: targets. Models: GPT of 4 layers; tiny tensors; the workloads of the other plots."
+    return _save(canvas, directory / "steps.json", first["machine"], note)
 
 
 def _use_log_scale(axes: Axes) -> None:

@@ -25,3 +25,10 @@ DENSE_MEMORY = 1.25
 
 # Time of a private training step as a ratio to a plain training step: workload -> upper bound.
 PRIVATE_TIME = {"GPT T 64": 1.15, "CNN": 1.25, "MLP": 1.4}
+
+# Time of the clipped sum with changing shapes and in the first step, and host time, over plain steps, on one thread.
+VARIED_TIME = {"varied shapes": 1.6, "first step": 2.5}
+HOST_TIME = {"MLP": 2.0, "ResNet, 66 parameters": 1.8, "GPT, 12 layers": 1.8}
+
+# Resident memory of the first two steps of a process, clipped sum over plain steps: workload -> upper bound.
+FIRST_STEPS_MEMORY = {"GPT T 64": 1.3, "CNN": 1.5, "bag of words": 2.0}

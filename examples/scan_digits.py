@@ -4,7 +4,8 @@ Use them from the command line:
 
     persample scan examples/scan_digits.py:to_scan --out scans/digits --report
     persample query scans/digits top --by loss
-    persample query scans/digits influence examples/scan_digits.py:test_batch -k 3
+    persample query scans/digits influence examples/scan_digits.py:test_batch -k 3 \\
+        --module examples/scan_digits.py:to_scan
 """
 
 import torch

@@ -28,6 +28,8 @@ ALLOWED = {
     "_version": "Tensor._version, documented by torch",
     "_generate_noise": "Opacus: the noise of its optimizer",
     "_check_skip_next_step": "Opacus: BatchMemoryManager's signal to its optimizer",
+    "_step_skip_queue": "Opacus: signals of BatchMemoryManager that its optimizer has not used yet",
+    "_prepare_inputs": "transformers: moves the batch of the Trainer to its device",
     "_get_output_dir": "transformers: the folder of the Trainer's checkpoints",
 }
 

@@ -8,12 +8,16 @@ that names the feature.
 from __future__ import annotations
 
 import importlib
+import platform
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -83,7 +87,7 @@ def insert_outermost_mode(mode: TorchFunctionMode) -> None:
 
     torch requires the mode of the default device to stay the outermost one.
     """
-    inner = [_pop_function_mode() for _ in range(_count_function_modes())]
+    inner = _pop_function_modes()
     if inner and inner[-1] is getattr(_default_device, "device_context", None):
         _push_function_mode(inner.pop())
     _push_function_mode(mode)
@@ -93,10 +97,52 @@ def insert_outermost_mode(mode: TorchFunctionMode) -> None:
 
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Leave `mode`, wherever it is on the stack."""
-    modes = [_pop_function_mode() for _ in range(_count_function_modes())]
-    for other in reversed(modes):
+    if not any(other is mode for other in get_function_modes()):
+        return
+    for other in reversed(_pop_function_modes()):
         if other is not mode:
             _push_function_mode(other)
+
+
+def _pop_function_modes() -> list[TorchFunctionMode]:
+    """Empty the stack, the innermost mode first. The garbage collector may remove a mode in between."""
+    modes = []
+    while _count_function_modes():
+        modes.append(_pop_function_mode())
+    return modes
+
+
+# All active dispatch modes, the outermost first.
+get_dispatch_modes: Callable[[], list[Any]] = _find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "Every recording"
+)
+
+
+def is_default_device(mode: TorchFunctionMode) -> bool:
+    """Whether a function mode is the one of `torch.set_default_device`."""
+    return mode is getattr(_default_device, "device_context", None)
+
+
+# ---- products ----
+
+# Computes `a @ b.mT` for two matrices.
+Product = Callable[[Tensor, Tensor], Tensor]
+
+_multiply_and_apply: Any = _find("torch.ops.mkldnn._linear_pointwise", "A product of matrices by oneDNN")
+
+
+@cache
+def find_onednn_product() -> Product | None:
+    """oneDNN's product of float32 matrices; None if this torch does not have it, or not on this kind of processor."""
+    is_supported = platform.machine().lower() in ("x86_64", "amd64") and torch.backends.mkldnn.is_available()
+    if not is_supported or isinstance(_multiply_and_apply, _Missing):
+        return None
+    function = _multiply_and_apply.default
+    return lambda a, b: function(a, b, None, "none", [], "")
+
+
+# Whether autocast is on for any device.
+is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", "Every recording")
 
 
 # ---- autograd ----
@@ -109,23 +155,56 @@ will_run_node: Callable[[Any], bool] = _find("torch._C._will_engine_execute_node
 
 _engine: Any = _find("torch.autograd.Variable._execution_engine", "Every recording")
 
-# The innermost pair of `saved_tensors_hooks`, None if there is none.
-_get_saved_tensor_hooks: Callable[[bool], Any] = _find(
-    "torch._C._autograd._top_saved_tensors_default_hooks", "Recording a checkpointed model"
+# The innermost pair of `saved_tensors_hooks`, None if there is none. It is called for every op.
+get_saved_tensor_hooks: Callable[[], Any] = partial(
+    _find("torch._C._autograd._top_saved_tensors_default_hooks", "Recording a checkpointed model"), False
 )
+
+# `Tensor.retain_grad` without the detour over function modes.
+retain_grad: Callable[[Tensor], None] = _find("torch._C.TensorBase.retain_grad", "Every recording")
 
 # Makes a tensor subclass that shares its data with a tensor.
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass", "ExpandedWeight")
 
 
+# Sets the number of in-place changes that autograd counts for each of some tensors.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _find(
+    "torch._C._autograd._unsafe_set_version_counter", "Verifying a recording"
+)
+
+
+def clone_lazily(tensor: Tensor) -> Tensor:
+    """A copy of a tensor on the CPU that takes memory when one of both is written to."""
+    clone = getattr(tensor, "_lazy_clone", None)
+    return tensor.clone() if clone is None or type(tensor) is not Tensor or tensor.device.type != "cpu" else clone()
+
+
+_MERSENNE_WORDS = slice(3, 627)  # the 624 words of the Mersenne twister in its state, as 64-bit integers
+
+
+def make_generator_state(numbers: bytes) -> Tensor:
+    """A state for `torch.Generator.set_state` with given words; `manual_seed` uses 32 bits of its seed only.
+
+    `numbers` has 2,496 bytes: 32 bits for each of the 624 words of the generator on the CPU.
+    """
+    state = _get_seeded_state().clone()
+    words = torch.frombuffer(bytearray(numbers), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+    state.view(torch.int64)[_MERSENNE_WORDS] = words
+    return state
+
+
+@cache
+def _get_seeded_state() -> Tensor:
+    """State of a generator whose next number is the first one of its words."""
+    state = torch.Generator().manual_seed(7).get_state()
+    if state.numel() != 5056 or int(state.view(torch.int64)[_MERSENNE_WORDS][0]) != 7:
+        _Missing("the known layout of a CPU generator's state", "The noise of private training")()
+    return state
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended."""
     _engine.queue_callback(callback)
-
-
-def get_saved_tensor_hooks() -> Any:
-    """The innermost pair of `saved_tensors_hooks`, None if there is none."""
-    return _get_saved_tensor_hooks(False)
 
 
 def read_saved(node: Any, name: str) -> Any:
@@ -140,7 +219,82 @@ def count_results(node: Any) -> int:
 
 def get_storage_id(tensor: Tensor) -> int:
     """An id of the memory that a tensor and its views share."""
-    return _read(tensor.untyped_storage(), "_cdata", "Every recording")
+    return get_storage_key(tensor.untyped_storage())
+
+
+def get_storage_key(storage: torch.UntypedStorage) -> int:
+    """An id of a storage, as long as it or a weak reference to it exists."""
+    return _read(storage, "_cdata", "Every recording")
+
+
+def get_address(storage: torch.UntypedStorage) -> int:
+    """The address of a storage, 0 if it has no memory."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def get_storage(ref: Any) -> torch.UntypedStorage | None:
+    """The storage behind a `StorageWeakRef`, None if it was freed."""
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
+def find_storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, None if it has none of its own (sparse tensors, wrappers of torch.func)."""
+    try:
+        storage = tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None
+    return None if is_wrapped_by_transform(tensor) else storage
+
+
+_get_transforms: Callable[[], Any] = _find("torch._C._functorch.peek_interpreter_stack", "Every recording")
+
+# Whether a tensor is the wrapper of a transform of torch.func (vmap, grad, jvp, functionalize) around another tensor.
+is_wrapped_by_transform: Callable[[Tensor], bool] = _find(
+    "torch._C._functorch.is_functorch_wrapped_tensor", "Every recording"
+)
+
+
+def is_inside_transform() -> bool:
+    """Whether a transform of torch.func is running."""
+    return _get_transforms() is not None
+
+
+def is_inside_forward_ad() -> bool:
+    """Whether a level of forward-mode AD is active."""
+    return _read(forward_ad, "_current_level", "Every recording") >= 0
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether forward-mode AD runs through a tensor."""
+    return is_inside_forward_ad() and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+# The functions by which forward-mode AD joins a tensor and its tangent.
+DUAL_FUNCTIONS: set[Any] = {_find(f"torch.{name}", "Forward-mode AD") for name in ("_make_dual", "_unpack_dual")}
+
+
+def find_storage_id(tensor: Tensor) -> int | None:
+    """An id of the memory that a tensor and its views share, None if the tensor has no memory of its own (sparse)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:
+        return None
+
+
+def is_foreign_memory(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor belongs to another library, such as numpy."""
+    try:
+        return not tensor.untyped_storage().resizable()
+    except NotImplementedError:
+        return False
+
+
+def get_gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any] | None, ...]:
+    """The hooks on the gradient of a leaf: those of `register_hook`, and those that run when it was accumulated."""
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
 def get_checkpoint_frame(pack: Any) -> Any:
@@ -176,6 +330,38 @@ def get_schema(operator: Any) -> Any:
     return _read(operator, "_schema", "persample.compile")
 
 
+def find_signatures(name: str) -> list[dict[str, Any]]:
+    """The parameters of each overload of an operator of torch, with their defaults."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return [{a.name: a.default_value for a in get_schema(overload).arguments} for overload in overloads]
+
+
+# torch.tensordot with two lists of dimensions, which torch.tensordot calls.
+tensordot: Callable[..., Any] = _find("torch._VF.tensordot", "tensordot() with weights")
+
+# Whether all or any entries are true; torch.distributions and compiled code call them.
+TRUTH_FUNCTIONS: list[Callable[..., Any]] = [
+    _find(f"torch.{name}", "torch.distributions") for name in ("_is_all_true", "_is_any_true")
+]
+
+# Draws random numbers for each row; torch.distributions calls it.
+sample_dirichlet: Callable[..., Any] = _find("torch._sample_dirichlet", "torch.distributions")
+
+# Draw random numbers for each entry; torch.distributions calls them.
+RANDOM_FUNCTIONS: list[Callable[..., Any]] = [
+    _find(f"torch.{name}", "torch.distributions")
+    for name in ("_standard_gamma", "_standard_gamma_grad", "_dirichlet_grad")
+]
+
+
+@cache
+def is_mutating(operator: Any) -> bool:
+    """Whether an operator of `torch.ops` declares that it writes into an argument."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 # ---- modules ----
 
 
@@ -184,15 +370,93 @@ def get_parameters(module: nn.Module) -> dict[str, Tensor | None]:
     return _read(module, "_parameters", "persample.compile")
 
 
+def get_named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model by name, as `named_parameters` lists them, at a fraction of its time."""
+    if type(model).named_parameters is not nn.Module.named_parameters:
+        return dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for prefix, module in _walk_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[prefix + name] = parameter
+    return found
+
+
+def list_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules of a model, each once, at a fraction of the time of `modules()`."""
+    if type(model).named_modules is not nn.Module.named_modules:
+        return list(model.modules())
+    return [module for _, module in _walk_modules(model)]
+
+
+def _walk_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules, each once, with the prefix of their parameters' names; a module may be its own child."""
+    found: dict[int, tuple[str, Any]] = {}
+    pending: list[tuple[str, Any]] = [("", model)]
+    while pending:
+        entry = prefix, module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = entry
+            if children := module._modules:
+                pending += [(f"{prefix}{name}.", child) for name, child in children.items() if child is not None][::-1]
+    return list(found.values())
+
+
 def get_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     """The dict in which a module keeps its own buffers."""
     return _read(module, "_buffers", "Restoring a model's buffers")
+
+
+# Runs in each call of a module, with the module as `self`.
+_call_module: Any = _find("torch.nn.Module._call_impl", "Recording a loss with tensors from outside the model")
+
+
+def iterate_running_modules() -> Iterator[nn.Module]:
+    """The modules that are being called in this thread, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    code = _call_module.__code__
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame.f_locals["self"]
+        frame = frame.f_back
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of a module is running in this thread, below the one whose hooks are running now."""
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None and calls < 2:
+        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return calls == 2
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after a module's forward."""
     feature = "Transformer layers in eval()"
     return bool(_read(module, "_forward_hooks", feature) or _read(module, "_forward_pre_hooks", feature))
+
+
+_module_implementation: Any = _find("torch.nn.modules.module", "Verifying a recording")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+
+def get_hooks(module: nn.Module) -> list[Any]:
+    """The hooks that run before and after a module's forward and backward."""
+    return [hook for name in _HOOKS for hook in _read(module, name, "Verifying a recording").values()]
+
+
+def get_global_hooks() -> list[Any]:
+    """The hooks that run before and after the forward and backward of every module."""
+    return [hook for name in _GLOBAL_HOOKS for hook in getattr(_module_implementation, name).values()]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` or `module.compile()` was called on a module."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
@@ -210,10 +474,58 @@ pytree: Any = _find("torch.utils._pytree", "Models with nested arguments or outp
 
 TorchDispatchMode: Any = _find("torch.utils._python_dispatch.TorchDispatchMode", "persample.compile")
 
+
+def make_dispatch_mode(run: Callable[[Any, Any, Any], Any]) -> Any:
+    """A dispatch mode that calls `run(operator, args, kwargs)` for each op.
+
+    torch would import its compiler at the first op, which takes seconds: code under this mode is not compiled.
+    """
+
+    class Mode(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(func, args, kwargs or {})
+
+    return Mode()
+
+
 # Context manager in which no dispatch mode is active.
 disable_dispatch_modes: Callable[[], Any] = _find(
     "torch.utils._python_dispatch._disable_current_modes", "persample.compile"
 )
+
+
+_count_dispatch_modes: Callable[[], int] = _find("torch._C._len_torch_dispatch_stack", "Every recording")
+_push_dispatch_mode: Callable[[Any], None] = _find("torch.utils._python_dispatch._push_mode", "Every recording")
+_pop_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._pop_mode", "Every recording")
+
+
+def insert_outermost_dispatch_mode(mode: Any) -> None:
+    """Enter a dispatch mode outside all others, whose own blocks then still end in order."""
+    for other in (mode, *reversed(_pop_dispatch_modes())):
+        _push_dispatch_mode(other)
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Leave a dispatch mode, wherever it is on the stack; nothing happens if it is not there."""
+    if not any(other is mode for other in get_dispatch_modes()):
+        return
+    for other in reversed(_pop_dispatch_modes()):
+        if other is not mode:
+            _push_dispatch_mode(other)
+
+
+def _pop_dispatch_modes() -> list[Any]:
+    """Empty the stack, the innermost mode first. The garbage collector may remove a mode in between."""
+    modes = []
+    while _count_dispatch_modes():
+        modes.append(_pop_dispatch_mode())
+    return modes
 
 
 def draws_random_numbers(function: Callable[[], Any]) -> bool:
@@ -295,6 +607,11 @@ def get_uncompiled(function: Any) -> Any:
 # ---- several processes ----
 
 _FSDP = "Recording under fully_shard"
+
+
+def get_default_store() -> Any:
+    """The store that the processes of the default process group share."""
+    return _find("torch.distributed.distributed_c10d._get_default_store", "Private training in several processes")()
 
 
 def get_active_ddp() -> Any:

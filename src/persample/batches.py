@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from persample import _torch
-from persample.errors import PerSampleError
+from persample._internal import node_batches
+from persample._internal.node_batches import GraphsShareNodes, has_edges
+from persample.errors import PerSampleError, refuse_forward_mode
 from persample.forward.tracker import Tracker
-from persample.layouts import Layout, make_packed_layout
+from persample.layouts import Layout, Where, make_packed_layout, repeat_sample, replace_samples, take_sample
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -98,19 +101,43 @@ def choose_dim(batch_dim: BatchDim | None, position: int | None, name: Any) -> i
 
 _ARGUMENTS = "the arguments of the model"
 
+# Positional and keyword arguments.
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _CannotReplace(Exception):
+    """A tensor cannot be cut to one sample."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """The arguments of a call of `forward`."""
+    """The arguments of a call of `forward`.
+
+    `constants` are names of arguments that are the same for all samples, and tensors that are.
+    """
 
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     batch_dim: BatchDim
+    constants: tuple[Tensor | str, ...] = ()
 
-    def find_batch_size(self) -> int:
-        """The number of samples, on which all tensors in the arguments must agree."""
-        return find_batch_size(self._leaves(), _ARGUMENTS)
+    def find_batch_size(self, opens_objects: bool = True) -> int:
+        """The number of samples, on which all tensors in the arguments must agree.
+
+        `opens_objects`: if there are no tensors, look into dataclasses and other objects.
+        """
+        try:
+            return find_batch_size(self._leaves(), _ARGUMENTS)
+        except NoSamplesFound:
+            self._refuse_graphs()
+            if not opens_objects:
+                raise
+            inside = ((t, dim) for leaf, dim in self._leaves() if has_attributes(leaf) for t in iterate_tensors(leaf))
+            return find_batch_size(inside, _ARGUMENTS)
+        except BatchSizesDiffer:
+            self._refuse_graphs()
+            raise
 
     def add_to(self, tracker: Tracker, search: bool) -> None:
         """Tell the tracker where the samples lie.
@@ -124,39 +151,153 @@ class Arguments:
             if isinstance(leaf, PackedSequence):
                 if int(leaf.batch_sizes[0]) != batch_size:
                     raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
-                tracker.add_input(leaf.data, make_packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size))
+                layout = make_packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size)
+                tracker.add_input(leaf.data, layout)
+                tracker.add_packed(layout.get_ids(len(leaf.data), batch_size), leaf.batch_sizes.tolist())
+                for order in (leaf.sorted_indices, leaf.unsorted_indices, leaf.batch_sizes):
+                    if order is not None:  # a loss that puts the samples in another order selects them by number
+                        tracker.add_constant(order)
                 continue
             if dim is None:
+                for tensor in iterate_tensors(leaf):
+                    tracker.add_constant(tensor)
                 continue
             for tensor in iterate_tensors(leaf):
+                if _torch.has_tangent(tensor):
+                    refuse_forward_mode("an argument of the model")
                 found = find_sample_dim(tensor, batch_size, dim, search)
-                if found is not None:
+                if found is None and search and batch_size == 1 and tensor.numel():  # all of it is the sample
+                    tracker.add_input(tensor, Layout(0, len(tensor) if tensor.dim() else 1))
+                elif found is not None:
                     tracker.add_input(tensor, _make_layout(tensor, batch_size, found, dim))
                 elif tensor.dim() > dim:
                     rejected.append(tensor.shape[dim])
+        if has_edges((name, arg) for _, name, arg in self._name()):
+            tracker.advice = node_batches.ADVICE
         if rejected and (not search or not tracker.has_inputs):
+            self._refuse_graphs()
             raise WrongBatchSize(rejected[0], batch_size)
         if not tracker.has_inputs:
+            self._refuse_graphs()
             raise NoSamplesFound(_ARGUMENTS)
 
-    def check_batch_dim(self) -> None:
-        """Refuse a `batch_dim` that names an argument which `forward` does not have."""
+    def iterate_tensors(self) -> Iterator[Tensor]:
+        """The tensors in arguments that have a batch dimension."""
+        for leaf, dim in self._leaves():
+            if dim is not None and not isinstance(leaf, PackedSequence):
+                yield from iterate_tensors(leaf)
+
+    def find_undivided(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Tensor | None:
+        """A tensor of integers that may hold ids of several samples, as those of bags do if the samples are offsets.
+
+        It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
+        """
+        for leaf, dim in self._leaves():
+            if dim is None or isinstance(leaf, PackedSequence):
+                continue
+            for tensor in iterate_tensors(leaf):
+                if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() <= dim:
+                    continue
+                if tensor.shape[dim] not in (1, batch) and find_layout(tensor) is None:
+                    return tensor
+        return None
+
+    def take_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
+        """The arguments of a call with one sample alone, in new memory; None if they cannot be cut."""
+        return self._replace(find_layout, lambda tensor, layout: take_sample(tensor, layout, sample, batch), sample)
+
+    def repeat_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
+        """The arguments of a call with copies of one sample in place of all samples; None if that is not possible."""
+        return self._replace(find_layout, lambda tensor, layout: repeat_sample(tensor, layout, sample, batch))
+
+    def rotate_samples(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
+        """The arguments of a call in which sample n + 1 has the place of sample n; None if that is not possible."""
+        order = [(n + 1) % batch for n in range(batch)]
+        return self._replace(find_layout, lambda tensor, layout: replace_samples(tensor, layout, order, batch))
+
+    def _replace(
+        self,
+        find_layout: Callable[[Tensor], Where | None],
+        change: Callable[[Tensor, Layout], Tensor | None],
+        sample: int | None = None,
+    ) -> Call | None:
+        """The arguments with each tensor of samples replaced; None if a tensor cannot be replaced.
+
+        `sample` is the sample to which a PackedSequence is cut; without it, a PackedSequence cannot be replaced.
+        """
+        finders = [find_layout]
+        replaced: dict[int, Any] = {}  # one tensor in several places stays one tensor
+
+        def replace(leaf: Any) -> Any:
+            if id(leaf) not in replaced:
+                replaced[id(leaf)] = make(leaf)
+            return replaced[id(leaf)]
+
+        def make(leaf: Any) -> Any:
+            if isinstance(leaf, PackedSequence):
+                if sample is None:
+                    raise _CannotReplace
+                padded, lengths = pad_packed_sequence(leaf, batch_first=True)
+                own, length = padded[sample : sample + 1].detach(), lengths[sample : sample + 1]
+                return pack_padded_sequence(own, length, batch_first=True, enforce_sorted=False)
+            if isinstance(leaf, Tensor):
+                layout = finders[0](leaf)
+                made = change(leaf.detach(), layout) if isinstance(layout, Layout) else leaf.detach()
+                if made is None or not isinstance(layout, (Layout, type(None))):
+                    raise _CannotReplace
+                return made.clone().requires_grad_(leaf.requires_grad)
+            if not has_attributes(leaf):
+                return leaf
+            parts = {name: map_leaves(part) for name, part in vars(leaf).items()}
+            if all(parts[name] is part for name, part in vars(leaf).items()):
+                return leaf
+            same = copy.copy(leaf)
+            vars(same).update(parts)
+            return same
+
+        def map_leaves(value: Any) -> Any:
+            return _torch.pytree.tree_map(replace, value, is_leaf=lambda part: isinstance(part, PackedSequence))
+
+        try:
+            return map_leaves(self.args), map_leaves(self.kwargs)
+        except _CannotReplace:
+            return None
+        finally:
+            finders.clear()  # the functions above refer to each other, and would keep the tracker
+
+    def check_names(self, model: nn.Module) -> None:
+        """Refuse a `batch_dim` that names an argument which `forward` does not have; constants may be buffers too."""
         names = get_argument_names(self.forward)
+        for name in self.constants:
+            if not isinstance(name, str) or name in names or name in self.kwargs:
+                continue
+            if name not in dict(model.named_buffers()) and name not in dict(model.named_parameters()):
+                raise PerSampleError(f"constants names '{name}', but the model takes {names}.")
         for key in self.batch_dim if isinstance(self.batch_dim, Mapping) else ():
             if isinstance(key, str) and key not in names and key not in self.kwargs:
                 raise PerSampleError(f"batch_dim names an argument '{key}', but the model takes {names}.")
 
-    def _leaves(self) -> Iterator[Leaf]:
+    def _refuse_graphs(self) -> None:
+        if has_edges((name, arg) for _, name, arg in self._name()):
+            raise GraphsShareNodes() from None
+
+    def _name(self) -> list[tuple[int | None, str | None, Any]]:
+        """The position, name and value of each argument."""
         names = get_argument_names(self.forward)
         positional = [(i, names[i] if i < len(names) else None, arg) for i, arg in enumerate(self.args)]
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
-        for position, name, arg in [*positional, *named]:
-            dim = choose_dim(self.batch_dim, position, name)
+        return [*positional, *named]
+
+    def _leaves(self) -> Iterator[Leaf]:
+        given = [constant for constant in self.constants if isinstance(constant, str)]
+        constant_ids = [id(constant) for constant in self.constants]
+        for position, name, arg in self._name():
+            dim = None if name is not None and name in given else choose_dim(self.batch_dim, position, name)
             if isinstance(arg, Tensor):
-                yield arg, dim
+                yield arg, None if id(arg) in constant_ids else dim
             else:
                 leaves = _torch.pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence))
-                yield from ((leaf, dim) for leaf in leaves)
+                yield from ((leaf, None if id(leaf) in constant_ids else dim) for leaf in leaves)
 
 
 def _make_layout(tensor: Tensor, batch_size: int, found: int, dim: int) -> Layout:
@@ -184,8 +325,13 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
     for leaf in [value] if isinstance(value, Tensor) else _torch.pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
             yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)) and not callable(leaf):
+        elif has_attributes(leaf):
             yield from iterate_tensors(list(vars(leaf).values()))
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is an object that may hold tensors in its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
 
 
 # ---- a batch of data ----
@@ -206,7 +352,15 @@ class Batch:
     @property
     def size(self) -> int:
         """The number of samples."""
-        return find_batch_size(self._leaves(), "the batch") if self.batch_size is None else self.batch_size
+        if self.batch_size is not None:
+            return self.batch_size
+        try:
+            return find_batch_size(self._leaves(), "the batch")
+        except (NoSamplesFound, BatchSizesDiffer):
+            parts = self.value if isinstance(self.value, (tuple, list)) else [self.value]
+            if has_edges((None, part) for part in parts):
+                raise GraphsShareNodes() from None
+            raise
 
     def choose_count(self, samples: int) -> int:
         """`samples`, or some more if another dimension has that size too, so that the two cannot be confused.

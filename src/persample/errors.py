@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import FrameType
+from typing import NoReturn
 
+import torch
 from torch import nn
 
 
@@ -33,6 +35,21 @@ def find_place(names: Mapping[nn.Module, str]) -> str:
             return f"module '{names[module]}' ({type(module).__name__})" if names[module] else type(module).__name__
         frame = frame.f_back
     return ELSEWHERE
+
+
+def raise_if_out_of_memory(error: Exception) -> None:
+    """Raise an error again if it says that there is no memory left: it shows nothing about the op that raised it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+        raise error
+
+
+def refuse_forward_mode(place: str) -> NoReturn:
+    """Refuse forward-mode AD through a recorded model."""
+    raise PerSampleError(
+        f"Forward-mode AD (torch.autograd.forward_ad, torch.func.jvp, jacfwd) runs through {place}. The recording of a "
+        "use of a weight has no forward derivative, so tangents would be lost. Compute the derivative outside the "
+        "recording, or in reverse mode (torch.autograd.grad)."
+    )
 
 
 def get_op_name(func: object) -> str:

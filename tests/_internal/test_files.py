@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from persample._internal import files
-from persample._internal.files import is_unfinished, remove_unfinished, write_atomically
+from persample._internal.files import (
+    SymlinkRefused,
+    is_unfinished,
+    open_archive,
+    remove_unfinished,
+    write_atomically,
+)
 
 # Loads the module from its file: importing the package would import torch, which takes seconds.
 WRITER = """
@@ -202,3 +209,90 @@ def test_only_unfinished_files_of_the_given_file_are_removed(tmp_path: Path) -> 
     remove_unfinished(tmp_path / "a")
     assert not own.exists() and other.exists() and kept.exists()
     remove_unfinished(tmp_path / "missing" / "a")
+
+
+# ---- symbolic links, permissions, archives ----
+
+
+def test_link_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
+    target, path = tmp_path / "target", tmp_path / "numbers"
+    target.write_bytes(b"precious")
+    path.symlink_to(target)
+    with write_atomically(path) as file:
+        file.write(b"new")
+    assert target.read_bytes() == b"precious"
+    assert not path.is_symlink() and path.read_bytes() == b"new"
+
+
+def test_unfinished_file_is_never_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if somebody guesses its name."""
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda size: "ab" * size)
+    (tmp_path / f"numbers.{files._get_machine()}.{'ab' * 8}.unfinished").symlink_to(target)
+    with pytest.raises(FileExistsError), write_atomically(tmp_path / "numbers") as file:
+        file.write(b"new")
+    assert target.read_bytes() == b"precious"
+
+
+def test_no_file_is_written_behind_a_linked_directory(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    (root / "0").symlink_to(elsewhere)
+    for path in (root / "0" / "numbers", root / "0" / "new" / "numbers"):
+        with pytest.raises(SymlinkRefused, match="is a symbolic link"), write_atomically(path, root):
+            pass
+    assert list(elsewhere.iterdir()) == []
+    with write_atomically(root / "1" / "numbers", root) as file:
+        file.write(b"1")
+
+
+def test_root_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "root").symlink_to(tmp_path / "disk")
+    with write_atomically(tmp_path / "root" / "0" / "numbers", tmp_path / "root") as file:
+        file.write(b"1")
+    assert (tmp_path / "disk" / "0" / "numbers").read_bytes() == b"1"
+
+
+def test_unfinished_files_behind_links_stay(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    root.mkdir()
+    elsewhere.mkdir()
+    kept = elsewhere / f"numbers.{files._get_machine()}.1.unfinished"
+    kept.write_bytes(b"precious")
+    make_old(kept)
+    (root / "0").symlink_to(elsewhere)
+    (root / "link.1.unfinished").symlink_to(kept)
+    (tmp_path / "other name").symlink_to(elsewhere)
+    os.mkfifo(root / "pipe.1.unfinished")
+    for path in (root, tmp_path / "other name"):
+        remove_unfinished(path)
+    assert kept.read_bytes() == b"precious"
+    assert (root / "link.1.unfinished").is_symlink() and (root / "pipe.1.unfinished").exists()
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
+def test_new_files_have_the_permissions_of_the_umask(umask: int, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "numbers"
+    before = os.umask(umask)
+    try:
+        with write_atomically(path) as file:
+            file.write(b"1")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert path.parent.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_archive_that_expands_is_refused(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.zip", tmp_path / "large.zip"
+    with zipfile.ZipFile(small, "w") as archive:
+        archive.writestr("a", bytes(1000))
+    with open_archive(small) as archive:
+        assert archive.read("a") == bytes(1000)
+    with zipfile.ZipFile(large, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a", bytes(100_000))
+    with pytest.raises(ValueError, match=r"would take 100,000 bytes, but the file has only \d+"), open_archive(large):
+        pass

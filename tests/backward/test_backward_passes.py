@@ -154,3 +154,14 @@ def test_layer_that_no_sample_uses() -> None:
     with record(module, parameters=["b.weight", "b.bias"]) as none:
         module(h, torch.zeros(B, dtype=torch.bool)).square().mean().backward()
     assert not none.gram().any() and not none.norms().any() and not none.project(4).any()
+
+
+def test_gradients_of_position_embeddings_are_not_made_dense() -> None:
+    def multiply(m: Any, h: Tensor) -> Tensor:
+        index = torch.arange(h.shape[1])
+        return h * m.first(index).unsqueeze(0) * m.second.weight.index_select(0, index)
+
+    model = Calls(multiply, first=nn.Embedding(1000, D), second=nn.Embedding(1000, D))
+    with record(model) as grads:
+        model(torch.randn(B, T, D)).square().sum().backward()
+    assert grads.explain().parameters == {"first.weight": "Rows", "second.weight": "Rows"}

@@ -354,8 +354,9 @@ def test_model_is_right_without_the_wrong_rule() -> None:
 def test_wrong_loss_reduction_is_noted(reduction: str) -> None:
     loss, other = nn.CrossEntropyLoss(reduction=reduction), "sum" if reduction == "mean" else "mean"
     assert run_check(make_mlp(), loss_fn=loss, loss_reduction=reduction).ok
+    assert run_check(make_mlp(), loss_fn=loss).ok
     report = run_check(make_mlp(), loss_fn=loss, loss_reduction=other)
-    assert report.outcome == "wrong" and {p.verdict for p in report.parameters} == {"WRONG"}
+    assert report.outcome == "refused" and f"is a {reduction} over the samples" in str(report.refusal)
     assert report.notes == [
         f"The gradient of the batch is the {reduction} of the gradients of its samples, not the {other}: pass "
         f"loss_reduction='{reduction}'."
@@ -363,9 +364,11 @@ def test_wrong_loss_reduction_is_noted(reduction: str) -> None:
 
 
 def test_samples_mixed_through_a_python_number() -> None:
-    report = run_check(Around(lambda m, x: m.net(x - float(x.mean()))))
-    assert report.outcome == "wrong" and report.coupled
-    assert "The samples influence each other" in report.notes[0]
+    model = Around(lambda m, x: m.net(x - float(x.mean())))
+    for options, outcome in (({}, "refused"), ({"verify": False}, "wrong")):
+        report = run_check(model, **options)
+        assert report.outcome == outcome and report.coupled
+        assert "The samples influence each other" in report.notes[0]
 
 
 def test_right_rows_whose_sum_is_not_the_batch_gradient() -> None:
@@ -569,7 +572,7 @@ def test_models_that_are_hard_to_copy_or_to_run() -> None:
 WRONG_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no module": ({"model": len}, "check takes an nn.Module, got a builtin_function_or_method"),
     "no samples asked": ({"samples": 0}, "samples must be a positive integer, got 0"),
-    "reduction": ({"loss_reduction": "none"}, "loss_reduction must be 'mean' or 'sum', got 'none'"),
+    "reduction": ({"loss_reduction": "none"}, "loss_reduction must be 'mean', 'sum' or None, got 'none'"),
     "lazy": ({"model": nn.LazyLinear(3)}, "The lazy parameter 'weight' has no shape yet"),
     "frozen": ({"model": make_mlp().requires_grad_(False)}, "no parameter that requires grad"),
     "no loss": ({"loss_fn": 3}, "loss_fn must be a function or a loss module, got an int"),

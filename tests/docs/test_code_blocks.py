@@ -135,6 +135,12 @@ def make_private() -> Names:
     return {**names, "loader": loader, "loss_fn": F.cross_entropy, "opacus": opacus, "persample": persample}
 
 
+def make_audit() -> Names:
+    dataset = TensorDataset(torch.randn(128, 20), torch.randint(5, (128,)))
+    make_model = lambda: nn.Sequential(nn.Linear(20, 100), nn.ReLU(), nn.Linear(100, 5))  # noqa: E731
+    return {"F": F, "DataLoader": DataLoader, "dataset": dataset, "make_model": make_model}
+
+
 def make_language_model() -> Names:
     labels = torch.tensor([[1, 2, -100], [0, -100, -100]])
     return {"F": F, "logits": torch.randn(2, 3, 5, requires_grad=True), "labels": labels}
@@ -187,6 +193,7 @@ SETUPS: dict[str, Callable[[], Names]] = {
     "compile.md": make_compiled,
     "private.md": make_private,
     "a language model": make_language_model,
+    "an audit": make_audit,
     "Hugging Face": make_huggingface,
     "Lightning": make_lightning,
 }

@@ -14,7 +14,7 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus, transformers and Lightning
 
 # Examples that are arguments of the command line; tests/cli runs them.
-COMMAND_LINE = {"check_model", "scan_digits"}
+COMMAND_LINE = {"audit_digits", "check_model", "scan_digits"}
 
 
 def load_example(name: str) -> Any:

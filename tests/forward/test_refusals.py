@@ -407,3 +407,19 @@ def test_trainable_tensor_that_is_no_parameter_is_refused() -> None:
     module = Calls(lambda m, h: h * (m.g * outside), g=param(D))
     with pytest.raises(PerSampleError, match="not a parameter"):
         call_for_per_sample_grads(module)(torch.randn(B, D)).sum().backward()
+
+
+NESTED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of samples": lambda m, x: m.a(x) * torch.nested.nested_tensor(list(x)).to_padded_tensor(0.0),
+    "of results": lambda m, x: torch.nested.as_nested_tensor([m.a(row) for row in x]).to_padded_tensor(0.0),
+    "jagged": lambda m, x: m.a(torch.nested.as_nested_tensor(list(x), layout=torch.jagged)).to_padded_tensor(0.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_tensors_are_refused(name: str) -> None:
+    model = Calls(NESTED[name], a=nn.Linear(4, 4))
+    for _ in range(2):
+        with pytest.raises(PerSampleError), record(model, verify=False):
+            model(torch.randn(3, 5, 4)).square().sum().backward()

@@ -149,7 +149,6 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, Layout]]] 
     "normalize over samples": (F.normalize, (A, 2.0, 0), {0: Layout(0)}),
     "linear with a bias for each row": (F.linear, (torch.rand(3, 4), A[:, 0, :4], torch.rand(3, 3)), {1: Layout(0)}),
     "huber_loss, none by position": (F.huber_loss, (A, A, "none"), {0: Layout(0), 1: Layout(0)}),
-    "one_hot of unknown width": (F.one_hot, (torch.tensor([0, 1, 2]),), {0: Layout(0)}),
     "softmax of an implicit dim": (F.softmax, (A,), {0: Layout(0)}),
     "pixel_shuffle of channels": (F.pixel_shuffle, (torch.rand(4 * B, 2, 2), 2), {0: Layout(0)}),
     "unfold of channels": (F.unfold, (torch.rand(B, 4, 4), 2), {0: Layout(0)}),
@@ -161,12 +160,9 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[int, Layout]]] 
 # Unbatched calls, whose first dimension holds channels, and functions that are declared elsewhere.
 UNDECLARED = {
     "linear with a bias for each row",
-    "huber_loss, none by position",
-    "one_hot of unknown width",
     "softmax of an implicit dim",
     "pixel_shuffle of channels",
     "unfold of channels",
-    "renorm",
 }
 
 

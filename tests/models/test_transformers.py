@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, B, TinyModel, make_cases
+from tests.support.hf_models import CLIP, CLIP_EMBEDDINGS, MODELS, TIME_SERIES, B, TinyModel, make_cases
 
 FrontEnd = Callable[[nn.Module, dict[str, Any]], tuple[Any, Gradients]]
 
@@ -29,7 +29,7 @@ CHECKPOINTED = [
 ]
 
 # A softmax over keys does not depend on the bias of the keys; pooling minus its input does not depend on a bias.
-NO_GRADIENT = re.compile(r"\bk(ey|_proj|_lin)?\.bias|before_norm\.bias")
+NO_GRADIENT = re.compile(r"\bk(ey|ey_global|_proj|_lin)?\.bias|before_norm\.bias")
 
 
 def run_record(module: nn.Module, kwargs: dict[str, Any]) -> tuple[Any, Gradients]:
@@ -122,3 +122,13 @@ def test_loss_of_a_language_model() -> None:
     labels[0, 4:] = -100
     report = persample.check(model, {"input_ids": tokens, "labels": labels}, lambda model, batch: model(**batch).loss)
     assert report.coupled and "a mean over [3, 6, 6] targets" in str(report.refusal)
+
+
+@both_front_ends
+def test_a_series_without_observations_is_refused(front_end: FrontEnd) -> None:
+    """It is scaled by the mean of the batch."""
+    (case,) = make_cases([TIME_SERIES])
+    module, _, kwargs = case.build()
+    kwargs["past_observed_mask"][0] = 0
+    with pytest.raises(SamplesMixed, match=r"where takes entries .* in 1 of 3 places"):
+        front_end(module, kwargs)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,6 +168,25 @@ def test_some_parameters() -> None:
         assert all(p.grad is None for p in module.parameters())
     with pytest.raises(PerSampleError, match="'nothing'"), record(module, parameters=["nothing"]):
         pass
+
+
+@dataclasses.dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    "make", [Pair, lambda x, y: collections.UserDict(x=x, y=y), lambda x, y: SimpleNamespace(x=x, y=y)]
+)
+def test_all_samples_in_one_object(make: Any) -> None:
+    model = Calls(
+        lambda m, b: m.a(b["x"] * b["y"] if isinstance(b, collections.UserDict) else b.x * b.y), a=nn.Linear(D, D)
+    )
+    x, y = torch.randn(2, B, D)
+    with record(model) as grads:
+        model(make(x, y)).sum().backward()
+    torch.testing.assert_close(grads.dense()["a.weight"], (x * y)[:, None].expand(B, D, D))
 
 
 def test_batch_dim_for_each_argument() -> None:
@@ -339,20 +361,11 @@ def test_permutation_of_the_inner_samples_is_refused() -> None:
             mix(module(x)).sum().backward()
 
 
-def test_input_changed_after_backward_raises() -> None:
-    module, x, y = make_small()
-    with record(module) as grads:
-        F.cross_entropy(module(x), y).backward()
-    x.copy_(torch.randn_like(x))
-    with pytest.raises(PerSampleError, match=r"'0\.weight' was changed in place"):
-        grads.norms()
-
-
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_answers_may_be_changed(reduction: str) -> None:
     module = Calls(lambda m, h: m.a(h) * m.g, a=nn.Linear(D, 3), g=param(3), unused=param(2))
     with record(module, loss_reduction=reduction) as grads:
-        module(torch.randn(B, D)).square().sum().backward()
+        getattr(module(torch.randn(B, D)).square(), reduction)().backward()
     before = grads.norms()
     for rows in grads.dense().values():
         assert not rows.requires_grad
@@ -459,14 +472,6 @@ def test_output_as_the_input_of_the_next_call() -> None:
         torch.testing.assert_close(grads.dense()["weight"][n], expected)
     with record(module), pytest.raises(SamplesMixed):
         (module(x) * module(x.flip(0))).sum().backward()
-
-
-def test_input_changed_between_two_passes_raises() -> None:
-    module, x = nn.Linear(D, D), torch.randn(B, D)
-    with record(module), pytest.raises(PerSampleError, match="changed in place"):
-        module(x).sum().backward()
-        x.mul_(2)
-        module(x).sin().sum().backward()
 
 
 def test_autograd_grad_of_parameters_is_refused() -> None:

@@ -34,7 +34,10 @@ def stop_watches() -> Iterator[None]:
         STARTED.pop().stop()
 
 
-@pytest.mark.parametrize("case", CASES[::4], ids=str)
+SOME_CASES = [case for i, case in enumerate(CASES) if i % 4 == 0 or "checkpoint" in case.name]
+
+
+@pytest.mark.parametrize("case", SOME_CASES, ids=str)
 def test_steps_equal_a_recording(case: Case) -> None:
     module, args, kwargs = case.build()
     with record(module, **case.record_options) as grads:
@@ -88,7 +91,9 @@ def test_modes_end_in_any_order() -> None:
     watched.stop()
     assert not _get_current_function_mode_stack()
     expected = compute_norms(model, x)
-    assert len(found) == 2 and all(torch.equal(norms, expected) for norms in found)
+    assert len(found) == 2
+    for norms in found:
+        torch.testing.assert_close(norms, expected)
 
 
 def test_default_device() -> None:

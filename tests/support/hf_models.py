@@ -134,6 +134,30 @@ def spectrogram_and_text(size: Size) -> dict[str, Tensor]:
     return {"input_features": torch.randn(B, 8, 2 * size.length), "decoder_input_ids": tokens(4)}
 
 
+def video(size: Size) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(B, B if size.length == B else 2, 3, 8, 8)}
+
+
+def attended_text(size: Size) -> dict[str, Tensor]:
+    """Texts with a global token; the second one is padded."""
+    inputs = {"input_ids": tokens(8), "attention_mask": torch.ones(B, 8, dtype=torch.long)}
+    inputs["attention_mask"][1, 5:] = 0
+    is_global = torch.zeros(B, 8, dtype=torch.long)
+    is_global[torch.arange(B), torch.tensor([0, 2, 1])] = 1
+    return {**inputs, "global_attention_mask": is_global}
+
+
+def series(size: Size) -> dict[str, Tensor]:
+    """Time series in which something was observed."""
+    observed = torch.ones(B, 9)
+    observed[0, 2:5] = observed[1, 7] = 0
+    return {
+        **{"past_values": torch.randn(B, 9), "past_time_features": torch.randn(B, 9, 2)},
+        **{"past_observed_mask": observed, "future_values": torch.randn(B, 4)},
+        "future_time_features": torch.randn(B, 4, 2),
+    }
+
+
 @dataclass(frozen=True)
 class Model:
     """A class of transformers by name, its special settings, and its inputs.
@@ -364,6 +388,38 @@ SOUND = [
     Model("Wav2Vec2, layer norms first", "Wav2Vec2Model", {**WAVES, **STABLE}, sound, ONCE),
 ]
 
+
+def timesformer(size: Size) -> Settings:
+    return {"image_size": 8, "num_frames": B if size.length == B else 2, "drop_path_rate": 0}
+
+
+def joint_timesformer(size: Size) -> Settings:
+    return {**timesformer(size), "attention_type": "joint_space_time"}
+
+
+LONG = {"attention_window": 4, "max_position_embeddings": 40, "pad_token_id": 1}
+LONG_PAIR = {"attention_window": [4, 4], "max_encoder_position_embeddings": 40, "d_model": HIDDEN}
+SERIES = {
+    **{"prediction_length": 4, "context_length": 6, "lags_sequence": [1, 3], "num_time_features": 2, "scaling": "mean"},
+    "d_model": HIDDEN,
+}
+TIME_SERIES = Model("Time series, scaled by the mean", "TimeSeriesTransformerModel", SERIES, series, ONCE)
+
+# Models that use rows, sizes or statistics of the batch in ways that do not mix samples.
+BATCH_AWARE = [
+    Model("TimeSformer", "TimesformerModel", timesformer, video),
+    Model("TimeSformer, joint attention", "TimesformerModel", joint_timesformer, video, ONCE),
+    Model("Longformer, global tokens", "LongformerModel", LONG, attended_text, (PLAIN, HEADS)),
+    Model(
+        "LED, global tokens",
+        "LEDModel",
+        LONG_PAIR,
+        lambda size: {**attended_text(size), "decoder_input_ids": tokens(4)},
+        ONCE,
+    ),
+    TIME_SERIES,
+]
+
 MODELS = [
     *ENCODERS,
     *DECODERS,
@@ -373,6 +429,7 @@ MODELS = [
     *IMAGE_TRANSFORMERS,
     *CONVOLUTIONS,
     *SOUND,
+    *BATCH_AWARE,
 ]
 
 CLIP = Model("CLIP", "CLIPModel", clip, image_and_text, ONCE)

@@ -30,6 +30,7 @@ from persample.terms.cost import (
     choose_patch_norm_algorithm,
     force_algorithm,
 )
+from persample.terms.products import multiply
 from persample.terms.sketch import SparseSketch, TensorSketch
 from persample.testing.oracle import stack_gradients
 from persample.testing.terms import CHECKS, NORM_ALGORITHMS, make_sketch, make_term_case
@@ -53,9 +54,11 @@ def outer(positions: int, dtype: torch.dtype = f64, width: int = 5) -> Factory:
     return make
 
 
-def rows(positions: int = 6, constant: bool = False, **options: Any) -> Factory:
+def rows(positions: int = 6, constant: bool = False, shared: bool = False, **options: Any) -> Factory:
     def make(batch: int) -> tuple[Term, Tensor]:
         ids, g = torch.randint(0, 5, (batch, positions)), torch.randn(batch, positions, 4, dtype=f64)
+        if shared:
+            ids = torch.randint(0, 5, (1, positions)).expand(batch, -1)
         if constant:
             g = g[:, :1].expand_as(g)
         weight = torch.randn(5, 4, dtype=f64)
@@ -137,6 +140,8 @@ TERMS: dict[str, Factory] = {
     "rows, scaled by frequency": rows(scale_grad_by_freq=True),
     "rows, one position": rows(1),
     "rows, one gradient for all positions": rows(constant=True),
+    "rows, the same for all samples": rows(shared=True),
+    "rows, the same for all samples, padding": rows(shared=True, padding_idx=2),
     "patches 1d": patches(1),
     "patches 2d": patches(2, stride=2, padding=1),
     "patches 2d, groups": patches(2, groups=2, dilation=2, padding=2),
@@ -373,3 +378,23 @@ def test_a_projection_depends_on_seed_and_name_only() -> None:
     for one, same, different in zip(here, again, other, strict=True):
         assert torch.equal(term.project(one), term.project(same))
         assert not torch.allclose(term.project(one), term.project(different))
+
+
+@pytest.mark.parametrize("layouts", ["nn", "nt", "tn", "tt", "sn", "ns", "en", "ne", "on", "no"])
+def test_products_of_large_matrices_in_all_layouts(layouts: str) -> None:
+    def make(rows: int, columns: int, layout: str) -> Tensor:
+        if layout == "t":  # transposed
+            return torch.randn(columns, rows).mT
+        if layout == "s":  # a slice of columns
+            return torch.randn(rows, columns + 5)[:, 3 : columns + 3]
+        if layout == "e":  # expanded
+            return torch.randn(rows, 1).expand(rows, columns)
+        if layout == "o":  # overlapping rows
+            return torch.randn(rows + columns).as_strided((rows, columns), (1, 1))
+        return torch.randn(rows, columns)
+
+    for rows, inner, columns in ((300, 200, 100), (50, 900, 60), (700, 50, 80), (2, 2, 2), (0, 3, 2)):
+        a, b = make(rows, inner, layouts[0]), make(inner, columns, layouts[1])
+        product = multiply(a, b)
+        assert product.is_contiguous() and product.dtype == torch.float32
+        torch.testing.assert_close(product.double(), a.double() @ b.double(), atol=1e-5 * inner, rtol=0)

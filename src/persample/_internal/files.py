@@ -1,4 +1,4 @@
-"""Files that are complete or absent.
+"""Files that are complete or absent, and files from somebody else.
 
 `write_atomically` writes to an *unfinished* file beside the target, flushes it to the disk, and renames it. Readers
 see the old contents or the new contents, never a part. A process that is killed while it writes leaves its unfinished
@@ -19,6 +19,16 @@ A process id does not tell whether a writer is alive: ids are reused, and say no
 
 The lock of a new file is taken just after the file is created. If a cleaner takes it in between, the cleaner removes
 the file, and the writer notices this and creates another one.
+
+Nothing here follows a symbolic link below a directory that the user named. A folder from somebody else may contain
+links to the user's own files: they would be read into a report, overwritten, or removed.
+
+- `write_atomically` creates its unfinished file exclusively, which fails at a link, and the rename replaces a link by
+  the file. With `root`, directories below `root` must not be links either.
+- `remove_unfinished` neither enters nor opens links.
+- `refuse_symlinks` checks a path before it is read.
+
+A new file has the permissions that the user's umask gives. `open_archive` refuses zip files that expand.
 """
 
 from __future__ import annotations
@@ -27,8 +37,10 @@ import hashlib
 import os
 import platform
 import secrets
+import stat
 import time
 import uuid
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -42,13 +54,32 @@ except ImportError:  # Windows: no locks, but open files cannot be removed
 
 STALE_AFTER = 24 * 3600.0
 _SUFFIX = ".unfinished"
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # not on Windows
+
+
+class SymlinkRefused(OSError):
+    """A file or directory is a symbolic link where none is expected."""
+
+
+def refuse_symlinks(path: Path, root: Path) -> None:
+    """Raise if `path`, or a directory between `root` and `path`, is a symbolic link. `root` itself may be one."""
+    for part in [path, *path.parents]:
+        if part == root:
+            return
+        if part.is_symlink():
+            raise SymlinkRefused(
+                f"{part} is a symbolic link. Links inside {root} are not followed, because they may lead to files of "
+                "somebody else. Replace the link by a copy."
+            )
 
 
 @contextmanager
-def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def write_atomically(path: str | os.PathLike[str], root: Path | None = None) -> Iterator[BinaryIO]:
     """Open a binary file that replaces `path` when the block ends, and is removed if the block raises.
 
-    Parent directories are created. When the block has ended, the contents and the name are on the disk.
+    The file can be written and read. Parent directories are created. When the block has ended, the contents and the
+    name are on the disk. If `path` is a symbolic link, the link is replaced, and its target stays as it is. Directories
+    between `root` and `path` must not be symbolic links.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,6 +90,8 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     (False, b'1 2 3', 1)
     """
     path = Path(path)
+    if root is not None:
+        refuse_symlinks(path.parent, root)
     path.parent.mkdir(parents=True, exist_ok=True)
     file, unfinished = _create_unfinished(path)
     try:
@@ -84,11 +117,13 @@ def remove_unfinished(path: str | os.PathLike[str]) -> None:
     """Remove unfinished files that have no live writer.
 
     If `path` is a directory, all unfinished files in it and its subdirectories are considered, else only the unfinished
-    versions of the file `path`.
+    versions of the file `path`. Symbolic links are left alone, and so is everything behind them.
     """
     path = Path(path)
-    if path.is_dir():
-        found = list(path.rglob(f"*{_SUFFIX}"))
+    if path.is_symlink() and path.is_dir():
+        found = []
+    elif path.is_dir():
+        found = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     elif path.parent.is_dir():
         found = [other for other in path.parent.iterdir() if other.name.startswith(f"{path.name}.")]
     else:
@@ -108,17 +143,33 @@ def sync_directory(directory: Path) -> None:
             os.close(descriptor)
 
 
+@contextmanager
+def open_archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip file that holds its contents uncompressed; raise `ValueError` if they are larger than the file.
+
+    The sizes are those that the archive declares. Reading a member never yields more than its declared size.
+    """
+    with zipfile.ZipFile(path) as archive:
+        declared, actual = sum(info.file_size for info in archive.infolist()), os.stat(path).st_size
+        if declared > actual:
+            raise ValueError(f"its contents would take {declared:,} bytes, but the file has only {actual:,}")
+        yield archive
+
+
 def _create_unfinished(path: Path) -> tuple[BinaryIO, Path]:
     while True:
         unfinished = path.with_name(f"{path.name}.{_get_machine()}.{secrets.token_hex(8)}{_SUFFIX}")
-        file = open(unfinished, "xb")  # noqa: SIM115  the caller closes it
+        file = open(unfinished, "x+b")  # noqa: SIM115  the caller closes it
         if _try_lock(file) is not False and unfinished.exists():
             return file, unfinished
         file.close()  # a cleaner was faster and removes the file
 
 
 def _remove_if_abandoned(unfinished: Path) -> None:
-    with open(unfinished, "r+b") as file:  # NFS locks only files that are open for writing
+    if not stat.S_ISREG(os.lstat(unfinished).st_mode):
+        return  # no writer made it
+    # NFS locks only files that are open for writing.
+    with open(unfinished, "r+b", opener=lambda name, flags: os.open(name, flags | _NO_FOLLOW)) as file:
         locked = _try_lock(file)
         is_local = f".{_get_machine()}." in unfinished.name
         is_old = time.time() - os.fstat(file.fileno()).st_mtime > STALE_AFTER

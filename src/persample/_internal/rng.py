@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
@@ -63,3 +63,51 @@ def preserve_rng() -> Iterator[None]:
         random.setstate(python_state)
         if numpy:
             numpy.random.set_state(numpy_state)
+
+
+class RngState:
+    """The states of all generators that `seed_all` seeds, and of further ones, at one moment.
+
+    >>> before = RngState()
+    >>> number = random.random()
+    >>> RngState() == before
+    False
+    >>> before.restore()
+    >>> RngState() == before, random.random() == number
+    (True, True)
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+        numpy: Any = sys.modules.get("numpy.random")  # loading it takes a while
+        of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self.devices = [torch.get_rng_state(), *of_cuda]
+        self._own = [(generator, generator.get_state()) for generator in generators]
+        self._python = random.getstate()
+        self._numpy = numpy.get_state() if numpy else None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RngState):
+            return NotImplemented
+        mine, theirs = ([*state.devices, *(own for _, own in state._own)] for state in (self, other))
+        if len(mine) != len(theirs) or self._python != other._python:
+            return False
+        return all(map(torch.equal, mine, theirs)) and self._same_numpy(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _same_numpy(self, other: RngState) -> bool:
+        if self._numpy is None or other._numpy is None:
+            return self._numpy is other._numpy
+        pairs = zip(self._numpy, other._numpy, strict=True)  # one part of the state is an array
+        return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)
+
+    def restore(self) -> None:
+        """Set all generators to these states."""
+        torch.set_rng_state(self.devices[0])
+        if len(self.devices) > 1:
+            torch.cuda.set_rng_state_all(self.devices[1:])
+        for generator, state in self._own:
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)

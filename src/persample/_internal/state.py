@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from persample import _torch
 from persample._internal.rng import preserve_rng
+from persample._internal.tree import find_tensors
 
 
 @contextmanager
@@ -35,3 +39,162 @@ def preserve_state(*modules: Any) -> Iterator[None]:
                 # Batch norm updates its statistics without a new version.
                 if buffer._version != version or not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+# Elements of longer containers are not looked into: a vocabulary is not state.
+_MOST_ELEMENTS = 1000
+
+_CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
+
+
+class ModuleState:
+    """What a forward pass may change in a model, at one moment.
+
+    These are the attributes of its modules, by identity; the elements of lists, dicts and sets among them, and the
+    attributes of objects of the same package; and the values of all tensors among them that are not parameters.
+
+    >>> model = nn.BatchNorm1d(2)
+    >>> model.seen = [1]
+    >>> before = ModuleState(model)
+    >>> _ = model(torch.randn(8, 2) + 3), model.seen.append(2)
+    >>> before.restore()
+    >>> model.running_mean, model.seen
+    (tensor([0., 0.]), [1])
+    """
+
+    def __init__(self, model: nn.Module, keep_values: bool = True) -> None:
+        self._keeps_values = keep_values
+        self.parameters = list(filter(_is_plain, model.parameters()))
+        self.generators: list[torch.Generator] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        modules = list(model.modules())
+        self._packages = {_get_package(module) for module in modules} - {"torch", "builtins"}
+        self._seen = {*map(id, model.parameters()), *map(id, modules)}
+        with torch.no_grad():
+            for module in modules:
+                self._add_container(vars(module))
+        self._seen.clear()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The parameters, and all other tensors of the model."""
+        return [*self.parameters, *(tensor for tensor, _ in self._values)]
+
+    def restore(self) -> None:
+        """Give the model this state again. What has not changed is not touched."""
+        for container, content in self._containers:
+            _restore_container(container, content)
+        for tensor, value in self._values:
+            if not torch.equal(tensor, value):
+                tensor.data.copy_(value)  # `data`: autograd must not count it as a change
+
+    def _add_container(self, container: Any) -> None:
+        kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
+        content = kind(container)  # not copy(), which a subclass may define in another way
+        self._containers.append((container, content))
+        if len(content) > _MOST_ELEMENTS:
+            return
+        for value in content.values() if kind is dict else content:
+            self._add(value)
+
+    def _add(self, value: Any) -> None:
+        if value is None or isinstance(value, (str, int, float, type, FunctionType, MethodType, ModuleType)):
+            return
+        if isinstance(value, tuple):
+            for part in value:
+                self._add(part)
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            if _is_plain(value):
+                self._values.append((value, value.detach().clone() if self._keeps_values else value))
+        elif isinstance(value, torch.Generator):
+            self.generators.append(value)
+        elif isinstance(value, _CONTAINERS):
+            self._add_container(value)
+        elif isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _get_package(value) in self._packages):
+            self._add_container(vars(value))
+
+
+def find_state_tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters of a model, its buffers, and the tensors in other attributes of its modules."""
+    return ModuleState(model, keep_values=False).tensors
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory that can be read, compared and written."""
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
+    return type(tensor) in (Tensor, nn.Parameter) and is_dense and not tensor.is_inference()
+
+
+def _restore_container(container: Any, content: Any) -> None:
+    if not container and not content:  # most attributes of a module are empty dicts of hooks
+        return
+    if isinstance(container, dict):
+        if list(container) != list(content):
+            container.clear()
+            container.update(content)
+        for key, value in content.items():
+            if container[key] is not value:
+                container[key] = value
+    elif isinstance(container, set):
+        if container != content:
+            container.clear()
+            container.update(content)
+    elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+        container.clear()
+        container.extend(content)
+
+
+def _get_package(value: Any) -> str:
+    return str(type(value).__module__).partition(".")[0]
+
+
+@contextmanager
+def keep_tensors(state: ModuleState) -> Iterator[Writes]:
+    """Restore the parameters that ops in the block write into, and what autograd counts as changes of all tensors."""
+    tensors = state.tensors
+    versions = tuple(tensor._version for tensor in tensors)
+    writes = Writes(state.parameters)
+    try:
+        with _torch.make_dispatch_mode(writes.run):
+            yield writes
+    finally:
+        for tensor, value in writes.before.values():
+            tensor.data.copy_(value)
+        _torch.set_versions(tuple(tensors), versions)
+
+
+class Writes:
+    """Copies some tensors before an op writes into them, and notes the least precise dtype of all results."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self.dtypes: set[torch.dtype] = set()
+        self._kept: dict[int, list[Tensor]] = {}
+        for tensor in tensors:
+            self._kept.setdefault(_torch.get_storage_id(tensor), []).append(tensor)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op."""
+        if _torch.is_mutating(func):
+            for tensor in find_tensors((args, kwargs)):
+                self._keep(tensor)
+        result = func(*args, **kwargs)
+        first = result[0] if type(result) is tuple and result else result
+        if isinstance(first, Tensor):
+            self.dtypes.add(first.dtype)
+        return result
+
+    def _keep(self, tensor: Tensor) -> None:
+        for kept in self._kept.get(_torch.get_storage_id(tensor), ()):
+            if id(kept) not in self.before:
+                self.before[id(kept)] = (kept, kept.detach().clone())
+
+    @property
+    def rounding(self) -> float:
+        """The eps of the least precise floating-point dtype of all results."""
+        return max((torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point), default=0.0)

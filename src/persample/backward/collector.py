@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
+from persample.backward.recorded_use import Plan
+from persample.backward.retained import RetainedUse, group_uses, stack_uses, take_gradients
 from persample.terms import Term
 
 # Takes the terms that a backward pass found for a parameter.
 Deliver = Callable[[Tensor, Sequence[Term]], None]
+
+# Takes one term for several parameters: the samples of each parameter after those of the last.
+DeliverStack = Callable[[Sequence[Tensor], Term], None]
+
+# By the id of a weight: the weight, and its terms.
+Arrived = dict[int, tuple[Tensor, list[Term]]]
 
 # While set, recordings note in it which rules gave the terms of each weight, by the id of the weight.
 asked_sources: ContextVar[dict[int, set[str]] | None] = ContextVar("persample sources", default=None)
@@ -39,18 +50,25 @@ class Collector:
         deliver: Deliver,
         finished: Callable[[], None] = _do_nothing,
         early: bool = False,
+        deliver_stack: DeliverStack | None = None,
     ) -> None:
         self.parameters = {id(p): p for p in parameters}
         self.deliver = deliver
         self.finished = finished
         self.early = early
+        self.deliver_stack = deliver_stack
+        self.anchor = torch.empty(0, requires_grad=True)  # a leaf that every tapped result depends on
+        self.anchor_node: Any = get_gradient_edge(self.anchor).node  # part of every pass that reaches weights
+        self.retained: list[RetainedUse] = []
         self.factor_bytes = 0  # what the terms of all uses would keep
         self.is_pulling_back = False
         self.sources = asked_sources.get()
         self.trace = tracing.get_trace()
         self._use_counts: defaultdict[int, int] = defaultdict(int)
         self._entangled: set[int] = set()  # parameters that are also used through a derived weight
-        self._arrived: dict[int, dict[int, tuple[Tensor, list[Term]]]] = {}
+        self._arrived: dict[int, Arrived] = {}
+        self._has_ended = False  # whether the end of the running backward pass was noted
+        self._collecting: Arrived | None = None  # what has arrived in a pass that has just ended
 
     # ---- the forward pass ----
 
@@ -60,13 +78,18 @@ class Collector:
             self.factor_bytes += factor_bytes
 
     def expect(self, weights: Iterable[Tensor]) -> None:
-        """Count a use of these weights. A recomputation does not count."""
+        """Count a use of these weights, unless it is a recomputation."""
         if _torch.get_backward_pass() >= 0:
             return
         for weight in weights:
             self._use_counts[id(weight)] += 1
             if self.early and id(weight) not in self.parameters:
                 self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
+
+    def expect_parameters(self, parameters: Iterable[Tensor]) -> None:
+        """`expect` for parameters, in the first run of a forward pass."""
+        for parameter in parameters:
+            self._use_counts[id(parameter)] += 1
 
     def count_uses(self, weight: Tensor) -> int:
         """The number of uses of a weight so far."""
@@ -78,18 +101,42 @@ class Collector:
         """Take a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
         if self.sources is not None:
             self.sources.setdefault(id(weight), set()).add(source)
-        backward_pass = _torch.get_backward_pass()
-        if backward_pass not in self._arrived:
-            _torch.call_after_backward(lambda: self._end(backward_pass))
-            self._arrived[backward_pass] = {}
-        arrived = self._arrived[backward_pass]
+        arrived = self.note_pass() if self._collecting is None else self._collecting
         arrived.setdefault(id(weight), (weight, []))[1].append(term)
         is_complete = len(arrived[id(weight)][1]) == self._use_counts[id(weight)]
         if self.early and is_complete and id(weight) in self.parameters and id(weight) not in self._entangled:
             self.deliver(*arrived.pop(id(weight)))
 
+    def note_pass(self) -> Arrived:
+        """Deliver what arrives in the running backward pass when it has ended; returns what has arrived so far."""
+        backward_pass = _torch.get_backward_pass()
+        arrived = self._arrived.get(backward_pass)
+        if arrived is None:
+            _torch.call_after_backward(lambda: self._end(backward_pass))
+            arrived = self._arrived[backward_pass] = {}
+        return arrived
+
+    def end_without_tap(self) -> None:
+        """After a backward pass for the weights: deliver what it found, if no tap has told that it has ended.
+
+        Activations may require grad without a weight behind them (`requires_grad_()` in the model).
+        """
+        is_inside_another = _torch.get_backward_pass() >= 0  # of a reentrant checkpoint
+        if not (self._has_ended or is_inside_another) and any(r.result.grad is not None for r in self.retained):
+            self._deliver_all({})
+
     def _end(self, backward_pass: int) -> None:
-        arrived = self._arrived.pop(backward_pass)
+        self._has_ended = True
+        self._deliver_all(self._arrived.pop(backward_pass))
+
+    def _deliver_all(self, arrived: Arrived) -> None:
+        if self.retained:
+            self._collecting = arrived
+            try:
+                with _torch.DisableTorchFunction(), torch.no_grad():
+                    self._collect_retained(arrived)
+            finally:
+                self._collecting = None
         self.is_pulling_back = True
         try:
             for weight, terms in list(arrived.values()):
@@ -105,6 +152,65 @@ class Collector:
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
         self.finished()
+
+    # ---- uses without a tap ----
+
+    def prepare_backward(self) -> None:
+        """Before a backward pass: hook the nodes of results that were changed in place."""
+        self._has_ended = False
+        for retained in self.retained:
+            if retained.is_result_changed:
+                retained.hook_node(self)
+        self.retained = [retained for retained in self.retained if retained.node is not None]
+
+    def forget_gradients(self, is_graph_kept: bool) -> None:
+        """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
+        for retained in self.retained:
+            retained.result.grad = None
+        if not is_graph_kept:  # other forward passes in the block have graphs of their own
+            self.retained = [retained for retained in self.retained if not retained.is_collected]
+
+    def refuse_second_derivatives(self) -> None:
+        """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
+        for retained in self.retained:
+            if retained.result.grad is not None:
+                retained.make_use(self).refuse_second_derivative()
+
+    def release(self, result: Tensor | None = None) -> None:
+        """Hook the node of this result, or of all: the caller wants its gradient, or the recording ends."""
+        released = [retained for retained in self.retained if result is None or retained.result is result]
+        for retained in released:
+            retained.hook_node(self)
+        self.retained = [retained for retained in self.retained if retained.node is not None]
+
+    def _collect_retained(self, arrived: Arrived) -> None:
+        several = {key for key, count in self._use_counts.items() if count != 1} | self._entangled
+        for group in group_uses(take_gradients(self.retained, self)):
+            if len(group) == 1:
+                ((retained, grad),) = group
+                retained.make_use(self).backward(retained.saved, [grad], deliver=True)
+                continue
+            stacked, saved, grad = stack_uses(group, self)
+            for position, term in stacked.compute_terms(saved, grad).items():
+                if position in stacked.weights:
+                    weights = [retained.weights[position] for retained, _ in group]
+                    self._receive_stack(weights, term, stacked.plan, arrived, several)
+
+    def _receive_stack(
+        self, weights: Sequence[Tensor], term: Term, plan: Plan, arrived: Arrived, several: set[int]
+    ) -> None:
+        """Take one term for several weights: deliver it as it is, if none of them is among those with other uses."""
+        if self.sources is not None:
+            for weight in weights:
+                self.sources.setdefault(id(weight), set()).add(plan.source)
+        ids = [id(weight) for weight in weights]
+        if self.deliver_stack is not None and several.isdisjoint(ids) and self.parameters.keys() >= {*ids}:
+            self.deliver_stack(weights, term)
+            return
+        batch = term.batch // len(weights)
+        for i, weight in enumerate(weights):
+            own = term.some(i * batch, (i + 1) * batch)
+            arrived.setdefault(id(weight), (weight, []))[1].append(own)
 
     def _take_sources(self, derived: Tensor) -> list[str]:
         last_op = type(derived.grad_fn).__name__.partition("Backward")[0].strip("_").lower()

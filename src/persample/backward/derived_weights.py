@@ -11,14 +11,14 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.graph import find_leaves
 from persample.errors import PerSampleError
-from persample.terms import Blocks, Dense, Outer, Term, add_terms, is_complex, sum_dense
+from persample.terms import Blocks, Dense, Outer, Rows, Term, add_terms, is_complex, sum_dense
 
 
 def pull_back(derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, Tensor]) -> list[tuple[Tensor, Term]]:
     """The terms of the parameters (given by id) that `derived` was computed from.
 
-    If `derived` is a part, a copy or the transpose of a parameter, the term keeps its structure. Otherwise it is made
-    dense and pulled back by autograd.
+    If `derived` is a part, a copy or the transpose of a parameter, or rows of it that ids select, the term keeps its
+    structure. Otherwise it is made dense and pulled back by autograd.
     """
     found = pull_back_term(derived, add_terms(terms))
     if found is not None and id(found[0]) in parameters:
@@ -42,7 +42,7 @@ def pull_back(derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, T
 
 
 def pull_back_term(derived: Tensor, term: Term) -> tuple[Tensor, Term] | None:
-    """The leaf that `derived` is a part, copy or transpose of, and the term of the leaf.
+    """The leaf that `derived` is a part, copy or transpose of, or looks up rows in, and the term of the leaf.
 
     None if `derived` was computed in another way.
 
@@ -134,6 +134,35 @@ def _pull_through_unbind(node: Any, output: int, term: Term) -> Term | None:
     return Blocks([term], [output], _torch.count_results(node), single=True)
 
 
+def _pull_through_unsqueeze(node: Any, output: int, term: Term) -> Term | None:
+    dim = _read_number(node, "dim")
+    return Dense(term.dense().squeeze(dim if dim < 0 else dim + 1))
+
+
+def _pull_through_embedding(node: Any, output: int, term: Term) -> Term | None:
+    if _torch.read_saved(node, "scale_grad_by_freq"):
+        return None
+    ids, count = _torch.read_saved(node, "indices"), _torch.read_saved(node, "weight_sym_argsize_0")
+    padding = _restore_sign(_torch.read_saved(node, "padding_idx"))
+    grad = term.dense()
+    if padding >= 0:
+        grad = grad.masked_fill((ids == padding).unsqueeze(-1), 0)
+    return _place_looked_up(ids, grad, count)
+
+
+def _pull_through_index_select(node: Any, output: int, term: Term) -> Term | None:
+    sizes = _torch.read_saved(node, "self_sym_sizes")
+    if len(sizes) != 2 or _read_number(node, "dim") % 2 != 0:
+        return None
+    return _place_looked_up(_torch.read_saved(node, "index"), term.dense(), sizes[0])
+
+
+def _place_looked_up(ids: Tensor, grad: Tensor, count: int) -> Term:
+    """The term of a table of `count` rows of which all samples use the rows `ids`, with this dense gradient."""
+    batch, width = len(grad), grad.shape[-1]
+    return Rows(ids.reshape(1, -1).expand(batch, -1), grad.reshape(batch, ids.numel(), width), count)
+
+
 def _read_row_count(node: Any) -> int:
     """The size of dimension 0 of the op's input."""
     return _torch.read_saved(node, "self_sym_sizes")[0]
@@ -160,4 +189,7 @@ _STEPS: dict[str, Callable[[Any, int, Term], Term | None]] = {
     "SliceBackward0": _pull_through_slice,
     "SelectBackward0": _pull_through_select,
     "UnbindBackward0": _pull_through_unbind,
+    "UnsqueezeBackward0": _pull_through_unsqueeze,
+    "EmbeddingBackward0": _pull_through_embedding,
+    "IndexSelectBackward0": _pull_through_index_select,
 }

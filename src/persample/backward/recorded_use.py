@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.tree import find_slots, put_in_tensors
-from persample.backward.collector import Collector
 from persample.backward.entry_moves import compute_moved_terms
 from persample.errors import PerSampleError, get_op_name
 from persample.layouts import Call, Layout, Owners, join_samples, make_sample_ids, place_rows, split_samples
 from persample.rules.generic import compute_generic_gradients
 from persample.rules.registry import Rule
 from persample.terms import Dense, Term, is_complex
+
+if TYPE_CHECKING:
+    from persample.backward.collector import Collector
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,18 @@ class Plan:
     kernel: Callable[..., Any]  # computes the result without gradients of the weights
     has_graph: bool  # whether activations have gradients
     weights_at: Sequence[tuple[int, int | str]]  # of each weight: position among the tensors, argument index or name
+    tensors_at: Sequence[int | str]  # of each tensor: argument index or name; empty if one is nested
+
+    @cached_property
+    def stacked_position(self) -> int | None:
+        """The position of the activation, if several uses can be computed as one with more samples; else None."""
+        batched = [i for i, layout in enumerate(self.layouts) if layout is not None]
+        if self.rule is None or not self.rule.stacks or len(batched) != 1:
+            return None
+        layouts = (self.layouts[batched[0]], *self.results)
+        is_in_front = all(layout is not None and layout.is_pattern and layout.dim == 0 for layout in layouts)
+        are_others_weights = len(self.weights_at) == len(self.layouts) - 1
+        return batched[0] if is_in_front and are_others_weights else None
 
     @cached_property
     def reads_result(self) -> bool:
@@ -67,7 +81,17 @@ class RecordedUse:
     autocast: tuple[str, torch.dtype] | None
     batch: int
     collector: Collector
-    anchor_node: Any
+
+    def refuse_second_derivative(self) -> NoReturn:
+        """Raise: a backward pass with create_graph=True reached this use."""
+        raise PerSampleError(
+            f"{get_op_name(self.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
+            "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
+        )
+
+    def compute_terms(self, tensors: Sequence[Tensor], grad: Tensor) -> dict[int, Term]:
+        """The terms of all weights, by their positions, for a use with one result."""
+        return self._compute_terms(tensors, [grad])
 
     def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
         """Compute the terms of all weights and, with `deliver`, pass them to the collector.

@@ -12,7 +12,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.backward.recorded_use import RecordedUse
-from persample.errors import PerSampleError, get_op_name
+from persample.errors import PerSampleError
 
 
 class Tap(torch.autograd.Function):
@@ -48,12 +48,11 @@ class Tap(torch.autograd.Function):
                 "backward() inside the block, where compiled autograd is turned off, or turn it off yourself."
             )
         if torch.is_grad_enabled():
-            raise PerSampleError(
-                f"{get_op_name(use.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
-                "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
-            )
+            use.refuse_second_derivative()
         # The anchor is not reached by autograd.grad(loss, inputs), which must leave no per-sample gradients.
-        deliver = _torch.will_run_node(use.anchor_node)
+        deliver = _torch.will_run_node(use.collector.anchor_node)
+        if deliver and use.batch:  # in an empty batch nothing arrives
+            use.collector.note_pass()
         input_grads: Sequence[Tensor | None] = [None] * len(use.plan.inputs)
         if (deliver or input_grads) and any(grad is not None for grad in grads):
             saved = ctx.saved_tensors  # reading them may start a recomputation, under the tracker

@@ -17,6 +17,7 @@ from persample.checking.subject import Gradient, Subject
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_inputs_and_targets, takes_outputs
+from persample.recording.options import Verify
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import find_factors
 from persample.terms.cost import choose_norm_algorithm
@@ -38,8 +39,9 @@ def check(
     samples: int = 4,
     batch_dim: BatchDim = 0,
     batch_size: int | None = None,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     tolerance: float | None = None,
+    verify: Verify = "first",
 ) -> Report:
     """Compare the result of `record` for a few samples with a loop over them, and report on each parameter.
 
@@ -70,6 +72,8 @@ def check(
         batch_dim, loss_reduction: as in `record`.
         batch_size: number of samples in `batch`, if the tensors do not agree on it.
         tolerance: allowed error, relative to the scale of a row. The default depends on the number type.
+        verify: as in `record`: by default, the outputs of two samples alone are compared with those of the batch too,
+            and a difference is a refusal that names the module where it first appears.
 
     Returns:
         A report; `print(report)` shows it as a table. If `record` refuses the model, the report contains the error,
@@ -90,6 +94,7 @@ def check(
         "batch_dim": batch_dim,
         "batch_size": None if batch_size is None else count,
         "loss_reduction": loss_reduction,
+        "verify": verify,
     }
     with preserve_state(model, loss_fn), torch.inference_mode(False), torch.enable_grad():
         subject = _make_subject(model, loss_fn, whole, options, count)
@@ -119,7 +124,9 @@ class _Recording:
 class _Comparison:
     """Comparison of one subject's recording with its loop and with the plain gradient of the batch."""
 
-    def __init__(self, subject: Subject, model: nn.Module, count: int, reduction: str, tolerance: float | None) -> None:
+    def __init__(
+        self, subject: Subject, model: nn.Module, count: int, reduction: str | None, tolerance: float | None
+    ) -> None:
         self.subject = subject
         self.own = dict(model.named_parameters())
         self.count = count
@@ -140,6 +147,7 @@ class _Comparison:
         random = self.subject.is_random(self.count)
         if random:
             recording = self._record()
+            self._find_reduction(recording, None, plain)
             wrong = self._find_wrong_sums(recording, plain)
             random = not self.subject.turn_off_dropout(self.count)
             self._note_randomness(random, recording, wrong)
@@ -147,6 +155,7 @@ class _Comparison:
         loop = None if random else self._run_loop()
         if recording is None or (recording.grads is not None and not random):
             recording = self._record()
+        self._find_reduction(recording, loop, plain)
         coupled = None if loop is None or self.count == 1 else self._find_coupling(loop, plain, recording)
         if recording.grads is None:
             found = [ParameterReport(name, tuple(p.shape), "refused") for name, p in self.subject.parameters.items()]
@@ -156,7 +165,7 @@ class _Comparison:
             verdicts = {name: self._judge(name, wrong, loop, plain) for name in errors or plain}
             found = [
                 self._describe_parameter(
-                    name, recording.grads._arrived.get(name), rules, verdicts[name], errors.get(name)
+                    name, recording.grads._find_term(name), rules, verdicts[name], errors.get(name)
                 )
                 for name, rules in recording.rules.items()
             ]
@@ -170,6 +179,7 @@ class _Comparison:
             recording.refusal,
             coupled,
             self.notes,
+            [] if recording.grads is None else recording.grads.tried.list(),
         )
 
     # ---- runs ----
@@ -240,7 +250,7 @@ class _Comparison:
         scales = _compute_scales(loop)
         return {name: _compute_error(grads.dense([name])[name], own, scales[name]) for name, own in loop.items()}
 
-    def _compute_sum_errors(self, rows: Gradient, plain: Gradient, reduction: str) -> dict[str, float]:
+    def _compute_sum_errors(self, rows: Gradient, plain: Gradient, reduction: str | None) -> dict[str, float]:
         """Error of the reduced rows against the gradient of the batch, relative to the scale of the rows."""
         parts = self.count if reduction == "mean" else 1
         scales = _compute_scales(rows)
@@ -259,6 +269,14 @@ class _Comparison:
             return set()
         return self._find_wrong(self._compute_sum_errors(recording.grads.dense(), plain, self.reduction))
 
+    def _find_reduction(self, recording: _Recording, loop: Gradient | None, plain: Gradient) -> None:
+        """Set how the loss combines the samples, if the user did not say: as recorded, else what fits the loop."""
+        if self.reduction is None and recording.grads is not None:
+            self.reduction = recording.grads.loss_reduction
+        elif self.reduction is None and loop is not None:
+            is_sum = not self._find_wrong(self._compute_sum_errors(loop, plain, "sum"))
+            self.reduction = "sum" if is_sum and self.count > 1 else "mean"
+
     def _find_coupling(self, loop: Gradient, plain: Gradient, recording: _Recording) -> bool:
         """Whether the plain gradients of the samples do not add up to the gradient of the batch; notes the meaning."""
         errors = self._compute_sum_errors(loop, plain, self.reduction)
@@ -271,7 +289,7 @@ class _Comparison:
                 )
             return False
         other = "sum" if self.reduction == "mean" else "mean"
-        if recording.refusal is not None or self._find_wrong(self._compute_sum_errors(loop, plain, other)):
+        if self._find_wrong(self._compute_sum_errors(loop, plain, other)):
             worst = max(errors, key=lambda name: errors[name])
             self.notes.append(
                 "The samples influence each other, or the loss is not a mean or sum over the samples: in the plain "
@@ -385,8 +403,8 @@ def _check_arguments(model: Any, samples: Any, loss_reduction: Any) -> None:
         raise PerSampleError(f"check takes an nn.Module, got {describe_value(model)}")
     if not isinstance(samples, int) or samples < 1:
         raise PerSampleError(f"samples must be a positive integer, got {samples!r}")
-    if loss_reduction not in ("mean", "sum"):
-        raise PerSampleError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
+    if loss_reduction not in (None, "mean", "sum"):
+        raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {loss_reduction!r}")
     for name, p in model.named_parameters():
         if torch.nn.parameter.is_lazy(p):
             raise PerSampleError(f"The lazy parameter '{name}' has no shape yet: call the model once before the check.")

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from persample._internal.text import format_bytes, format_table
 from persample.errors import PerSampleError
+from persample.forward.tried import TriedFunction
+from persample.gradients.explanation import describe_tried
 
 WIDTH = 120
 
@@ -63,6 +65,7 @@ class Report:
     refusal: PerSampleError | None = None
     coupled: bool | None = None  # whether samples influence each other in the plain model; None if unknown
     notes: list[str] = field(default_factory=list)
+    tried: list[TriedFunction] = field(default_factory=list)  # functions that persample does not know
 
     @property
     def outcome(self) -> Outcome:
@@ -99,6 +102,7 @@ class Report:
             "outcome": self.outcome,
             "refusal": refusal,
             "parameters": parameters,
+            "tried": [asdict(function) for function in self.tried],
             **{name: getattr(self, name) for name in copied},
         }
 
@@ -115,6 +119,8 @@ class Report:
                     f"dense(): estimated memory for all {self.batch_size} samples."
                 )
             )
+        if self.tried:
+            paragraphs.append(describe_tried(self.tried))
         if self.notes:
             paragraphs.append("\n".join("- " + _wrap(note, "  ").lstrip() for note in self.notes))
         return "\n\n".join(paragraphs)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
+from persample._internal.dropout import NoDropoutMode
+from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dtypes import to_double
 from persample._internal.graph import preserve_grads
 from persample._internal.rng import seed_all
@@ -27,7 +27,6 @@ from persample.recording.record import record
 
 Gradient = dict[str, Tensor]
 
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 _DROPOUT_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -137,7 +136,7 @@ class Subject:
                 stack.callback(torch.set_default_dtype, default)
                 torch.set_default_dtype(torch.float64)
             if not self.dropout:
-                stack.enter_context(_NoDropoutMode())
+                stack.enter_context(NoDropoutMode())
             yield
 
     def _reset(self) -> None:
@@ -168,20 +167,6 @@ def copy_module(module: nn.Module) -> Any:
         ) from error
 
 
-class _NoDropoutMode(TorchFunctionMode):
-    """Calls the dropout functions of torch as in evaluation."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if "dropout_p" in kwargs:  # scaled_dot_product_attention
-            kwargs["dropout_p"] = 0.0
-        if func not in _DROPOUTS:
-            return func(*args, **kwargs)
-        call = inspect.signature(func).bind(*args, **kwargs)
-        call.arguments["training"] = False
-        return func(*call.args, **call.kwargs)
-
-
 class _DtypeMode(TorchFunctionMode):
     """Collects the floating-point types of all results."""
 
@@ -190,6 +175,6 @@ class _DtypeMode(TorchFunctionMode):
         self.seen: set[torch.dtype] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}), **find_dropped(func))
         self.seen |= {t.dtype.to_real() for t in find_tensors(result) if t.is_floating_point() or t.is_complex()}
         return result

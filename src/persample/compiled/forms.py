@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.text import describe_value
-from persample.compiled.cache_key import PLAIN_TYPES, describe_tensor
+from persample.compiled.cache_key import describe_tensor
+from persample.compiled.describe import PLAIN_TYPES
 from persample.errors import PerSampleError
 
 

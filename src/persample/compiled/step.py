@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph
+from persample._internal.parameter_hooks import has_gradient_hooks, refuse_parameter_hooks
 from persample._internal.text import describe_value
 from persample.batches import BatchDim
 from persample.compiled.cache_key import StepState
@@ -30,7 +31,7 @@ from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients
 from persample.losses import compute_step_loss
-from persample.recording.options import Selection
+from persample.recording.options import Options, Selection, get_trainable
 from persample.recording.record import record
 
 _MAX_GRAPHS = 16  # that one step keeps
@@ -47,7 +48,7 @@ def compile(
     *,
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     parameters: Selection | None = None,
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
@@ -115,6 +116,8 @@ class CompiledStep:
             raise PerSampleError("A compiled step makes its own recording: call it outside of a recording.")
         arguments = Arguments(args, kwargs)
         state = self._get_state()
+        if has_gradient_hooks(state.tensors):  # the tensors that are traced have none
+            refuse_parameter_hooks(Options(**self._recording).select(get_trainable(self._model)))
         graph = self._graphs.get(_make_key(state, arguments))
         if graph is None:
             try:

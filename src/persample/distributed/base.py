@@ -17,7 +17,9 @@ from persample import _torch
 class Follower(Protocol):
     """The part of the tracker that is needed here."""
 
-    anchor: Tensor
+    @property
+    def anchor(self) -> Tensor:
+        """A leaf that every recorded use depends on."""
 
     def find_layout(self, tensor: Tensor) -> Any: ...
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample.backward.collector import Collector
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize, iterate_tensors
 from persample.errors import PerSampleError
@@ -68,19 +69,21 @@ def call_for_per_sample_grads(
         _check_cleared(module)
         arguments = Arguments(module.forward, args, kwargs, batch_dim)
         with _errors_of_torch():
-            batch = arguments.find_batch_size() if batch_size is None else batch_size
+            batch = arguments.find_batch_size(opens_objects=False) if batch_size is None else batch_size
         if batch == 0:
             raise RuntimeError(
                 "0 is not a valid batch size for Expanded Weights but got input tensor of that batch size"
             )
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        collector = Collector(trainable, to_grad_sample(batch, loss_reduction))
+        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        refuse_parameter_hooks(trainable)
+        collector = Collector(trainable.values(), to_grad_sample(batch, loss_reduction))
         tracker = Tracker(collector, module, batch=batch, loss_reduction=loss_reduction, layout_options=LAYOUT_OPTIONS)
         with _errors_of_torch():
             arguments.add_to(tracker, search=batch_size is not None)
         rng_state = torch.get_rng_state()
         try:
             with tracker:
+                tracker.begin_audit()
                 outputs = module(*args, **kwargs)
         except BaseException:
             tracker.restore_buffers()

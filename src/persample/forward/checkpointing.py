@@ -30,12 +30,18 @@ def _get_address(tensor: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def prepare_recomputation(tracker: Any) -> None:
-    """If a non-reentrant checkpoint is saving tensors now, have it recompute under the tracker."""
+def prepare_recomputation(tracker: Any) -> bool:
+    """If a non-reentrant checkpoint is saving tensors now, have it recompute under the tracker.
+
+    Returns whether hooks see the tensors that autograd saves, of a checkpoint or of anything else.
+    """
     hooks = _torch.get_saved_tensor_hooks()
-    frame = _torch.get_checkpoint_frame(hooks[0]) if hooks else None
+    if hooks is None:
+        return False
+    frame = _torch.get_checkpoint_frame(hooks[0])
     if frame is not None and not hasattr(frame.recompute_fn, _MARK):
         frame.recompute_fn = _wrap(tracker, frame.recompute_fn)
+    return True
 
 
 def prepare_reentrant(tracker: Any, node: Any) -> bool:

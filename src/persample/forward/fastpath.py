@@ -6,10 +6,9 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -40,28 +39,30 @@ class WholeModules:
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
-        self.modules = [m for m in tracker.model.modules() if isinstance(m, _FAST) and "forward" not in vars(m)]
-        for module in self.modules:
-            vars(module)["forward"] = self._forward(module)
+        modules = _torch.list_modules(tracker.model)
+        found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
+        self._modules = list(map(ref, found))  # the tracker must not keep its model
+        for module in found:
+            vars(module)["forward"] = _WholeForward(self, module)
 
     def remove(self) -> None:
-        for module in self.modules:
-            vars(module).pop("forward", None)
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                vars(module).pop("forward", None)
 
-    def _forward(self, module: nn.Module) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not _can_take_fast_path(module, args, kwargs):
-                return type(module).forward(module, *args, **kwargs)
-            with _torch.DisableTorchFunction():
-                output = type(module).forward(module, *args, **kwargs)
-                self._set_layouts(module, args, kwargs, output)
-            return output
-
-        return forward
+    def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run the forward of a module, on torch's fast path if possible."""
+        if not _can_take_fast_path(module, args, kwargs):
+            return type(module).forward(module, *args, **kwargs)
+        with _torch.DisableTorchFunction(), self.tracker.follow_whole():
+            output = type(module).forward(module, *args, **kwargs)
+            self._set_layouts(module, args, kwargs, output)
+        return output
 
     def _set_layouts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = tuple(find_tensors((args, kwargs)))
-        where = tuple(map(self.tracker.find_layout, tensors))
+        # Nested tensors occur inside a larger module that is followed as a whole.
+        where = tuple(None if t.is_nested else self.tracker.find_layout(t) for t in tensors)
         if any(where):
             call = Call(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
             results = find_results(output, args)
@@ -91,6 +92,28 @@ class WholeModules:
                 cause = f"{type(module).__name__} depends on the samples only through its mask"
                 found[key] = make_uniform_motion(Lost(cause), results)
         return found[key]
+
+
+class _WholeForward:
+    """Stands in for the forward of a module. A copy of the module, and a saved one, have their own forward instead."""
+
+    def __init__(self, whole_modules: WholeModules, module: nn.Module) -> None:
+        self._whole_modules = whole_modules
+        self._module = ref(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None  # it is being called
+        return self._whole_modules.run(module, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module(), "forward")  # the copy has no attributes yet, so this is its class's method
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a module has another forward than its class."""
+    forward = vars(module).get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 class _Forward:

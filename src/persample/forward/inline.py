@@ -7,6 +7,17 @@ from functools import cache
 from types import FunctionType
 from typing import Any
 
+from persample.layouts import DECLARATIONS
+
+
+@cache
+def is_composite(func: Callable[..., Any]) -> bool:
+    """Whether a function is written in Python in `torch.nn.functional`, and has no declared motion.
+
+    Its ops are followed one by one, so that it need not be tried.
+    """
+    return isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional" and func not in DECLARATIONS
+
 
 @cache
 def make_inline(func: FunctionType) -> Callable[..., Any]:

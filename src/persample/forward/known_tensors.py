@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Generic, TypeVar
 from weakref import ref
 
@@ -24,15 +25,25 @@ class TensorMap(Generic[V]):
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[ref[Tensor], V]] = {}
+        self.entries: dict[int, tuple[ref[Tensor], V]] = {}
 
     def __setitem__(self, tensor: Tensor, value: V) -> None:
-        self._entries[id(tensor)] = (ref(tensor), value)
+        self.entries[id(tensor)] = (ref(tensor), value)
 
     def get(self, tensor: Tensor) -> V | None:
-        entry = self._entries.get(id(tensor))
+        entry = self.entries.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def items(self) -> Iterator[tuple[Tensor, V]]:
+        """The tensors that still exist, and their values."""
+        for reference, value in list(self.entries.values()):
+            tensor = reference()
+            if tensor is not None:
+                yield tensor, value
+
     def __contains__(self, tensor: Tensor) -> bool:
-        entry = self._entries.get(id(tensor))
+        entry = self.entries.get(id(tensor))
         return entry is not None and entry[0]() is tensor

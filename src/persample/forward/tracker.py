@@ -2,55 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from types import FunctionType
-from typing import Any
+from types import FunctionType, MappingProxyType
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from persample import _torch
 from persample._internal import tracing
+from persample._internal.dropped_arguments import DROPPED, find_dropped
 from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
-from persample._internal.functions import find_results
+from persample._internal.functions import find_results, is_inplace
 from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
-from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place
+from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place, get_op_name
+from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
+from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
 from persample.forward.fastpath import WholeModules
-from persample.forward.inline import make_inline
+from persample.forward.inline import is_composite, make_inline
+from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
+from persample.forward.outside import CLASS_WEIGHTS, OutsideTensors
+from persample.forward.own_rows import selects_first_rows
+from persample.forward.places import RANDOM
+from persample.forward.preparations import PREPARATIONS
+from persample.forward.quick import (
+    HAS_PARAMETERS,
+    HAS_SAMPLES,
+    QUICK_CALLS,
+    WITHOUT_TENSORS,
+    Key,
+    QuickCall,
+    add_quick_call,
+    has_fixed_weights,
+    make_key,
+)
+from persample.forward.roots import NoteLoss, watch_sum
+from persample.forward.tried import TriedFunctions
 from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
 from persample.layouts import (
+    BY_SHAPE,
     CACHE,
     MOVES,
+    SIZE_FREE,
     Call,
     CountedSizes,
     Layout,
     Lost,
     Motion,
     Reduced,
+    Scattered,
     Where,
     find_layout_of_ids,
     find_motion,
+    find_size_free_layout,
+    get_argument,
+    has_ignored_targets,
     make_call,
     make_sample_ids,
     make_strided_ids,
     mark_simple,
 )
-from persample.rules import Rewrite, find_adapter, get_handler, get_rules
+from persample.rules import Rewrite, count_rule_changes, find_adapter, get_handler, get_rules
 
 # Functions that return their argument itself, unchanged.
 _UNCHANGING = {
     Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.backward,
     torch.autograd.grad,
 }  # fmt: skip
+
+_DIFFERENTIATING = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 
 # Functions that read only the dtype and device of their second tensor, or only its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
@@ -59,7 +91,10 @@ _SHAPED: dict[Any, Any] = {
 }  # fmt: skip
 
 # Functions that return Python numbers.
-_LEAVING = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__index__}
+_LEAVING = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy}
+
+# Functions that replace the memory of their first argument.
+_REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
 
 # Functions that write into buffers among their arguments.
 _UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
@@ -70,6 +105,10 @@ _ADVICE = (
     "Keep the samples separate (GroupNorm or LayerNorm instead of BatchNorm, or BatchNorm in eval(); statistics and "
     "attention within a sample), or say where the samples lie with "
 )
+
+
+def _do_nothing(tensor: Tensor) -> None:
+    pass
 
 
 class Tracker(TorchFunctionMode):
@@ -87,6 +126,10 @@ class Tracker(TorchFunctionMode):
         layout_options: the options by which the user can say where the samples lie, for errors.
         processes: the processes that share the batch.
         run_backward: called in place of `Tensor.backward`, with the function, its args and its kwargs.
+        note_loss: called in each backward pass with the sum over the samples that the pass starts from.
+        outside: decides about tensors that the code around the model uses; by default they are constants.
+        note_outside: called with each tensor from outside.
+        isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
     """
 
     def __init__(
@@ -99,29 +142,53 @@ class Tracker(TorchFunctionMode):
         layout_options: str = "batch_dim and batch_size",
         processes: Processes | None = None,
         run_backward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
+        note_loss: NoteLoss | None = None,
+        outside: OutsideTensors | None = None,
+        note_outside: Callable[[Tensor], None] = _do_nothing,
+        isolation: Isolation | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
         self.collector = collector
-        self.model = model
+        self._model = None if model is None else ref(model)  # the mode of a dropped model must not keep it
         self.loss_reduction = loss_reduction
         self.processes = processes or Processes()
         self.run_backward = run_backward
+        self.note_loss = note_loss
+        self.outside = outside
+        self.note_outside = note_outside
+        self.isolation = isolation
+        self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
-        self.anchor = torch.empty(0, requires_grad=True)
-        self.anchor_node = get_gradient_edge(self.anchor).node
         self.has_inputs = False
+        self.can_retain = False  # whether small uses may do without a tap
         self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
-        self.is_resting = False  # lets everything through: the backward pass has ended
+        self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
+        self.is_paused = False  # nothing is followed now
+        self.tried = TriedFunctions()
         self.saved_layouts: SavedLayouts = {}
-        self._buffers_before: dict[int, Tensor] = {}
+        self._audit: Audit | None = None
+        self._audit_node: Any = ANY_SEQUENCE  # where the pass is in the sequences of audited passes
+        self._buffers_before: dict[int | None, Tensor] = {}
         self._counted = CountedSizes()
-        self._module_names: dict[nn.Module, str] | None = None
+        self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
         self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
         # The layout of a tensor, and whether the tensor required grad when the layout was found.
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
+        if isolation is not None:
+            isolation.start_step(self)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module whose forward is tracked, None if there is none or if it has been freed."""
+        return None if self._model is None else self._model()
+
+    @property
+    def anchor(self) -> Tensor:
+        """The leaf that every tapped result depends on."""
+        return self.collector.anchor
 
     # ---- entering and leaving ----
 
@@ -138,6 +205,7 @@ class Tracker(TorchFunctionMode):
         """Undo `start`."""
         self._depth -= 1
         if self._depth == 0:
+            self.end_audit()
             if self._whole_modules is not None:
                 self._whole_modules.remove()
                 self._whole_modules = None  # it refers to the tracker: break the cycle
@@ -148,34 +216,166 @@ class Tracker(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self.stop()
+        try:
+            super().__exit__(*error)
+        finally:
+            self.stop()
+
+    # ---- the audit ----
+
+    def begin_audit(self) -> None:
+        """Compare the functions from now on with those of audited passes, and audit what is new."""
+        if self.model is None or tracing.get_trace() is not None:
+            return
+        with _torch.DisableTorchFunction():
+            if self._audit is not None:
+                self._audit.add_known_tensors()
+                return
+            history = get_history(self.model, self.isolation is not None)
+            self._audit_node = history.root
+            if history.audits_due:
+                self._start_audit()
+
+    def _start_audit(self) -> Audit:
+        assert self.model is not None
+        self._audit = audit = Audit(self, get_history(self.model, self.isolation is not None), self._audit_node)
+        self._audit_node = None
+        audit.start()
+        return audit
+
+    def end_audit(self) -> None:
+        """Let the functions that follow pass without an audit: the forward pass has ended."""
+        audit, self._audit = self._audit, None  # it refers to the tracker: break the cycle
+        self._audit_node = ANY_SEQUENCE
+        if audit is not None:
+            audit.stop()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block, nothing is followed or audited: it runs passes that are not part of the recording."""
+        was_paused, self.is_paused = self.is_paused, True
+        try:
+            with nullcontext() if self._audit is None else self._audit.pause():
+                yield
+        finally:
+            self.is_paused = was_paused
+
+    def follow_whole(self) -> AbstractContextManager[Any]:
+        """Inside the block, ops are part of a call whose results are set by `set_layout`."""
+        return nullcontext() if self._audit is None else self._audit.follow_whole()
 
     # ---- what is known about a tensor ----
+
+    def start_batch(self, batch: int, arguments: Iterable[Tensor]) -> None:
+        """Set the batch size, for a call of the model that is about to run with these arguments."""
+        self.batch = batch
+        if self.outside is not None:
+            self._counted.totals |= self.outside.get_early_totals(batch)
+            for tensor, layout in self.outside.take_early(arguments, batch):
+                self._known[tensor] = (layout, tensor.requires_grad)
 
     def add_input(self, tensor: Tensor, layout: Where) -> None:
         """Set the layout of a tensor from outside, unless the tracker has seen where it comes from."""
         self.has_inputs = True
+        self.can_retain &= not tensor.requires_grad  # else a use may have no tap behind its activations
+        self.note_outside(tensor)
+        if self.isolation is not None:
+            self.isolation.note_given(tensor)
         if tensor not in self._known:
+            if self.outside is not None and isinstance(layout, Layout):
+                layout = self.outside.reorder(layout)
             self._known[tensor] = (layout, tensor.requires_grad)
+
+    def add_samples(self, tensor: Tensor, dim: int = 0) -> None:
+        """Declare a tensor of the data: one row per sample in `dim`, or else in 0, if it has the batch's size there."""
+        for each in (dim, 0):
+            if self.batch and tensor.dim() > each and tensor.shape[each] == self.batch:
+                self.add_input(tensor, Layout(each))
+                return
+
+    def add_packed(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
+        """Set the order of a packed sequence from outside: the sample of each row, and the rows of each step."""
+        self._counted.add_packed(ids, sizes)
+
+    def add_constant(self, tensor: Tensor) -> None:
+        """Declare that a tensor is the same for all samples."""
+        if self.outside is not None:
+            self.outside.add_constant(tensor)
 
     def find_layout(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None if it does not depend on the batch."""
+        return self.find_known_layout(tensor) if self._audit is None else self._audit.find_layout(tensor)
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Whether `set_layout` was called for a tensor."""
+        return tensor in self._known
+
+    def get_known(self, tensor: Tensor) -> Where | None:
+        """The layout that was set for a tensor, None if there is none."""
+        known = self._known.get(tensor)
+        return None if known is None else known[0]
+
+    def iterate_known(self) -> Iterator[tuple[Tensor, tuple[Where | None, bool]]]:
+        """The tensors that are alive and have a layout; whether they required grad when it was set."""
+        return self._known.items()
+
+    def add_known(self, entries: Mapping[int, Any]) -> None:
+        """Add layouts of tensors, in the form of `TensorMap.entries`."""
+        self._known.entries.update(entries)
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget the layout of a tensor."""
+        if tensor in self._known:
+            del self._known.entries[id(tensor)]
+
+    def check_state(self) -> None:
+        """Refuse samples in parameters and buffers, if steps are isolated."""
+        if self.isolation is not None:
+            with _torch.DisableTorchFunction():
+                self.isolation.check_state(self, self._audit)
+
+    def check_gradient(self, output: Tensor, gradient: Tensor) -> None:
+        """Refuse constants that differ between samples as the gradient of an output, if steps are isolated."""
+        if self.places is None or output.shape != gradient.shape:
+            return
+        layout = self.find_layout(output)
+        if isinstance(layout, Layout):
+            call = make_call(Tensor.backward, (output, gradient), {}, self.batch, self.find_layout)
+            self.places.check(call, Motion((layout,), ((1, layout),)), self)
+
+    def find_known_layout(self, tensor: Tensor) -> Where | None:
+        """`find_layout`, as far as torch functions show it."""
         known = self._known.get(tensor)
         if known is None:
+            if tensor.is_nested:
+                self.refuse_nested()
             base = tensor._base
             if base is not None and (of_base := self._known.get(base)) is not None:
-                return self._find_layout_of_view(tensor, base, of_base[0])
-            return None if tensor.grad_fn is None else self._find_unseen_layout(tensor)
+                return self.find_layout_of_view(tensor, base, of_base[0])
+            if tensor.grad_fn is None:
+                if tensor.requires_grad and id(tensor) not in self.collector.parameters:
+                    self.can_retain = False  # no tap is behind what is computed from it
+                return None if self.is_inside or self.outside is None else self._find_outside_layout(tensor)
+            return self._find_unseen_layout(tensor)
         layout, had_grad = known
-        if not had_grad and layout is not None and tensor.grad_fn is not None:
-            self._check_custom_function(tensor, layout)
+        if not had_grad and layout is not None and tensor.requires_grad:
+            if tensor.grad_fn is None:  # requires_grad_(): a use of it has no tap behind its activations
+                self.can_retain = False
+            else:
+                self._check_custom_function(tensor, layout)
         return layout
+
+    def refuse_nested(self) -> NoReturn:
+        """Raise: a nested tensor was met."""
+        raise PerSampleError(
+            f"A nested tensor is used in {self.place()}. Samples in nested tensors are not followed. Use padded "
+            "tensors with a mask, or packed sequences."
+        )
 
     def is_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor that does not depend on the batch is a parameter, or computed from parameters."""
         if id(tensor) in self.collector.parameters:
-            return True
+            return tensor.requires_grad
         return tensor.requires_grad and (self._known.get(tensor) or _UNKNOWN)[0] is None
 
     def set_layout(self, tensor: Tensor, layout: Where | None) -> None:
@@ -183,16 +383,24 @@ class Tracker(TorchFunctionMode):
         if isinstance(layout, (Lost, Reduced)) and not layout.place:
             # A loss outside the model is in none of its modules: skip the search through the stack in each step.
             is_searched = self.is_inside or isinstance(layout, Lost)
-            layout = replace(layout, place=self.place() if is_searched else ELSEWHERE)
-        if isinstance(layout, Lost) and tensor.grad_fn is not None:
+            place = self.place() if is_searched else ELSEWHERE
+            if isinstance(layout, Lost) and self.outside is not None and not self.is_inside:
+                place += self.outside.describe_assumed()
+            layout = replace(layout, place=place)
+        if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, Scattered):
             tensor.register_hook(self._make_refusal(f"{layout.cause}, in {layout.place}"))
+        if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
+            watch_sum(tensor, layout, self.collector.anchor_node, self.note_loss)
         save_layout(self.saved_layouts, tensor, layout)
-        self._known[tensor] = (layout, tensor.requires_grad)
+        self._known[tensor] = (layout, has_grad := tensor.requires_grad)
+        if has_grad and tensor.grad_fn is None:  # rand_like(x, requires_grad=True)
+            self.can_retain = False
 
     def place(self) -> str:
         """The module whose code is running, in words."""
         if self._module_names is None:
-            self._module_names = {} if self.model is None else {m: name for name, m in self.model.named_modules()}
+            modules = () if self.model is None else self.model.named_modules()
+            self._module_names = WeakKeyDictionary({module: name for name, module in modules})
         return find_place(self._module_names)
 
     # ---- each op ----
@@ -206,50 +414,201 @@ class Tracker(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        if self.is_resting:
+        if kwargs is None:
+            kwargs = {}
+        if func in WITHOUT_TENSORS:
             return func(*args, **kwargs)
-        if func is Tensor.backward and self.run_backward is not None:
-            return self.run_backward(func, args, kwargs)
-        if func is torch.autograd.grad:
-            self._refuse_parameter_gradients(args, kwargs)
-        call = make_call(func, args, kwargs, self.batch, self.find_layout, self._counted)
-        # The fast path: a call like this one was seen before, and is known to do nothing else.
-        known = CACHE.get(call.key)
-        if known is not None and torch.is_grad_enabled():
-            if known.simple is not None:
+        if self.has_ended or self.is_paused:
+            return func(*args, **kwargs, **find_dropped(func))
+        if func in _DIFFERENTIATING:
+            if func is torch.autograd.grad:
+                return self._run_autograd_grad(args, kwargs)
+            if self.run_backward is not None:
+                return self.run_backward(func, args, kwargs)
+        return self._audit_or_follow(func, args, kwargs)
+
+    def _audit_or_follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow a call as in an audited pass; audit the rest of the pass if no audited pass had it here."""
+        node = self._audit_node
+        if node is None or (following := node.get(func)) is None:
+            return (self._audit or self._start_audit()).run(func, args, kwargs)
+        self._audit_node = following
+        return self.follow(func, args, kwargs, self.find_known_layout)
+
+    def follow(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        find_layout: Callable[[Tensor], Where | None],
+    ) -> Any:
+        """Run a torch function and follow the samples; `find_layout` says where they lie in an argument."""
+        quick = None
+        if self.batch > 1:
+            if func in SIZE_FREE:
+                rows = 0 if self.places is None else self.batch
+                quick = make_key(
+                    func, args, kwargs, self._known.entries, self.collector.parameters, self.is_inside, rows
+                )
+                if quick is not None and self._audit is None:
+                    has_grad = torch.is_grad_enabled()
+                    if has_grad or not (quick[1] & HAS_PARAMETERS or self._of_hidden_weights):
+                        known = QUICK_CALLS.get(quick[0])
+                        if known is not None and known.changes == count_rule_changes():
+                            return self._run_quickly(func, args, kwargs, known)
+                        if not quick[1] and not is_inplace(func) and not (rows and func in RANDOM):  # constants alone
+                            return func(*args, **kwargs)
+            elif func in BY_SHAPE and not kwargs and self._audit is None:
+                result = self._run_by_shape(func, args)
+                if result is not None:
+                    return result
+        call = make_call(func, args, kwargs, self.batch, find_layout, self._counted)
+        # Calls of other functions with the same key, including shapes, move the samples in the same way.
+        motion = CACHE.get(call.key)
+        if motion is not None and torch.is_grad_enabled():
+            if self.isolation is not None and (motion.simple is not None or motion.use is not None):
+                self.isolation.check_call(call, self)
+                self.isolation.places.check(call, motion, self)
+            if motion.simple is not None and not (motion.has_own_divisor and has_ignored_targets(call)):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
-                    self.set_layout(result, known.simple)
+                    self.set_layout(result, motion.simple)
                 return result
-            if known.use is not None and func not in _UPDATING and can_repeat(call, known.use, self):
-                prepare_recomputation(self)
-                result = repeat_use(call, known.use, self)
-                self.set_layout(result, known.results[0])
+            if motion.use is not None and func not in _UPDATING and can_repeat(call, motion.use, self):
+                is_checkpointed = prepare_recomputation(self)
+                result = repeat_use(args, kwargs, motion.use, self, is_checkpointed)
+                self.set_layout(result, motion.results[0])
                 return result
-        return self._run(self._without_unread_tensor(call))
+        call = self._without_unread_tensor(call, find_layout)
+        result = self._run(call)
+        if quick is not None:
+            self._keep_quick_call(quick, call, result)
+        return result
 
-    def _without_unread_tensor(self, call: Call) -> Call:
+    # ---- the hot path ----
+
+    def _run_by_shape(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
+        """Run a function of one tensor whose motion follows from shapes; None, without running it, if it does not."""
+        tensor = args[0]
+        found = self._known.get(tensor)
+        if found is None and not self.is_inside:  # a tensor from outside may be judged now
+            self.find_known_layout(tensor)
+            found = self._known.get(tensor)
+        if found is None or type(layout := found[0]) is not Layout or not layout.is_pattern:
+            return None
+        is_hidden = bool(self._of_hidden_weights) and not torch.is_grad_enabled()
+        if is_hidden or (tensor.requires_grad and not found[1]):  # the latter: a leaf, or made by an autograd.Function
+            return None
+        find, shape = BY_SHAPE[func], tensor.shape
+        if func is Tensor.__getitem__:
+            moved = find(layout, shape, (), args[1:], self.batch)
+            if moved is None:
+                return None
+            result = func(*args)
+        else:
+            if any([isinstance(arg, Tensor) for arg in args[1:]]):
+                return None
+            result = func(*args)
+            moved = find(layout, shape, result.shape, args[1:], self.batch)
+        if moved is None:
+            self._follow(make_call(func, args, {}, self.batch, self.find_layout, self._counted), result)
+        else:
+            self._note(result, moved)
+        return result
+
+    def _run_quickly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: QuickCall) -> Any:
+        """Run a call like one that was followed before."""
+        is_checkpointed = prepare_recomputation(self)
+        if known.plan is None:
+            result = func(*args, **kwargs)
+        else:
+            result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
+        if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
+            self._known.entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
+        else:
+            for each in [result] if isinstance(result, Tensor) else result:
+                self._note(each, known.layout)
+        return result
+
+    def _note(self, tensor: Tensor, layout: Layout) -> None:
+        """`set_layout` for a layout of samples."""
+        self._known.entries[id(tensor)] = (ref(tensor), (layout, tensor.requires_grad))
+        save_layout(self.saved_layouts, tensor, layout)
+
+    def _keep_quick_call(self, quick: tuple[Key, int], call: Call, result: Any) -> None:
+        """After a call on the general path: keep what it did, if later calls with its key do the same."""
+        key, contents = quick
+        if not contents & HAS_SAMPLES or isinstance(get_handler(call.func), Rewrite) or not torch.is_grad_enabled():
+            return
+        if call.func in _UPDATING and get_argument(call, 5, "training", "use_input_stats", default=True):
+            return
+        results = find_results(result, call.args)
+        layout = find_size_free_layout(call, results)
+        if layout is None or not self._knows(results, layout):
+            return
+        if call.is_inplace or call.kwargs.get("requires_grad"):  # the audit compares what was written
+            return
+        plan = None
+        if contents & HAS_PARAMETERS:
+            motion = CACHE.get(call.key)
+            plan = motion.use if motion is not None else None
+            if plan is None or not has_fixed_weights(call, plan, layout, results[0]):
+                return
+        elif not all(isinstance(each, Tensor) for each in (result if isinstance(result, (tuple, list)) else [result])):
+            return
+        add_quick_call(key, layout, plan)
+
+    def _knows(self, results: Sequence[Tensor], layout: Layout) -> bool:
+        return all((self._known.get(each) or _UNKNOWN)[0] == layout for each in results)
+
+    # ---- the general path ----
+
+    def _without_unread_tensor(self, call: Call, find_layout: Callable[[Tensor], Where | None]) -> Call:
         """The same call without a second tensor of which only the dtype and device, or the shape, is read."""
         args: tuple[Any, ...]
         if call.func in _TYPED and len(call.tensors) > 1:
             func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
         elif call.func in _SHAPED:
             func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
+        elif self.outside is not None and call.func in CLASS_WEIGHTS:
+            return self.outside.read_class_weights(call)
         else:
             return call
-        return make_call(func, args, kwargs, self.batch, self.find_layout, self._counted)
+        return make_call(func, args, kwargs, self.batch, find_layout, self._counted)
 
     def _run(self, call: Call) -> Any:
         """Run an op: a rewrite, a use, an op of weights alone, or an op without weights."""
+        if dropped := find_dropped(call.func):
+            return self._run_op_by_op(call, dropped)
         has_samples = any(call.where)
+        if (call.is_inplace or call.func in _REPLACING) and not self._is_audited_write(call):
+            return self._start_audit().follow(call.func, call.args, call.kwargs)
+        prepare = PREPARATIONS.get(call.func)
+        if prepare is not None:
+            call = prepare(call)
         handler = get_handler(call.func)
         if has_samples and isinstance(handler, Rewrite):
             with self:
                 result = handler.function(*call.args, **call.kwargs)
             if result is not NotImplemented:
                 return result
+        if has_samples and any([type(where) is Scattered for where in call.where]):
+            with self:
+                result = use_by_rows(call, self.find_layout)
+            if result is not NotImplemented:
+                return result
+        if has_samples and handler is None and is_composite(call.func):
+            with self:
+                return make_inline(call.func)(*call.args, **call.kwargs)
+        if self.isolation is not None and has_samples:
+            self.isolation.check_call(call, self)
+            self.isolation.places.prepare(call)
         weights = {i: t for i, t in enumerate(call.tensors) if call.where[i] is None and self.is_weight(t)}
+        if weights and call.func in REGISTRATIONS:
+            raise PerSampleError(
+                f"{get_op_name(call.func)} of a weight is called in {self.place()}: a recording keeps the gradients of "
+                "weights per sample, and the hook would not run. Change the recorded gradients instead."
+            )
         if weights and has_samples and torch.is_grad_enabled():
             return self._run_use(call, weights)
         self._save_buffers(call)
@@ -262,57 +621,110 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
+        if func is Tensor.retain_grad:  # from now on the gradient of the tensor is the user's
+            self.collector.release(call.tensors[0])
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in call.tensors)):
             for made in find_tensors(result):
                 self._of_hidden_weights[made] = True
         if has_samples and func in _LEAVING:
             self._counted.add(result)
+            if isinstance(call.where[0], (Reduced, Lost)) and isinstance(result, (int, float)):
+                self._counted.totals.add(result)
         elif has_samples:
             self._follow(call, result)
-            if not isinstance(handler, Rewrite) and not weights and func not in _UPDATING:
-                mark_simple(call, result)
+            self._note_statistics(call)
+            if isinstance(handler, Rewrite) or weights or func in _UPDATING or func in DROPPED:
+                return result
+            if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], args[1], self.batch):
+                mark_simple(call, result)  # the values of the first rows decide in each call
         elif weights:
             for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
+        elif self.outside is not None:
+            self.outside.note_call(call, result, self.batch, self.is_inside)
+        if self.places is not None and not has_samples:
+            self.places.note_constant(call, result)
         return result
+
+    def _is_audited_write(self, call: Call) -> bool:
+        """Whether a write is like one in an audited pass: with samples in the same arguments."""
+        key = tuple([where is not None for where in call.where])
+        if self._audit is not None:
+            self._audit.advance(key)
+            return True
+        following = self._audit_node.get(key)
+        if following is None:
+            return False
+        self._audit_node = following
+        return True
 
     def _run_use(self, call: Call, weights: dict[int, Tensor]) -> Any:
         handler, rules = get_handler(call.func), get_rules(call.func)
         adapter = find_adapter(handler)
         if not rules and adapter is None and isinstance(call.func, FunctionType):
-            with self:
-                return make_inline(call.func)(*call.args, **call.kwargs)
+            return self._run_op_by_op(call)
         self._save_buffers(call)
         if adapter is not None:
             check_not_mixed(call, self)
             result = adapter(self, handler, call, weights)
             self._follow(call, result)
+            self._note_statistics(call)
             return result
         prepare_recomputation(self)
         result, motion = run_use(call, weights, rules, self)
+        if motion.is_tried:
+            self.tried.add(call.func, self.place())
+        if self.places is not None:
+            self.places.check(call, motion, self)
         for made, layout in zip(find_results(result, call.args), motion.results, strict=True):
             self.set_layout(made, layout)
+        self._note_statistics(call)
         return result
+
+    def _run_op_by_op(self, call: Call, dropped: Mapping[str, Any] = MappingProxyType({})) -> Any:
+        """Run a Python function of torch op by op, with an argument that torch has not handed over."""
+        if "out" in dropped:
+            raise PerSampleError(
+                f"{get_op_name(call.func)}(out=...) is called in {self.place()}: torch does not pass `out` on to "
+                "function modes, by which a recording follows the samples. Assign the result instead."
+            )
+        with self:
+            return make_inline(call.func)(*call.args, **call.kwargs, **dropped)
 
     def _follow(self, call: Call, result: Any) -> None:
         """Find the layout of each result."""
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         if not results or call.func in _UNCHANGING:
             return
-        for made, layout in zip(results, find_motion(call, results).results, strict=True):
-            if call.is_inplace and made._base is not None and layout != call.where[0]:
-                self._update_base(made, layout)
+        motion = find_motion(call, results)
+        if motion.is_tried:
+            self.tried.add(call.func, self.place())
+        if self.places is not None:
+            self.places.check(call, motion, self)
+        for made, layout in zip(results, motion.results, strict=True):
+            if call.is_inplace and made._base is not None and (layout != call.where[0] or type(layout) is Lost):
+                self._update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
             if layout is not None or made._base is not None:
                 self.set_layout(made, layout)
+            elif not self.is_inside:
+                self.add_constant(made)
 
-    def _refuse_parameter_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run_autograd_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`autograd.grad` of something else than parameters; it leaves no per-sample gradients."""
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if any(id(t) in self.collector.parameters for t in find_tensors(inputs)):
             raise PerSampleError(
                 "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
                 "backward() and read the recorded gradients."
             )
+        try:
+            result = self._audit_or_follow(torch.autograd.grad, args, kwargs)
+            if args[4] if len(args) > 4 else kwargs.get("create_graph"):
+                self.collector.refuse_second_derivatives()
+            return result
+        finally:
+            self.collector.forget_gradients(is_graph_kept=True)
 
     # ---- views ----
 
@@ -320,17 +732,18 @@ class Tracker(TorchFunctionMode):
         """Update the layout of a base after a write through one of its views."""
         base = view._base
         assert base is not None
-        if not isinstance(layout, (Lost, Reduced)):
+        if not isinstance(layout, (Lost, Reduced)) or isinstance(layout, Scattered):
             with tracing.suspend():
                 ids = make_strided_ids(base, (self._known.get(base) or _UNKNOWN)[0], self.batch)
                 of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
                 of_view.copy_(make_sample_ids(view, layout, self.batch))
-                layout = find_layout_of_ids(ids, self.batch, isinstance(layout, Layout) and layout.loose)
+                is_loose = isinstance(layout, (Layout, Scattered)) and layout.loose
+                layout = find_layout_of_ids(ids, self.batch, is_loose)
         self.set_layout(base, layout)
 
-    def _find_layout_of_view(self, view: Tensor, base: Tensor, layout: Where | None) -> Where | None:
+    def find_layout_of_view(self, view: Tensor, base: Tensor, layout: Where | None) -> Where | None:
         """The layout of a view that was made before samples were written into its base."""
-        if not isinstance(layout, Layout):
+        if not isinstance(layout, (Layout, Scattered)):
             return None if isinstance(layout, Lost) and layout.listing else layout
         with tracing.suspend():
             ids = make_strided_ids(base, layout, self.batch)
@@ -341,21 +754,42 @@ class Tracker(TorchFunctionMode):
     # ---- buffers ----
 
     @cached_property
-    def _buffers(self) -> dict[int, Tensor]:
-        return {} if self.model is None else {id(b): b for b in self.model.buffers()}
+    def _buffers(self) -> dict[int | None, Tensor]:
+        """The model's buffers by their memory, which views of them share."""
+        return {} if self.model is None else {_torch.find_storage_id(b): b for b in self.model.buffers()}
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a buffer of the model."""
+        return self._buffers.get(_torch.find_storage_id(tensor)) is tensor
 
     def _save_buffers(self, call: Call) -> None:
         """Copy the model's buffers before an op changes them, for `restore_buffers`."""
-        if (call.is_inplace or call.func in _UPDATING) and self._buffers:
-            for tensor in call.tensors:
-                if id(tensor) in self._buffers and id(tensor) not in self._buffers_before:
-                    self._buffers_before[id(tensor)] = tensor.clone()
+        if (call.is_inplace or call.func in _UPDATING or call.func in _REPLACING) and self._buffers:
+            for key in map(_torch.find_storage_id, call.tensors):
+                if key in self._buffers and key not in self._buffers_before:
+                    self._buffers_before[key] = self._buffers[key].clone()
+
+    def _note_statistics(self, call: Call) -> None:
+        """After a norm layer with running statistics: these hold samples, if it updates them."""
+        if self.isolation is None or call.func not in _UPDATING:
+            return
+        if not get_argument(call, 5, "training", "use_input_stats", default=call.func is nn.functional.instance_norm):
+            return
+        first = 3 if call.func in (torch.batch_norm, torch.instance_norm) else 1
+        for position, name in ((first, "running_mean"), (first + 1, "running_var")):
+            statistic = get_argument(call, position, name)
+            if isinstance(statistic, Tensor):
+                self.set_layout(statistic, Lost(f"{get_op_name(call.func)} adds the samples to running statistics"))
 
     def restore_buffers(self) -> None:
         """Give the model's buffers the values that they had before the forward pass."""
         with torch.no_grad():
             for key, before in self._buffers_before.items():
                 self._buffers[key].copy_(before)
+        if self.isolation is not None:
+            self.isolation.restore_buffers()
+            if self._audit is not None:
+                self._audit.note_finding()  # else the refused sequence would count as audited
 
     # ---- tensors that no mode sees being made ----
 
@@ -390,7 +824,13 @@ class Tracker(TorchFunctionMode):
         if self._find_parameters_behind(tensor):
             self.processes.check_saved(tensor)
             self.set_layout(tensor, None)
+        else:
+            self.can_retain = False
         return None
+
+    def has_parameters_behind(self, tensor: Tensor) -> bool:
+        """Whether a backward pass from a tensor would reach parameters other than through a tap."""
+        return bool(self._find_parameters_behind(tensor))
 
     def _find_parameters_behind(self, tensor: Tensor) -> list[Tensor]:
         return [leaf for leaf in find_leaves(tensor) if id(leaf) in self.collector.parameters]
@@ -405,6 +845,19 @@ class Tracker(TorchFunctionMode):
                 "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
                 "register a rule for it with persample.register_rule."
             )
+
+    def _find_outside_layout(self, tensor: Tensor) -> Where | None:
+        """The layout of a tensor that the code around the model uses, and that the tracker has not seen before."""
+        assert self.outside is not None
+        is_recomputation = _torch.get_backward_pass() >= 0
+        if self.batch < 2 or tensor.requires_grad or is_recomputation:
+            return None
+        layout = self.outside.find_layout(tensor, self.batch)
+        if layout is not None:
+            self._known[tensor] = (layout, False)
+            if self.isolation is not None:
+                self.isolation.note_given(tensor)
+        return layout
 
     # ---- outputs ----
 

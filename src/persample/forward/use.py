@@ -16,6 +16,7 @@ from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import is_entry_move
 from persample.backward.recorded_use import Plan, RecordedUse
+from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap
 from persample.errors import PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
@@ -28,8 +29,7 @@ class ForwardPass(Protocol):
 
     batch: int
     collector: Collector
-    anchor: Tensor  # a leaf that every tapped result depends on
-    anchor_node: Any  # the node that accumulates its gradient: part of every backward pass that reaches weights
+    can_retain: bool  # whether small uses may do without a tap
     advice: str  # what the user can do if samples are mixed, in the words of the front end
 
     def place(self) -> str:
@@ -77,7 +77,7 @@ def run_use(
 
     shapes = tuple([r.shape for r in results])
     autocast = _get_autocast(call.tensors[0].device.type)
-    use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector, forward.anchor_node)
+    use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector)
     forward.collector.expect(weights.values())
     if forward.collector.early:
         factors = [t for i, t in enumerate(call.tensors) if i not in weights] + [results[i] for i in plan.tapped]
@@ -87,7 +87,7 @@ def run_use(
     chosen = [results[i] if call.is_inplace else _find_base(results[i]) for i in plan.tapped]
     shared = plan.moves and any(_shares_memory(c, w) for c in chosen for w in weights.values())
     copy = not call.is_inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
-    tapped_results = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), forward.anchor)
+    tapped_results = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), use.collector.anchor)
     pairs = zip(plan.tapped, tapped_results, strict=True)
     seen = {i: tapped if tapped.shape == shapes[i] else tapped.view(shapes[i]) for i, tapped in pairs}
     if isinstance(result, Tensor):
@@ -102,27 +102,42 @@ def can_repeat(call: Call, plan: Plan, forward: ForwardPass) -> bool:
     return all([id(call.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(call.func)
 
 
-def repeat_use(call: Call, plan: Plan, forward: ForwardPass) -> Tensor:
-    """`run_use` for a call with a plan, without the cases that cannot occur. This is the hot path."""
-    saved, weights = list(call.tensors), {i: call.tensors[i] for i, _ in plan.weights_at}
+def repeat_use(
+    args: Sequence[Any], kwargs: dict[str, Any], plan: Plan, forward: ForwardPass, is_checkpointed: bool
+) -> Tensor:
+    """`run_use` for a call of parameters with a plan, without the cases that cannot occur. This is the hot path.
+
+    `is_checkpointed` says whether hooks see the tensors that autograd saves.
+    """
+    saved = [args[at] if type(at) is int else kwargs[at] for at in plan.tensors_at]  # type: ignore[index]
+    weights: dict[int, Tensor] = {}
     if plan.has_graph:
-        args, kwargs = list(call.args), dict(call.kwargs)
-        for position, argument in plan.weights_at:
-            (args if isinstance(argument, int) else kwargs)[argument] = saved[position].detach()  # type: ignore[index]
-        result = plan.kernel(*args, **kwargs)
+        given, named = list(args), kwargs
+        for position, at in plan.weights_at:
+            weights[position] = weight = saved[position]
+            saved[position] = detached = weight.detach()
+            if type(at) is int:
+                given[at] = detached
+            else:
+                named = {**named, at: detached}  # type: ignore[dict-item]
+        result = plan.kernel(*given, **named)
     else:
-        result = plan.kernel(*call.args, **call.kwargs).detach()
-    collector = forward.collector
-    use = RecordedUse(
-        plan, (result.shape,), weights, _get_autocast(result.device.type), forward.batch, collector, forward.anchor_node
-    )
-    collector.expect(weights.values())
-    if collector.early:
-        collector.expect_bytes(sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes))
-    for i in weights:
-        saved[i] = saved[i].detach()
-    chosen = _find_base(result)
-    (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, forward.anchor)
+        for position, _ in plan.weights_at:
+            weights[position] = weight = saved[position]
+            saved[position] = weight.detach()
+        result = plan.kernel(*args, **kwargs).detach()
+    collector, base = forward.collector, result._base
+    chosen = result if base is None else _find_base(result)
+    if _torch.get_backward_pass() < 0:  # else it is a recomputation
+        collector.expect_parameters(weights.values())
+        is_small = forward.can_retain and plan.has_graph and result.numel() <= MAX_ENTRIES
+        if is_small and not is_checkpointed and (chosen is base or base is None):
+            collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))
+            return result
+        if collector.early:
+            collector.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)
+    use = RecordedUse(plan, (result.shape,), weights, None, forward.batch, collector)
+    (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, collector.anchor)
     return seen if seen.shape == result.shape else seen.view(result.shape)
 
 
@@ -133,11 +148,11 @@ def _can_repeat_later(call: Call, result: Any, weights: dict[int, Tensor], plan:
     return is_plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and possible_weights == {*weights}
 
 
-def _find_arguments(call: Call, weights: dict[int, Tensor]) -> list[tuple[int, int | str]]:
-    """For each weight: its position among the tensors, and its argument's position or name; empty if one is nested."""
+def _find_arguments(call: Call) -> list[int | str]:
+    """For each tensor: its argument's position or name; empty if one is nested."""
     given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
     arguments = [key for key, arg in given if isinstance(arg, Tensor)]
-    return [(i, arguments[i]) for i in weights] if len(arguments) == len(call.tensors) else []
+    return arguments if len(arguments) == len(call.tensors) else []
 
 
 def _make_plan(
@@ -161,6 +176,7 @@ def _make_plan(
         )
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     with_graph = [i for i, t in enumerate(call.tensors) if t.requires_grad and i not in weights]
+    tensors_at = _find_arguments(call)
     return Plan(
         func=call.func,
         arguments=arguments,
@@ -173,7 +189,8 @@ def _make_plan(
         moves=rule is None and is_entry_move(call),
         kernel=choose_kernel(call.func, weights) if with_graph else call.func,
         has_graph=bool(with_graph),
-        weights_at=_find_arguments(call, weights),
+        weights_at=[(i, tensors_at[i]) for i in weights] if tensors_at else [],
+        tensors_at=tensors_at,
     )
 
 

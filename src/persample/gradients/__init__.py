@@ -1,13 +1,23 @@
 """The per-sample gradients as a lazy matrix, and every answer that comes from its structure.
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
-answer; `RecordedGradients`, what the three have in common; `Bound`, how to clip; and `release_memory`.
+answer; `RecordedGradients`, what the three have in common; `Bound`, how to clip; `NonFinite`, what happens to samples
+whose gradient is not finite; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
 from persample.gradients.clipping import Bound
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.squared_norms import NonFinite
 from persample.gradients.streamed import StreamedClip, StreamedNorms
 
-__all__ = ["Bound", "PerSampleGradients", "RecordedGradients", "StreamedClip", "StreamedNorms", "release_memory"]
+__all__ = [
+    "Bound",
+    "NonFinite",
+    "PerSampleGradients",
+    "RecordedGradients",
+    "StreamedClip",
+    "StreamedNorms",
+    "release_memory",
+]

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from persample import _torch
 from persample._internal.dtypes import widen
+from persample._internal.precision import without_autocast
 from persample.distributed import Processes
 from persample.errors import PerSampleError
+from persample.forward.tried import TriedFunctions
 from persample.gradients.clipping import compute_clip_factors
+from persample.gradients.explanation import Explanation
+from persample.gradients.squared_norms import NonFinite, SquaredNorms
+from persample.gradients.stack import Stack
+from persample.layouts import Reduced, Reduction
 from persample.terms import Term
 
 
@@ -27,13 +34,25 @@ class RecordedGradients(ABC):
     for a parameter, `finish` when the backward pass has ended.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str, processes: Processes) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str | None,
+        processes: Processes,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        self._nonfinite_mode = nonfinite
         self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
         self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
-        self._loss_reduction = loss_reduction
+        self._given_reduction = loss_reduction
+        self._found_reduction: Reduction | None = None
+        self._noted_pass: int | None = None  # the backward pass for which `note_loss` was called, while it runs
+        self._enclosing_loss: Reduced | None = None  # of a pass that does not reach weights itself, while it runs
         self._processes = processes
         self._batch_size: int | None = None
         self._is_backward_done = False
+        self.tried = TriedFunctions()  # filled by the tracker
+        self.verification = "not verified: no forward pass has ended"
 
     # ---- filling ----
 
@@ -56,8 +75,66 @@ class RecordedGradients(ABC):
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
 
+    def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
+        """Take one term for several parameters: the samples of each parameter after those of the last."""
+        names = [self._names.get(id(parameter), "") for parameter in parameters]
+        if all(names):
+            self._receive_stack(Stack(names, term))
+            return
+        for name, own in Stack(names, term).split():
+            if name:
+                self._receive(name, own)
+
+    @abstractmethod
+    def _receive_stack(self, stack: Stack) -> None: ...
+
+    def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
+        """Take how the loss that the running backward pass starts from combines the samples.
+
+        All backward passes of a recording must agree. Without this call, a pass starts from the samples' own losses. A
+        pass that does not reach weights counts only if passes inside it do, as with reentrant checkpoints.
+        """
+        if not reaches_weights:
+            self._enclosing_loss = loss
+            _torch.call_after_backward(self._forget_enclosing_loss)
+            return
+        self._noted_pass = _torch.get_backward_pass()
+        if self.batch_size < 2:  # the sum is the mean
+            return
+        given, where = self._given_reduction, f"{loss.cause}, in {loss.place}"
+        if loss.kind == "mixed" and given is None:
+            raise PerSampleError(
+                f"Whether the loss is a sum or a mean over the samples is not clear: {where}. Pass "
+                "loss_reduction='sum' or 'mean' to say by which factor the rows are scaled, or reduce all parts alike."
+            )
+        if given is not None and loss.kind not in ("mixed", given):
+            raise PerSampleError(
+                f"loss_reduction='{given}' was given, but the back-propagated loss is a {loss.kind} over the samples: "
+                f"{where}. Pass loss_reduction='{loss.kind}', or leave it out to use what is found."
+            )
+        self._set_found_reduction(loss.kind)
+
+    def _set_found_reduction(self, found: Reduction) -> None:
+        before = self._found_reduction
+        if self._given_reduction is None and before not in (None, found):
+            raise PerSampleError(
+                f"One backward pass of this recording starts from a {before} over the samples, another from a {found}: "
+                "the rows of both cannot be added up. Reduce all losses alike, or pass loss_reduction."
+            )
+        self._found_reduction = found
+
+    def _forget_enclosing_loss(self) -> None:
+        self._enclosing_loss = None
+
     def finish(self) -> None:
         """Note that a backward pass has ended."""
+        if self._noted_pass is None and self._enclosing_loss is not None:
+            self.note_loss(self._enclosing_loss)
+            self._noted_pass = None
+        elif self._noted_pass is None and self.batch_size > 1:
+            self._set_found_reduction("sum")
+        elif self._noted_pass == _torch.get_backward_pass():  # else a pass inside another one has ended
+            self._noted_pass = None
         self._is_backward_done = True
 
     # ---- answers that all kinds have ----
@@ -74,9 +151,36 @@ class RecordedGradients(ABC):
         """The names of the recorded parameters, as in `model.named_parameters()`."""
         return list(self._parameters)
 
+    @property
+    def loss_reduction(self) -> str:
+        """How the back-propagated loss combines the samples, "sum" or "mean": as given, or as found in backward."""
+        return self._given_reduction or self._found_reduction or "sum"
+
     def samples(self) -> int:
         """The number of samples of all processes; with one process, the `batch_size`."""
         return self._processes.count(self.batch_size)
+
+    def explain(self) -> Explanation:
+        """What was kept for each parameter, and which functions were tried because persample does not know them.
+
+        >>> import persample
+        >>> from torch import nn
+        >>> model = nn.Linear(3, 2)
+        >>> with persample.record(model, keep="norms") as grads:
+        ...     model(torch.randn(5, 3)).square().mean().backward()
+        >>> print(grads.explain())
+          parameter  kept
+          ---------  ----------
+          weight     norms only
+          bias       norms only
+        <BLANKLINE>
+        The definition of every function is known: none was tried.
+        """
+        return Explanation({name: self._describe_term(name) for name in self._parameters}, self.tried.list())
+
+    @abstractmethod
+    def _describe_term(self, name: str) -> str:
+        """What was kept for a parameter."""
 
     @overload
     def norms(self, per_parameter: Literal[False] = False) -> Tensor: ...
@@ -85,31 +189,62 @@ class RecordedGradients(ABC):
     def norms(self, per_parameter: Literal[True]) -> dict[str, Tensor]: ...
 
     @torch.no_grad()
+    @without_autocast
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
-        squares = self._compute_squared_norms()
-        # Rounding in inner products can leave squares slightly below zero.
         if per_parameter:
-            return {name: square.clamp(min=0).sqrt() * self._scale for name, square in squares.items()}
-        if not squares:
-            return torch.zeros(self.batch_size, device=self._device)
-        return torch.stack([*squares.values()]).clamp_(min=0).sum(0).sqrt_().mul_(self._scale)
+            found = self._settle_parts().compute_part_norms()
+            for name in self._parameters.keys() - found.keys():
+                found[name] = self._make_zeros(name)
+            return {name: found[name] * self._scale for name in self._parameters}
+        squares = self._settle_rows()
+        if squares.names:
+            return squares.compute_norms().mul_(self._scale)
+        zeros = [self._make_zeros(name) for name in self._parameters]
+        return torch.stack(zeros).sum(0) if zeros else torch.zeros(self.batch_size, device=self._device)
 
     @torch.no_grad()
+    @without_autocast
     def clip_factors(self, max_norm: float) -> Tensor:
         """`(batch,)`: the factor for each row that makes its norm at most `max_norm`."""
         return compute_clip_factors(self.norms(), max_norm)
 
+    @property
+    @without_autocast
+    def nonfinite_count(self) -> int:
+        """The number of samples whose gradient is not finite, or so large that its squared norm overflows.
+
+        With nonfinite="zero" these samples are left out.
+        """
+        self._check_done()
+        return len(self._find_nonfinite())
+
     @abstractmethod
-    def _compute_squared_norms(self) -> dict[str, Tensor]:
-        """The squared norm of each row's part for each parameter, before scaling."""
+    def _settle_rows(self) -> SquaredNorms:
+        """The squared norms, such that the norms of whole rows are reliable."""
+
+    @abstractmethod
+    def _settle_parts(self) -> SquaredNorms:
+        """The squared norms, such that the norms of each parameter's part are reliable."""
+
+    @abstractmethod
+    def _find_nonfinite(self) -> set[int]:
+        """The samples whose gradient is not finite."""
+
+    def _describe_nonfinite(self, count: int) -> str:
+        if not count:
+            return ""
+        return f", {count} samples not finite{' and left out' if self._nonfinite_mode == 'zero' else ''}"
 
     # ---- inside ----
 
     @property
     def _scale(self) -> float:
         """Undoes the division by the batch size in a mean loss."""
-        return float(self.batch_size) if self._loss_reduction == "mean" else 1.0
+        return float(self.batch_size) if self.loss_reduction == "mean" else 1.0
+
+    def _describe_reduction(self) -> str:
+        return f"loss_reduction='{self.loss_reduction}'{'' if self._given_reduction else ' as found'}"
 
     @property
     def _device(self) -> torch.device:
@@ -120,12 +255,21 @@ class RecordedGradients(ABC):
 
         The result has one dtype on all processes, because a process that did not use the parameter has zeros of any.
         """
-        if own:
+        if own or type(self._processes) is Processes:
             return part
         dtype = widen(self._parameters[name].new_empty(0)).dtype
         if double:
             dtype = torch.promote_types(dtype, torch.float64)
         return self._processes.add_up(name, part, dtype if part.is_complex() else dtype.to_real())
+
+    def _add_all_over_processes(self, parts: dict[str, Tensor], own: bool) -> dict[str, Tensor]:
+        if own or type(self._processes) is Processes:
+            return parts
+        return {name: self._add_over_processes(name, part) for name, part in parts.items()}
+
+    def _make_zeros(self, name: str) -> Tensor:
+        """`(batch,)`: the norms for a parameter that was not used."""
+        return widen(self._parameters[name].new_empty(0)).abs().new_zeros(self.batch_size)
 
     def _check_done(self) -> None:
         if self.batch_size and not self._is_backward_done:

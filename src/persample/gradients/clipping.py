@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.errors import PerSampleError
+from persample.terms import Term
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,16 @@ def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | Non
     if stabiliser is not None:
         return max_norm / (norms + stabiliser)
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+
+
+def add_weighted_rows(term: Term, weights: Tensor, exact: Collection[int]) -> Tensor:
+    """`term.sum(weights)`, with the rows of some samples computed in float64.
+
+    Where contributions to a row cancel, the sum of its scaled contributions is wrong by more than the row.
+    """
+    if not exact:
+        return term.sum(weights)
+    total = term.sum(weights.index_fill(0, torch.tensor(sorted(exact), device=weights.device), 0))
+    for n in sorted(exact):
+        total = total + (term.compute_exact_row(n) * weights[n].double()).to(total.dtype)
+    return total

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from persample._internal import tracing
 from persample._internal.dtypes import widen
+from persample._internal.precision import without_autocast
 from persample._internal.text import format_bytes
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
+from persample.gradients.copies import OutsideMemory
+from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
+from persample.gradients.stack import Stack
 from persample.terms import Dense, Term, add_terms
-from persample.terms.base import convert_to_double, find_factors
+from persample.terms.base import convert_to_double
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
@@ -33,27 +38,53 @@ class PerSampleGradients(RecordedGradients):
     over the samples of all processes, so every process has to ask for them.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str, processes: Processes) -> None:
-        super().__init__(parameters, loss_reduction, processes)
-        self._arrived: dict[str, Term] = {}
-        self._versions: dict[str, list[tuple[Tensor, int]]] = {}
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str | None,
+        processes: Processes,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
+        self._exact: set[int] = set()  # samples with rows that are added up in float64
+        self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
+        self._is_cleared = False  # whether all terms that have arrived were searched for samples to clear
+        self.outside = OutsideMemory()
 
     def _receive(self, name: str, term: Term) -> None:
-        self._check_unchanged(name)
-        self._keep(name, add_terms([self._arrived[name], term]) if name in self._arrived else term)
+        self._start_answers()
+        before = self._find_term(name)
+        self._keep(Stack([name], term if before is None else add_terms([before, term])))
+
+    def _receive_stack(self, stack: Stack) -> None:
+        self._start_answers()
+        if self._stacks.keys().isdisjoint(stack.names):
+            self._keep(stack)
+        else:  # of another backward pass
+            for name, term in stack.split():
+                self._receive(name, term)
+
+    def finish(self) -> None:
+        super().finish()
+        self.outside.forget_copies()
 
     def __repr__(self) -> str:
         if self._is_empty:
             return "PerSampleGradients(nothing recorded yet)"
         numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
-        lines = [f"PerSampleGradients(batch_size={self.batch_size}, dense() would take {format_bytes(4 * numbers)}"]
+        size = format_bytes(4 * numbers)
+        described = f"batch_size={self.batch_size}, {self._describe_reduction()}, dense() would take {size}"
+        described += self._describe_nonfinite(len(self._cleared))
+        lines = [f"PerSampleGradients({described}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
-        return "\n".join(lines) + ")"
+        return "\n".join([*lines, f"  {self.verification})"])
 
     # ---- answers ----
 
     @torch.no_grad()
+    @without_autocast
     def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`{name: (batch, *shape)}`: the gradients themselves, which take `batch_size` times the memory of the model.
 
@@ -65,6 +96,7 @@ class PerSampleGradients(RecordedGradients):
         return {name: self._compute_dense(name) for name in chosen}
 
     @torch.no_grad()
+    @without_autocast
     def sum(self, weights: Tensor | None = None, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the weighted sum of the rows.
 
@@ -79,16 +111,17 @@ class PerSampleGradients(RecordedGradients):
                 f"sum() needs one weight for each of {self.batch_size} samples, got shape {tuple(weights.shape)}."
             )
         weights = weights.to(self._device) * self._scale
-        parts = {name: term.sum(weights) for name, term in self._terms().items()}
-        return {name: self._add_over_processes(name, part, own=own) for name, part in parts.items()}
+        return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
 
     @torch.no_grad()
+    @without_autocast
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, that is the gradient of the mean loss."""
         count = max(1, self.samples())
         return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
+    @without_autocast
     def clip(self, max_norm: float, per_parameter: bool = False, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the sum of the rows, each scaled down to a norm of at most `max_norm`.
 
@@ -101,10 +134,11 @@ class PerSampleGradients(RecordedGradients):
             return self.sum(self.clip_factors(max_norm), own)
         norms = self.norms(per_parameter=True)
         factors = {name: compute_clip_factors(part, max_norm) * self._scale for name, part in norms.items()}
-        parts = {name: term.sum(factors[name]) for name, term in self._terms().items()}
-        return {name: self._add_over_processes(name, part, own=own) for name, part in parts.items()}
+        self._split_stacks()
+        return self._add_weighted(lambda stack: stack.sum(factors[stack.names[0]], self._exact), own)
 
     @torch.no_grad()
+    @without_autocast
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """`(batch,)`: the inner product of each row with a direction `{name: shape}`; missing names count as zero."""
         unknown = direction.keys() - self._parameters.keys()
@@ -119,6 +153,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_parts(parts) * self._scale
 
     @torch.no_grad()
+    @without_autocast
     def gram(self, other: PerSampleGradients | None = None, memory: int = MEMORY) -> Tensor:
         """`(batch, batch of other)`: the inner products of the rows with the rows of `other`, or with each other.
 
@@ -134,6 +169,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_parts(parts, other.batch_size) * (self._scale * other._scale)
 
     @torch.no_grad()
+    @without_autocast
     def project(self, dim: int, seed: int = 0, method: Literal["tensor", "sparse"] = "tensor") -> Tensor:
         """`(batch, dim)`: a random projection of the rows that preserves inner products in expectation.
 
@@ -163,6 +199,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_parts(parts, dim) * self._scale
 
     @torch.no_grad()
+    @without_autocast
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean over the rows of each entry's square."""
         count = max(1, self.samples())
@@ -170,6 +207,7 @@ class PerSampleGradients(RecordedGradients):
         return {name: self._add_over_processes(name, part) / count for name, part in squares}
 
     @torch.no_grad()
+    @without_autocast
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance over the rows of each entry; unbiased with the default correction."""
         count = self.samples()
@@ -185,6 +223,7 @@ class PerSampleGradients(RecordedGradients):
         return found
 
     @torch.no_grad()
+    @without_autocast
     def noise_scale(self) -> Tensor:
         """The batch size at which the noise of the mean gradient is as large as the gradient.
 
@@ -210,22 +249,49 @@ class PerSampleGradients(RecordedGradients):
             total = total + part
         return total
 
+    def _add_weighted(self, sum_rows: Callable[[Stack], dict[str, Tensor]], own: bool) -> dict[str, Tensor]:
+        """`{name: shape}`: weighted sums of the rows, of which `sum_rows` gives those of one stack."""
+        self._check_done()
+        self._clear_nonfinite()
+        found: dict[str, Tensor] = {}
+        for stack in self._list_stacks():
+            found.update(sum_rows(stack))
+        for name in self._parameters.keys() - found.keys():
+            found[name] = widen(torch.zeros_like(self._parameters[name]))
+        return self._add_all_over_processes({name: found[name] for name in self._parameters}, own)
+
+    def _list_stacks(self) -> list[Stack]:
+        stacks = list(dict.fromkeys(self._stacks.values()))
+        for stack in stacks:
+            stack.check_unchanged()
+        return stacks
+
+    def _split_stacks(self) -> None:
+        for stack in self._list_stacks():
+            self._split(stack)
+
+    def _split(self, stack: Stack) -> None:
+        if len(stack.names) > 1:
+            for name, term in stack.split():
+                self._stacks[name] = own = Stack([name], term)
+                own.note_versions()
+
     def _term(self, name: str) -> Term:
         if name not in self._parameters:
             raise PerSampleError(f"'{name}' is not a parameter of this recording.")
         self._check_done()
-        if name in self._arrived:
-            self._check_unchanged(name)
-            return self._arrived[name]
-        p = self._parameters[name]
-        return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape))
+        self._clear_nonfinite()
+        p, term = self._parameters[name], self._find_term(name)
+        return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape)) if term is None else term
 
-    def _check_unchanged(self, name: str) -> None:
-        if any(tensor._version != version for tensor, version in self._versions.get(name, ())):
-            raise PerSampleError(
-                f"An input or activation behind the gradients of '{name}' was changed in place after the backward "
-                "pass. Read the answers before you change it, or change a copy."
-            )
+    def _find_term(self, name: str) -> Term | None:
+        """What was found for a parameter so far, None if it was not used."""
+        stack = self._stacks.get(name)
+        if stack is None:
+            return None
+        stack.check_unchanged()
+        self._split(stack)
+        return self._stacks[name].term
 
     def _compute_dense(self, name: str) -> Tensor:
         term, p = self._term(name), self._parameters[name]
@@ -234,21 +300,80 @@ class PerSampleGradients(RecordedGradients):
         return result
 
     def _describe_term(self, name: str) -> str:
-        return type(self._arrived[name]).__name__ if name in self._arrived else "not used"
+        return type(self._stacks[name].term).__name__ if name in self._stacks else "not used"
 
-    def _compute_squared_norms(self) -> dict[str, Tensor]:
-        return {name: self._square_and_compact(name, term) for name, term in self._terms().items()}
+    def _settle_rows(self) -> SquaredNorms:
+        squares = self._measure()
+        if tracing.get_trace() is None:
+            self._settle(squares, squares.find_doubtful(), squares.names)
+        else:
+            self._require_finite(squares)
+        return squares
 
-    def _square_and_compact(self, name: str, term: Term) -> Tensor:
-        """The squared norms; keeps the dense form from now on if the norms needed it and it is smaller."""
-        squared, compact = term.compute_norms_and_compact()
-        if compact is not term:
-            self._keep(name, compact)
-        return squared
+    def _settle_parts(self) -> SquaredNorms:
+        squares = self._measure()
+        if tracing.get_trace() is None:
+            for name in squares.names:
+                self._settle(squares, squares.find_doubtful_parts([name]), [name])
+        else:
+            self._require_finite(squares)
+        return squares
 
-    def _keep(self, name: str, term: Term) -> None:
-        self._arrived[name] = term
-        self._versions[name] = [(t, t._version) for t in find_factors(term)]
+    def _require_finite(self, squares: SquaredNorms) -> None:
+        if self._nonfinite_mode == "raise" and squares.names:
+            require_finite(squares.add_up())
+
+    def _settle(self, squares: SquaredNorms, doubtful: list[int], names: Iterable[str]) -> None:
+        squares.settle(doubtful, names, self._compute_exact_row)
+        self._exact |= squares.exact
+        if self._nonfinite_mode == "raise":
+            check_finite(squares.nonfinite)
+
+    def _compute_exact_row(self, name: str, sample: int) -> Tensor:
+        return self._stacks[name].compute_exact_row(name, sample)
+
+    def _find_nonfinite(self) -> set[int]:
+        squares = self._measure()
+        if self._nonfinite_mode == "zero":
+            return self._cleared
+        squares.settle(squares.find_doubtful(), squares.names, self._compute_exact_row)
+        return squares.nonfinite
+
+    def _measure(self) -> SquaredNorms:
+        """The squared norms as they are; keeps the dense form of terms if the norms needed it and it is smaller."""
+        self._check_done()
+        self._clear_nonfinite()
+        return self._measure_stacks()
+
+    def _measure_stacks(self) -> SquaredNorms:
+        squares = SquaredNorms(self._nonfinite_mode)
+        for stack in self._list_stacks():
+            squares.add(stack.names, *stack.measure(compact=True))
+        return squares
+
+    def _clear_nonfinite(self) -> None:
+        """With nonfinite="zero": set the rows of samples that are not finite to zero."""
+        if self._nonfinite_mode != "zero" or self._is_cleared or not self._stacks or not self.batch_size:
+            return
+        self._is_cleared = True
+        squares = self._measure_stacks()
+        found = [n for n in squares.find_doubtful() if not float(squares.add_up()[n]) < torch.inf]
+        if found:
+            self._cleared.update(found)
+            for stack in self._list_stacks():
+                self._keep(stack.clear_samples(found))
+
+    def _keep(self, stack: Stack) -> None:
+        if tracing.get_trace() is None:  # a compiled step computes its answers before anything can change
+            stack.term = self.outside.copy_factors(stack.term)
+        stack.note_versions()
+        for name in stack.names:
+            self._stacks[name] = stack
+
+    def _start_answers(self) -> None:
+        """Forget what was found about samples: terms have arrived."""
+        self._is_cleared = False
+        self._exact.clear()
 
     def _terms(self) -> dict[str, Term]:
         return {name: self._term(name) for name in self._parameters}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import widen
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.base import NotKept, RecordedGradients
 from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
+from persample.gradients.stack import Stack
 from persample.terms import Term
 
 
@@ -22,9 +24,36 @@ class _Streamed(RecordedGradients):
 
     _kept: str
 
-    def __init__(self, parameters: Mapping[str, Tensor], loss_reduction: str, processes: Processes) -> None:
-        super().__init__(parameters, loss_reduction, processes)
-        self._squares: dict[str, Tensor] = {}
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str | None,
+        processes: Processes,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        self._squares = SquaredNorms(nonfinite)
+        self._used: set[str] = set()  # the parameters that have squared norms
+
+    def _receive(self, name: str, term: Term) -> None:
+        self._receive_stack(Stack([name], term))
+
+    def _measure(self, stack: Stack, compact: bool = False, summed: bool = False) -> bool:
+        """Keep the squared norms of a term; returns whether they have a floor."""
+        for name in self._used.intersection(stack.names):
+            self._refuse_second_pass(name)
+        self._used.update(stack.names)
+        squares, floor = stack.measure(compact, summed)
+        self._squares.add(stack.names, squares, floor)
+        return floor is not None
+
+    def _measure_and_settle(self, stack: Stack, summed: bool = False, least: float = 0.0) -> None:
+        """Keep reliable squared norms of a term that will not be kept. Below `least`, they need not be reliable."""
+        if not self._measure(stack, summed=summed):  # `note_nonfinite` looks at all of these at once
+            return
+        names = stack.names
+        doubtful = self._squares.find_doubtful_parts(names, dict.fromkeys(names, least) if least else None)
+        self._squares.settle(doubtful, names, stack.compute_exact_row)
 
     def __getattr__(self, name: str) -> NoReturn:
         if not name.startswith("_") and hasattr(PerSampleGradients, name):
@@ -37,16 +66,32 @@ class _Streamed(RecordedGradients):
     def __repr__(self) -> str:
         if self._is_empty:
             return f"{type(self).__name__}(nothing recorded yet)"
-        lines = [f"{type(self).__name__}(batch_size={self.batch_size}"]
+        described = f"batch_size={self.batch_size}, {self._describe_reduction()}"
+        lines = [f"{type(self).__name__}({described}{self._describe_nonfinite(len(self._squares.nonfinite))}"]
         for name, p in self._parameters.items():
-            lines.append(f"  {name}: {tuple(p.shape)} {'norms only' if name in self._squares else 'not used'}")
-        return "\n".join(lines) + ")"
+            lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
+        return "\n".join([*lines, f"  {self.verification})"])
 
-    def _compute_squared_norms(self) -> dict[str, Tensor]:
+    def _describe_term(self, name: str) -> str:
+        return "norms only" if name in self._used else "not used"
+
+    def _settle_rows(self) -> SquaredNorms:
         self._check_done()
-        unused = {name: p for name, p in self._parameters.items() if name not in self._squares}
-        zeros = {name: widen(p).abs().new_zeros(self.batch_size) for name, p in unused.items()}
-        return {name: zeros[name] if name in zeros else self._squares[name] for name in self._parameters}
+        if self._nonfinite_mode == "raise":
+            check_finite(self._squares.nonfinite)
+        self._clear_nonfinite()
+        return self._squares
+
+    def _settle_parts(self) -> SquaredNorms:
+        return self._settle_rows()
+
+    def _find_nonfinite(self) -> set[int]:
+        return self._squares.nonfinite
+
+    def _clear_nonfinite(self) -> None:
+        """Set the squared norms of samples that are left out to zero."""
+        if self._nonfinite_mode == "zero":
+            self._squares.clear(self._squares.nonfinite)
 
     def _refuse_second_pass(self, name: str) -> NoReturn:
         raise PerSampleError(
@@ -61,26 +106,33 @@ class StreamedNorms(_Streamed):
 
     _kept = "norms"
 
-    def _receive(self, name: str, term: Term) -> None:
-        if name in self._squares:
-            self._refuse_second_pass(name)
-        self._squares[name] = term.squared_norms()
+    def _receive_stack(self, stack: Stack) -> None:
+        self._measure_and_settle(stack)
+
+    def finish(self) -> None:
+        """Note that a backward pass has ended: the norms are complete."""
+        super().finish()
+        self._squares.note_nonfinite()
 
 
 class StreamedClip(_Streamed):
     """The norms and the clipped sum: `record(model, keep="clip", max_norm=1.0)`.
 
     With one backward pass, the factors are kept until the pass has ended and are then reduced. With two passes nothing
-    is kept: the first computes the norms, the second, over the same graph, the sum of the scaled rows. If each
-    parameter has a bound of its own, its clipped sum needs its own norms only, and one pass keeps nothing either.
+    is kept: the first computes the norms, the second, over the same graph, the sum of the scaled rows.
     """
 
     _kept = "clip"
 
     def __init__(
-        self, parameters: Mapping[str, Tensor], loss_reduction: str, processes: Processes, bound: Bound
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str | None,
+        processes: Processes,
+        bound: Bound,
+        nonfinite: NonFinite = "raise",
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes)
+        super().__init__(parameters, loss_reduction, processes, nonfinite)
         self.max_norm = bound.max_norm
         self.passes: int | None = bound.passes
         self._bound = bound
@@ -88,9 +140,9 @@ class StreamedClip(_Streamed):
             wrong = sorted(self.max_norm.keys() ^ self._parameters.keys())
             if wrong:
                 raise PerSampleError(f"max_norm must have a bound for each recorded parameter; it differs in {wrong}.")
-            self.passes = 1
-        self._terms: dict[str, Term] = {}
-        self._factors: Tensor | None = None
+        self._stacks: list[Stack] = []
+        self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
+        self._second_squares = SquaredNorms("keep")  # of the second pass, to be compared with the first
         self._clipped: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}  # of the totals when they were returned
@@ -112,7 +164,7 @@ class StreamedClip(_Streamed):
     @property
     def is_first_of_two(self) -> bool:
         """Whether the running backward pass is the one for the norms only."""
-        return self.passes == 2 and self._factors is None
+        return self.passes == 2 and self._weights is None
 
     def choose_passes(self, factor_bytes: int) -> int:
         """The number of backward passes: one, unless the factors that it keeps would take more than `memory` bytes."""
@@ -122,37 +174,122 @@ class StreamedClip(_Streamed):
             self._reason = f": {factor_bytes} bytes to keep, {self._bound.memory} allowed"
         return self.passes
 
-    def _receive(self, name: str, term: Term) -> None:
+    def _receive_stack(self, stack: Stack) -> None:
         if self._passes_done >= (self.passes or 1):
-            self._refuse_second_pass(name)
-        if self.passes == 2 and self._factors is not None:
-            self._clipped[name] = term.sum(self._factors * self._scale)
-            return
-        if name in self._squares:
-            self._refuse_second_pass(name)
-        if self.passes == 2:
-            self._squares[name] = term.squared_norms()
-            return
-        self._squares[name], term = term.compute_norms_and_compact()
-        if isinstance(self.max_norm, Mapping):
-            norms = self._squares[name].clamp(min=0).sqrt() * self._scale
-            factors = compute_clip_factors(norms, self.max_norm[name], self._bound.stabiliser)
-            self._clipped[name] = term.sum(factors * self._scale)
+            self._refuse_second_pass(stack.names[0])
+        if self._weights is not None:
+            self._second_squares.add(stack.names, *stack.measure())
+            for name in stack.names if self._squares.exact else ():  # as in the first pass, to be compared with it
+                settled = self._squares.list_settled(name)
+                self._second_squares.settle(settled, [name], stack.compute_exact_row)
+            self._add_clipped(stack, self._weights)
+        elif self.passes == 2:
+            self._measure_and_settle(stack, summed=True, least=self._find_least_square(stack.names))
         else:
-            self._terms[name] = term
+            self._measure(stack, compact=True, summed=True)
+            self._stacks.append(stack)
+
+    def _find_least_square(self, names: Iterable[str]) -> float:
+        """A squared norm below which rounding in a parameter's part of a row cannot make the row exceed its bound."""
+        if self._bound.stabiliser:
+            return 0.0
+        if isinstance(self.max_norm, Mapping):
+            bound = min(self.max_norm[name] for name in names)
+        else:
+            bound = self.max_norm / math.sqrt(len(self._parameters))
+        return (bound / self.batch_size) ** 2  # the rows are scaled by the batch size at most
 
     def finish(self) -> None:
-        """Note that a backward pass has ended: the norms are complete, so the factors can be computed."""
+        """Note that a backward pass has ended: the norms are complete, so the clipped sum can be computed."""
         super().finish()
         self._passes_done += 1
         if self.passes is None:
             self.passes, self._reason = 1, ": loss.backward() was not called inside the block"
-        if self._factors is None and not isinstance(self.max_norm, Mapping):
-            self._factors = compute_clip_factors(self.norms(), self.max_norm, self._bound.stabiliser)
-            weights = self._factors * self._scale
-            for name, term in self._terms.items():
-                self._clipped[name] = term.sum(weights)
-            self._terms.clear()
+        if self.passes == 2 and self._passes_done == 2:
+            self._compare_passes()
+        if self._weights is None:
+            if self.passes == 2:
+                self._squares.note_nonfinite()
+            else:
+                self._settle_kept_terms()
+            self._clear_nonfinite()
+            self._weights = self._compute_weights()
+            for stack in self._stacks:
+                self._add_clipped(stack, self._weights)
+            self._stacks.clear()
+
+    def _compare_passes(self) -> None:
+        """Refuse two passes with different gradients: the factors of the first do not bound the rows of the second.
+
+        Norms far below the bound (or the stabiliser) may differ: they may be rounding errors alone, as the gradient of
+        a bias that a norm layer removes, and some kernels add up in another order in each call.
+        """
+        second, self._second_squares = self._second_squares, SquaredNorms("keep")
+        if not self._squares.names:
+            return
+        compared = [n for n in range(self.batch_size) if n not in self._squares.nonfinite]
+        before, after = self._list_bounded_norms(self._squares), self._list_bounded_norms(second)
+        bounds = self.max_norm if isinstance(self.max_norm, Mapping) else {"": self.max_norm}
+        if before.keys() != after.keys() or not all(
+            torch.allclose(
+                norms[compared],
+                after[name][compared],
+                rtol=5e-5,
+                atol=5e-5 * (self._bound.stabiliser or bounds[name]) / self._scale,
+            )
+            for name, norms in before.items()
+        ):
+            self._clipped.clear()
+            raise PerSampleError(
+                "The two backward passes saw different gradients, so the norms of the first do not bound the rows of "
+                "the second. Hooks or functions that change from call to call cause this, and checkpoints that draw "
+                "other random numbers when they recompute (preserve_rng_state=False). Use passes=1."
+            )
+
+    def _list_bounded_norms(self, squares: SquaredNorms) -> dict[str, Tensor]:
+        """The norms that have a bound: those of each parameter's part by name, or those of the whole rows."""
+        if isinstance(self.max_norm, Mapping):
+            return squares.compute_part_norms()
+        return {"": squares.compute_norms()} if squares.names else {}
+
+    def _settle_kept_terms(self) -> None:
+        """Make the squared norms reliable where the bound needs it."""
+        squares = self._squares
+        if not self._stacks:
+            return
+        if isinstance(self.max_norm, Mapping):
+            least = {name: (self.max_norm[name] / self._scale) ** 2 for name in squares.names}
+            doubtful = squares.find_doubtful_parts(squares.names, None if self._bound.stabiliser else least)
+        else:
+            doubtful = squares.find_doubtful(None if self._bound.stabiliser else (self.max_norm / self._scale) ** 2)
+        if doubtful:
+            stacks = {name: stack for stack in self._stacks for name in stack.names}
+            squares.settle(doubtful, squares.names, lambda name, n: stacks[name].compute_exact_row(name, n))
+
+    def _compute_weights(self) -> dict[str, Tensor]:
+        """By name: what each row is multiplied by, with 0 for a row that is not finite."""
+        squares, stabiliser = self._squares, self._bound.stabiliser
+        if isinstance(self.max_norm, Mapping):
+            parts = squares.compute_part_norms()
+            return {
+                name: compute_clip_factors(norms * self._scale, self.max_norm[name], stabiliser) * self._scale
+                for name, norms in parts.items()
+            }
+        if not squares.names:
+            return {}
+        norms = squares.compute_norms() * self._scale
+        return dict.fromkeys(squares.names, compute_clip_factors(norms, self.max_norm, stabiliser) * self._scale)
+
+    def _add_clipped(self, stack: Stack, weights: Mapping[str, Tensor]) -> None:
+        """Compute the clipped sums of the parameters of a stack."""
+        squares = self._squares
+        if squares.nonfinite and self._nonfinite_mode != "keep":  # zero times infinity would be NaN
+            stack = stack.clear_samples(squares.nonfinite)
+        if isinstance(self.max_norm, Mapping):
+            for name, term in stack.split():
+                self._clipped.update(Stack([name], term).sum(weights[name], squares.exact))
+        else:
+            self._clipped.update(stack.sum(weights[stack.names[0]], squares.exact))
 
     # ---- the answer ----
 
@@ -165,14 +302,17 @@ class StreamedClip(_Streamed):
             own: sum over the rows of this process only, without communication.
         """
         self._check_done()
+        if self._nonfinite_mode == "raise":
+            check_finite(self._squares.nonfinite)
         if self.batch_size and self.passes == 2 and self._passes_done < 2:
             raise PerSampleError("Two passes need loss.backward() to be called inside the block, and it was not.")
         if per_parameter or max_norm not in (None, self.max_norm):
             raise PerSampleError(f"This recording has kept the sum clipped at {self.max_norm} only.")
         if self._totals is None:
-            parts = {name: self._get_own_part(name) for name in self._parameters}
-            self._totals = {name: self._add_over_processes(name, part, own=own) for name, part in parts.items()}
-            self._clipped.clear()
+            clipped, self._clipped = self._clipped, {}
+            for name in self._parameters.keys() - clipped.keys():
+                clipped[name] = torch.zeros_like(self._parameters[name])
+            self._totals = self._add_all_over_processes({name: clipped[name] for name in self._parameters}, own)
             self._versions = {name: total._version for name, total in self._totals.items()}
             self._is_own = own
             return dict(self._totals)
@@ -181,9 +321,6 @@ class StreamedClip(_Streamed):
         if any(total._version != self._versions[name] for name, total in self._totals.items()):
             raise PerSampleError("The clipped sum that clip() returned was changed in place; there is no other copy.")
         return {name: total.clone() for name, total in self._totals.items()}
-
-    def _get_own_part(self, name: str) -> Tensor:
-        return self._clipped[name] if name in self._clipped else torch.zeros_like(self._parameters[name])
 
 
 def run_backward_twice(anchor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -9,7 +9,14 @@ key of the call, which holds its function, shapes, dtypes and layouts (`cache`).
 Other packages use the names below.
 """
 
-from persample.layouts import declared, embedding_bag  # noqa: F401  they declare motions
+from persample.layouts.algebra import (
+    BY_SHAPE,
+    DECLARATIONS,
+    POINTWISE,
+    SIZE_FREE,
+    find_size_free_layout,
+    get_argument,
+)
 from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
@@ -22,22 +29,33 @@ from persample.layouts.layout import (
     Lost,
     Owners,
     Reduced,
+    Reduction,
+    Scattered,
     Where,
     find_layout_of_ids,
     join_samples,
     make_layout,
+    make_pattern,
     make_sample_ids,
     make_strided_ids,
     place_rows,
+    repeat_sample,
+    replace_samples,
     split_samples,
+    take_sample,
 )
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.recurrent import make_packed_layout
+from persample.layouts.reductions import has_ignored_targets
 
 __all__ = [
+    "BY_SHAPE",
     "CACHE",
+    "DECLARATIONS",
     "MOVES",
     "PICKS",
+    "POINTWISE",
+    "SIZE_FREE",
     "WRITES",
     "Call",
     "CountedSizes",
@@ -47,20 +65,29 @@ __all__ = [
     "Motion",
     "Owners",
     "Reduced",
+    "Reduction",
+    "Scattered",
     "Where",
     "find_layout_of_ids",
     "find_motion",
     "find_motion_by_trial",
+    "find_size_free_layout",
+    "get_argument",
     "has_different_orders",
+    "has_ignored_targets",
     "join_samples",
     "make_call",
     "make_layout",
     "make_packed_layout",
+    "make_pattern",
     "make_sample_ids",
     "make_strided_ids",
     "make_uniform_motion",
     "mark_simple",
     "place_rows",
+    "repeat_sample",
+    "replace_samples",
     "split_samples",
+    "take_sample",
     "without_function",
 ]

@@ -44,7 +44,7 @@ def find_motion_by_ids(call: Call, results: Sequence[Tensor]) -> Motion:
         found = [replace(where, loose_index=True) if isinstance(where, Layout) else where for where in found]
     if isinstance(first, Layout) and first.alternatives and len(moved) == 1:
         found[0] = _move_alternatives(call, first, found[0])
-    return Motion(tuple(found))
+    return Motion(tuple(found), depends_on_values=is_loose)
 
 
 def _move_ids(call: Call, moved: Mapping[int, Where | None]) -> tuple[Tensor, ...]:
@@ -66,6 +66,22 @@ def _move_alternatives(call: Call, first: Layout, found: Where | None) -> Where 
     return replace(found, alternatives=alternatives) if isinstance(found, Layout) else found
 
 
+def _selects_group(call: Call, where: Layout) -> bool:
+    """Whether a call is `rows[a:b]` with one of the groups of loose rows whose sizes were counted."""
+    tensor = call.tensors[0]
+    if call.func is T.narrow or call.func is torch.narrow:
+        _, dim, start, length = (*call.args, *call.kwargs.values())
+        start, stop = int(start), int(start) + int(length)
+    elif call.func is T.__getitem__ and not isinstance(call.args[1], tuple):
+        dim, item = 0, call.args[1]
+        if not isinstance(item, slice) or item.step not in (None, 1):
+            return False
+        start, stop, _ = item.indices(tensor.shape[where.dim])
+    else:
+        return False
+    return dim == where.dim and call.counted.contains_range(start, stop, tensor.shape[where.dim])
+
+
 def _check_loose_rows(call: Call, found: Where | None, results: int) -> Where | None:
     """`found`, or `Lost` if the call selects loose rows by their positions.
 
@@ -79,6 +95,8 @@ def _check_loose_rows(call: Call, found: Where | None, results: int) -> Where | 
     if concatenates and any(w is None for w in call.where) and not is_row_equivariant(call, [found]):
         return Lost(f"{get_op_name(call.func)} joins constants with rows whose order depends on all samples")
     if concatenates or groups or not isinstance(where, Layout) or not isinstance(found, Layout):
+        return found
+    if _selects_group(call, where):
         return found
     before, after = where.ids or (), found.ids or ()
     # Each row still belongs to one sample, and the rows of one sample are in the same order as without other samples.

@@ -20,7 +20,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, Where, find_layout_of_ids, make_sample_ids
+from persample.layouts.layout import Layout, Lost, Scattered, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion
 
 # The arguments of each indexing function, by the function's name without a trailing underscore.
@@ -35,6 +35,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "copy_": ("input", "value"),
     "index_copy": ("input", "dim", "index", "value"),
     "index_add": ("input", "dim", "index", "value"),
+    "index_reduce": ("input", "dim", "index", "value", "reduce"),
     "index_put": ("input", "item", "value", "accumulate"),
     "scatter": ("input", "dim", "index", "value"),
     "scatter_add": ("input", "dim", "index", "value"),
@@ -98,6 +99,7 @@ class Indexing:
         is_sum = name in ("index_add", "scatter_add")
         self.adds = is_sum or bool(arguments.get("accumulate")) or "reduce" in arguments
         self.in_order = name == "masked_scatter"
+        self.kept_dims: frozenset[int] = frozenset()  # dimensions in which an entry keeps its index
         self.item = self._make_item(name, arguments)
 
     def get_layout(self, tensor: Any) -> Where | None:
@@ -121,7 +123,7 @@ class Indexing:
         if name == "repeat_interleave":
             return (*[slice(None)] * dim, self._make_repeat_index(arguments["repeats"]))
         index = arguments["index"]
-        if name in ("index_select", "index_copy", "index_add"):
+        if name in ("index_select", "index_copy", "index_add", "index_reduce"):
             return (*[slice(None)] * dim, self._add_view(index.reshape(-1), index))
         if name == "take_along_dim":
             shape = [index.shape[d] if d == dim else self.base.shape[d] for d in range(self.base.dim())]
@@ -130,6 +132,7 @@ class Indexing:
             part = tuple(slice(size) for size in index.shape)
             self.value = self._add_view(self.value[part], self.value)
         grid = [torch.arange(size, device=index.device) for size in index.shape]
+        self.kept_dims = frozenset(range(index.dim())) - {dim}
         return tuple(index if d == dim else row.view(-1, *[1] * (index.dim() - d - 1)) for d, row in enumerate(grid))
 
     def _add_view(self, view: Tensor, tensor: Tensor) -> Tensor:
@@ -189,7 +192,7 @@ class Indexing:
             selected_by = selected_by.flatten()[self._find_index_entries(parts, dims[0], selected_by.shape)]
         loose = any(where.loose for where in layouts)
         loose_index = any(where.loose_index for where in layouts)
-        return Selection(selected_by, frozenset(dims), loose, loose_index, by_mask)
+        return Selection(selected_by, frozenset(dims) - self.kept_dims, loose, loose_index, by_mask)
 
     def _find_index_entries(self, parts: Sequence[Any], dim: int, shape: torch.Size) -> Tensor:
         """For each entry of `base[item]` the number of the index entry that selects it.
@@ -294,8 +297,10 @@ def _find_written_layout(indexing: Indexing) -> Where | None:
         where = None
     base = make_sample_ids(indexing.base, where, batch).clone()
     before = base[item]
-    if before.numel() == 0 and where is not None:  # nothing is written
-        return where
+    if (
+        before.numel() == 0
+    ):  # nothing is written: constants stay constants, but now they are in the graph of the samples
+        return where or Layout(0, ids=(-1,) * len(base))
     ids = make_sample_ids(value, of_value, batch) if value is not None else torch.full_like(before, -1)
     if indexing.in_order:
         ids = base.masked_scatter(item[0], ids)[item]
@@ -394,7 +399,9 @@ def find_motion_of_sort(call: Call, results: Sequence[Tensor]) -> Motion | None:
     # Rows sorted by the numbers 0, 1, ... are in places that do not depend on other samples.
     is_numbering = tensor.dim() == 1 and torch.equal(values, torch.arange(len(values), device=values.device))
     found = find_layout_of_ids(owner, call.batch, loose=not is_numbering)
-    if not isinstance(found, Layout):
+    if not isinstance(found, (Layout, Scattered)):
         return None
+    if isinstance(found, Scattered):
+        found = replace(found, cause=f"{get_op_name(call.func)} puts entries of different samples in one order")
     of_order = replace(found, loose_index=where.loose)
     return Motion((found, of_order) if len(results) == 2 else (of_order,), depends_on_values=True)

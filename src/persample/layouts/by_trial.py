@@ -5,6 +5,10 @@
 2.  Values: the call runs on invented values, and again with other values for half of the samples. The entries of the
     other half must stay the same. This detects a softmax over the batch, a `cumsum` along it, or attention between
     samples, which all keep their shapes.
+
+Trials compute in float64 if the function accepts that, else in float32. The entries must be equal to 9 digits in either
+case: a difference that rounding to few digits would explain is a difference. A function that returns numbers with fewer
+digits than float32 is refused, because rounding could hide what it mixes.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.rng import fork_rng, seed_torch
-from persample.errors import get_op_name
+from persample.errors import get_op_name, raise_if_out_of_memory
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Lost, Reduced, Where, iterate_patterns
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -34,11 +38,25 @@ Candidates = Sequence["list[Layout] | Where | None"]
 #   unit      between 0.1 and 0.9, which logarithms, roots and probabilities accept too
 #   matrices  well-conditioned matrices, for inverses and factorisations
 #   wide      normal with standard deviation 8, for functions that are constant or linear between 0.1 and 0.9
+#   large     normal with standard deviation 100
 #   given     the values that the call was given
-Values = Literal["unit", "matrices", "wide", "given"]
-_ALL_VALUES: tuple[Values, ...] = ("unit", "matrices", "wide", "given")
+# The samples must stay separate on all of them that the call accepts.
+Values = Literal["unit", "matrices", "wide", "large", "given"]
+_ALL_VALUES: tuple[Values, ...] = ("unit", "matrices", "wide", "large", "given")
 
-_HALF_PRECISION = {torch.float16, torch.bfloat16}
+_SCALES = {"wide": 8.0, "large": 100.0}
+
+# The precision of trials, the first that the call accepts; None: that of the call.
+_PRECISIONS = (torch.float64, torch.float32, None)
+
+# Relative and absolute difference that rounding may make between two runs on the same values, and between sums in
+# another order.
+_TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
+_SUM_TOLERANCE = 1e-9
+
+# The difference that rounding may make for a row at another position, where a kernel may compute in another order. A
+# function that depends on positions differs by more.
+_POSITION_TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
 # A constant with larger values is a mask that is added to scores; other values would let all entries pass.
 _LARGEST_CONSTANT = 1e4
@@ -53,12 +71,13 @@ def find_motion_by_trial(call: Call, results: Sequence[Tensor]) -> Motion:
     for interpreted, aligned in _iterate_interpretations(call):
         try:
             by_shape = _find_candidates_by_shape(interpreted, results)
-        except Exception:  # the function does not accept a larger batch in these arguments
+        except Exception as error:  # the function does not accept a larger batch in these arguments
+            raise_if_out_of_memory(error)
             continue
-        trials = _choose_trials(interpreted, invent_constants=True)
+        trials = _run_all_trials(interpreted, invent_constants=True)
         found, depends_on_values = _verify(call, by_shape, results, trials)
         if any(isinstance(where, Reduced) for where in found):  # a loss may be constant for invented targets
-            trials = _choose_trials(call, invent_constants=False, values=("wide", "given"))
+            trials = _run_all_trials(call, invent_constants=False, values=("wide", "given"))
             found, depends_on_values = _verify(call, found, results, trials)
         if call.has_loose_rows() and not is_row_equivariant(call, found):
             cause = f"{get_op_name(call.func)} depends on the positions of rows whose order depends on all samples"
@@ -72,16 +91,19 @@ def find_motion_by_trial(call: Call, results: Sequence[Tensor]) -> Motion:
 def _find_motion_by_values(call: Call, results: Sequence[Tensor]) -> Motion:
     """The motion from values alone, if sizes are given as numbers or there is no kernel for meta tensors."""
     candidates: Candidates = [
-        list(_iterate_layouts(result, call)) if result.dim() or call.func not in ADDITIVE else make_reduced(call)
+        list(_iterate_layouts(result, call))
+        if result.dim() or call.func not in ADDITIVE
+        else make_reduced(call, results)
         for result in results
     ]
     has_constants = any(w is None and t.numel() > 1 for t, w in zip(call.tensors, call.where, strict=True))
     if call.has_loose_rows() and has_constants:
         candidates = [[] for _ in results]  # which row a constant is combined with depends on all samples
     for invent_constants in (True, False):  # given constants may be so large that no sample makes a difference
-        trials = _choose_trials(call, invent_constants)
-        if trials is not None:  # a result that never changes shows no layout
-            candidates = [options if trials.is_conclusive(i) else [] for i, options in enumerate(candidates)]
+        trials = _run_all_trials(call, invent_constants)
+        if trials:  # a result that never changes shows no layout
+            is_shown = [any(each.is_conclusive(i) for each in trials) for i in range(len(results))]
+            candidates = [options if shown else [] for options, shown in zip(candidates, is_shown, strict=True)]
         candidates, _ = _verify(call, candidates, results, trials)
     return Motion(tuple(candidates), depends_on_values=True)  # type: ignore[arg-type]
 
@@ -134,27 +156,45 @@ def is_row_equivariant(call: Call, found: Sequence[Where | None]) -> bool:
 
     `found` is where the samples lie in each result.
     """
-    arguments = list(zip(call.tensors, call.where, strict=True))
+    arguments = zip(call.tensors, call.where, strict=True)
     dims = [w.dim if isinstance(w, Layout) and w.loose and t.dim() else None for t, w in arguments]
     size = max(1, next((t.shape[d] for t, d in zip(call.tensors, dims, strict=True) if d is not None), 1))
+    for precision in _PRECISIONS:
+        try:
+            before, again, after = _run_in_other_order(call, dims, precision)
+            break
+        except Exception as error:  # the function does not accept this precision, or such values
+            raise_if_out_of_memory(error)
+    else:
+        return False
+    for a, other_seed, b, of_result in zip(before, again, after, found, strict=True):
+        if a.shape != b.shape or _is_coarse(a):
+            return False
+        if not _is_close(a, other_seed):  # random numbers belong to no row
+            continue
+        a = a.roll(a.shape[of_result.dim] // size, of_result.dim) if isinstance(of_result, Layout) and a.numel() else a
+        if not torch.allclose(a.double(), b.double(), **_POSITION_TOLERANCE, equal_nan=True):
+            return False
+    return True
+
+
+def _run_in_other_order(
+    call: Call, dims: Sequence[int | None], precision: torch.dtype | None
+) -> tuple[Results, Results, Results]:
+    """The results on invented values, again with another seed, and with the loose rows in another order."""
     with fork_rng():
         seed_torch(0)
-        base = [_invent(t, w, False, "unit") if isinstance(w, Layout) else t for t, w in arguments]
+        base = [
+            _invent(_convert(t, precision), w, False, "unit") if isinstance(w, Layout) else _convert(t, precision)
+            for t, w in zip(call.tensors, call.where, strict=True)
+        ]
         rolled = [t if dim is None else t.roll(1, dim) for t, dim in zip(base, dims, strict=True)]
 
         def run(tensors: Sequence[Tensor], seed: int = 1) -> Results:
             seed_torch(seed)
             return call.run([t.clone() for t in tensors])
 
-        before, again, after = run(base), run(base, seed=2), run(rolled)
-    for a, other_seed, b, where in zip(before, again, after, found, strict=True):
-        if not _is_close(a, other_seed):  # random numbers belong to no row
-            continue
-        a = a.roll(a.shape[where.dim] // size, where.dim) if isinstance(where, Layout) and a.numel() else a
-        # A kernel may round differently at other positions. A function that depends on positions differs by more.
-        if a.shape != b.shape or not torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3, equal_nan=True):
-            return False
-    return True
+        return run(base), run(base, seed=2), run(rolled)
 
 
 # ---- by shape ----
@@ -173,7 +213,9 @@ def _find_candidates_by_shape(call: Call, results: Sequence[Tensor]) -> Candidat
     for result, old, new in zip(results, before, after, strict=True):
         grown = [d for d in range(result.dim()) if old.shape[d] != new.shape[d]]
         if not grown:
-            candidates.append(make_reduced(call) if call.func in ADDITIVE else Lost(f"{name} reduces over the samples"))
+            candidates.append(
+                make_reduced(call, results) if call.func in ADDITIVE else Lost(f"{name} reduces over the samples")
+            )
         elif len(grown) > 1:
             cause = f"{name} combines samples with each other in a result of shape {tuple(result.shape)}"
             candidates.append(Lost(cause))
@@ -230,7 +272,7 @@ class Trials:
     all_changed: Results
     run: Callable[[Set[int]], Results]  # the results with other values for these samples
     samples: Set[int]
-    depends_on_values: bool  # the given values were used, or integers could not be changed
+    depends_on_values: bool  # given values were used: all, those of large constants, or integers that stay the same
 
     def iterate_changed(self, result: int) -> Iterator[tuple[frozenset[int], Tensor]]:
         """Sets of samples, each followed by its complement, and one of the results if these samples are changed."""
@@ -260,37 +302,47 @@ def _make_halves(samples: Set[int]) -> list[frozenset[int]]:
 
 
 def _verify(
-    call: Call, candidates: Candidates, results: Sequence[Tensor], trials: Trials | None
+    call: Call, candidates: Candidates, results: Sequence[Tensor], trials: Sequence[Trials]
 ) -> tuple[tuple[Where | None, ...], bool]:
-    """The first candidate of each result that the trials do not contradict, and whether that depends on values."""
+    """The first candidate of each result that no trial contradicts, and whether that depends on values."""
     name = get_op_name(call.func)
     for candidate in candidates:
         if isinstance(candidate, Lost):
             return tuple(candidate for _ in results), False
-    if trials is None:
+    if not trials:
         return tuple(Lost(f"{name} could not be tried on other values") for _ in results), True
+    coarse = next((result for each in trials for result in each.before if _is_coarse(result)), None)
+    if coarse is not None:
+        cause = f"{name} computes in {coarse.dtype}, in which rounding could hide from a trial that it mixes samples"
+        return tuple(Lost(cause) for _ in results), False
     found: list[Where | None] = []
     for i, options in enumerate(candidates):
         if isinstance(options, Layout):
             options = [options]
+        is_conclusive = any(each.is_conclusive(i) for each in trials)
         if isinstance(options, list):
-            if _must_change(call, results[i]) and not trials.is_conclusive(i):
+            if _must_change(call, results[i]) and not is_conclusive:
                 options = []  # the output never changed, so the trial is inconclusive
-            fitting = (layout for layout in options if _keeps_separate(layout, trials, i, call.batch))
+            fitting = (
+                layout for layout in options if all(_keeps_separate(layout, each, i, call.batch) for each in trials)
+            )
             shapes = ", ".join(str(tuple(t.shape)) for t in call.tensors)
             found.append(next(fitting, Lost(f"{name} of {shapes} mixes the samples")))
-        elif isinstance(options, Reduced) and not (trials.is_conclusive(i) and _is_sum(trials, i)):
+        elif isinstance(options, Reduced) and not (is_conclusive and all(_is_sum(each, i) for each in trials)):
             found.append(Lost(f"{name} is not a sum over the samples"))
         else:
             found.append(options)
-    return tuple(found), trials.depends_on_values
+    is_shown_by_invented = any(
+        not each.depends_on_values and all(each.is_conclusive(i) for i in range(len(results))) for each in trials
+    )
+    return tuple(found), not is_shown_by_invented
 
 
 def _must_change(call: Call, result: Tensor) -> bool:
     """Whether a trial must change a result to be conclusive. For integers there may be no other valid values."""
     arguments = zip(call.tensors, call.where, strict=True)
     has_numbers = any(w is not None and (t.is_floating_point() or t.is_complex()) for t, w in arguments)
-    return has_numbers and len(call.tensors) > 1 and result.is_floating_point() and result.numel() > 0
+    return has_numbers and result.is_floating_point() and result.numel() > 0
 
 
 def _keeps_separate(layout: Layout, trials: Trials, result: int, batch: int) -> bool:
@@ -309,52 +361,72 @@ def _keeps_separate(layout: Layout, trials: Trials, result: int, batch: int) -> 
 
 def _is_sum(trials: Trials, result: int) -> bool:
     """Whether the difference that some samples make does not depend on the values of other samples."""
-    dtype = trials.before[result].dtype
-    tolerance = 1e3 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
-    expected = trials.before[result].double() + trials.all_changed[result].double()
-    changed = (after.double() for _, after in trials.iterate_changed(result))
-    pairs = zip(changed, changed, strict=True)  # a set of samples, and its complement
-    return all(torch.allclose(expected, half + rest, rtol=tolerance, atol=tolerance) for half, rest in pairs)
+    before, all_changed = (_widen(each[result]) for each in (trials.before, trials.all_changed))
+    changed = (_widen(after) for _, after in trials.iterate_changed(result))
+    for half, rest in zip(changed, changed, strict=True):  # a set of samples, and its complement
+        scale = torch.stack([part.abs() for part in (before, all_changed, half, rest)]).amax(0)
+        difference = (before + all_changed - half - rest).abs()
+        if not bool((difference <= _SUM_TOLERANCE * scale).all()):
+            return False
+    return True
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:
     if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    tolerance = 16 * torch.finfo(a.dtype).eps
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    return torch.allclose(_widen(a), _widen(b), **_TOLERANCE, equal_nan=True)
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _is_coarse(result: Tensor) -> bool:
+    """Whether numbers have fewer digits than float32."""
+    dtype = result.dtype.to_real() if result.is_complex() else result.dtype
+    return dtype.is_floating_point and torch.finfo(dtype).eps > torch.finfo(torch.float32).eps
 
 
 # ---- run trials ----
 
 
-def _choose_trials(call: Call, invent_constants: bool, values: Sequence[Values] = _ALL_VALUES) -> Trials | None:
-    """Trials on the first kind of values for which all results change, else on the first that the call accepts.
+def _run_all_trials(call: Call, invent_constants: bool, values: Sequence[Values] = _ALL_VALUES) -> list[Trials]:
+    """A trial on each kind of values that the call accepts, in the highest precision that it accepts.
 
     `invent_constants`: arguments without samples get invented values too.
     """
-    first: Trials | None = None
-    is_half = any(t.dtype in _HALF_PRECISION for t in call.tensors)
-    has_integers = any(w and not t.is_floating_point() for t, w in zip(call.tensors, call.where, strict=True))
     is_square = any(t.dim() > 1 and t.shape[-1] == t.shape[-2] for t in call.tensors)
     kinds = [kind for kind in values if is_square or kind != "matrices"]
-    steps = (1, -1, 0) if has_integers else (1,)
-    for kind, step, as_float in itertools.product(kinds, steps, (True, False) if is_half else (False,)):
-        trials = _run_trials(call, invent_constants, kind, step, as_float)
+    for precision in _PRECISIONS:
+        found = [_run_conclusive_trials(call, invent_constants, kind, precision) for kind in kinds]
+        accepted = [trials for trials in found if trials is not None]
+        if accepted:
+            return accepted
+    return []
+
+
+def _run_conclusive_trials(
+    call: Call, invent_constants: bool, kind: Values, precision: torch.dtype | None
+) -> Trials | None:
+    """The first way to change integers for which all results change, else the first that the call accepts."""
+    has_integers = any(w and not t.is_floating_point() for t, w in zip(call.tensors, call.where, strict=True))
+    first: Trials | None = None
+    for step in (1, -1, 0) if has_integers else (1,):
+        trials = _run_trials(call, invent_constants, kind, step, precision)
         if trials is not None and all(trials.is_conclusive(i) for i in range(len(trials.before))):
             return trials
         first = first or trials
     return first
 
 
-def _run_trials(call: Call, invent_constants: bool, kind: Values, step: int, as_float: bool) -> Trials | None:
-    """Trials on one kind of values; None if the call does not accept them.
-
-    `step` is added to integers to change them. `as_float`: half precision is tried in float32, which rounds less.
-    """
+def _run_trials(
+    call: Call, invent_constants: bool, kind: Values, step: int, precision: torch.dtype | None
+) -> Trials | None:
+    """Trials on one kind of values; None if the call does not accept them. `step` is added to integers."""
     samples = call.find_samples() or {0}
     with fork_rng():
         seed_torch(0)
-        given = [t.float() if as_float and t.dtype in _HALF_PRECISION else t for t in call.tensors]
+        given = [_convert(t, precision) for t in call.tensors]
         base = [_invent(t, where, invent_constants, kind) for t, where in zip(given, call.where, strict=True)]
     others = [_make_other(t, where, kind, step) for t, where in zip(base, call.where, strict=True)]
 
@@ -366,11 +438,26 @@ def _run_trials(call: Call, invent_constants: bool, kind: Values, step: int, as_
             seed_torch(1)
             return call.run(tensors)
 
+    depends_on_values = kind == "given" or step == 0 or any(map(_is_kept, given, call.where))
     try:
         run(_make_halves(samples)[0])
-        return Trials(run(set()), run(samples), run, samples, depends_on_values=kind == "given" or step == 0)
-    except Exception:  # the function does not accept such values
+        return Trials(run(set()), run(samples), run, samples, depends_on_values)
+    except Exception as error:  # the function does not accept such values
+        raise_if_out_of_memory(error)
         return None
+
+
+def _convert(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
+    """A tensor of numbers in this precision; integers stay as they are."""
+    if precision is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.detach().to(precision.to_complex() if tensor.is_complex() else precision)
+
+
+def _is_kept(tensor: Tensor, where: Where | None) -> bool:
+    """Whether a constant is so large that it keeps its values: other values would let all entries pass."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return where is None and is_number and bool((tensor.detach().abs() > _LARGEST_CONSTANT).any())
 
 
 def _invent(tensor: Tensor, where: Where | None, invent_constants: bool, kind: Values) -> Tensor:
@@ -378,10 +465,10 @@ def _invent(tensor: Tensor, where: Where | None, invent_constants: bool, kind: V
     is_invented = invent_constants or isinstance(where, Layout) or tensor.requires_grad
     if kind == "given" or not is_invented or not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.detach().clone()
-    if where is None and tensor.numel() and bool(tensor.detach().abs().max() > _LARGEST_CONSTANT):
+    if _is_kept(tensor, where):
         return tensor.detach().clone()
-    if kind == "wide":
-        return torch.randn(tensor.shape, device=tensor.device).mul_(8).to(tensor.dtype)
+    if kind in _SCALES:
+        return torch.randn(tensor.shape, device=tensor.device).mul_(_SCALES[kind]).to(tensor.dtype)
     values = torch.rand(tensor.shape, device=tensor.device).mul_(0.8).add_(0.1).to(tensor.dtype)
     if kind == "matrices" and tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2]:
         unit = torch.eye(tensor.shape[-1], dtype=tensor.dtype, device=tensor.device)

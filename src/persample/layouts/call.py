@@ -69,10 +69,6 @@ class Call:
                 found |= set(range(self.batch) if is_whole_batch else where.ids or ())
         return found - {-1}
 
-    def has_constant_rows(self) -> bool:
-        """Whether an argument has rows that belong to no sample among the rows of samples."""
-        return any(isinstance(where, Layout) and where.ids is not None and -1 in where.ids for where in self.where)
-
     def has_loose_rows(self) -> bool:
         """Whether an argument has rows whose order depends on all samples."""
         return any(isinstance(where, Layout) and where.loose for where in self.where)

@@ -3,7 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
+
+# Orders of packed sequences that are kept at most; a model makes few in one forward pass.
+_MOST_ORDERS = 64
+
+
+@dataclass(frozen=True)
+class PackedOrder:
+    """The samples of a packed sequence, the longest first, and the number of rows of each step."""
+
+    samples: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def make_ids(self) -> tuple[int, ...]:
+        """The sample of each row."""
+        return tuple(n for size in self.sizes for n in self.samples[:size])
+
+    def has_steps(self, *sizes: int) -> bool:
+        """Whether there are steps with these numbers of rows, or none."""
+        return all(size == 0 or size in self.sizes for size in sizes)
+
+    def starts_with(self, rows: tuple[int, ...]) -> bool:
+        """Whether these are the samples of the first rows of a step."""
+        return self.samples[: len(rows)] == rows
 
 
 class CountedSizes:
@@ -14,13 +39,24 @@ class CountedSizes:
 
     def __init__(self) -> None:
         self._seen: set[Any] = set()
+        self._ends: dict[int, set[int]] = {}  # by the number of rows: where groups ended that were selected
+        self.packed_orders: list[PackedOrder] = []
+        self.totals: set[float] = set()  # numbers that depend on all samples, such as the number of valid tokens
 
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""
+        if hasattr(numbers, "tolist"):  # an array of NumPy
+            numbers = numbers.tolist()
         if isinstance(numbers, int):
             self._seen.add(numbers)
         elif isinstance(numbers, list) and all(isinstance(n, int) for n in numbers):
             self._seen.add(tuple(numbers))
+
+    def add_packed(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
+        """Add the order of a packed sequence, given the sample of each row and the number of rows of each step."""
+        order = PackedOrder(tuple(ids[: sizes[0]]), tuple(sizes))
+        if order.make_ids() == tuple(ids) and order not in self.packed_orders:
+            self.packed_orders = [*self.packed_orders[1 - _MOST_ORDERS :], order]
 
     def contains(self, sizes: Sequence[int]) -> bool:
         """Whether these sizes were counted; the last one may be the remaining size.
@@ -32,3 +68,22 @@ class CountedSizes:
         """
         seen = self._seen
         return tuple(sizes) in seen or tuple(sizes[:-1]) in seen or all(size in seen for size in sizes)
+
+    def contains_range(self, start: int, stop: int, rows: int) -> bool:
+        """Whether `start:stop` is one group of `rows` rows, if the groups have sizes that were counted.
+
+        >>> counted = CountedSizes()
+        >>> counted.add([2, 0, 3])
+        >>> counted.contains_range(2, 5, rows=5), counted.contains_range(1, 5, rows=5)
+        (True, False)
+        """
+        for sizes in self._seen:
+            for ends in ((0, *accumulate(sizes)), (0, *sizes)) if isinstance(sizes, tuple) else ():
+                if ends[-1] == rows and start in ends and stop in ends:  # sizes, or where groups end
+                    return True
+        # Groups whose sizes were read one by one, and which are selected one after the other.
+        selected = self._ends.setdefault(rows, {0})
+        is_next = start in selected and stop - start in self._seen
+        if is_next:
+            selected.add(stop)
+        return is_next

@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample.errors import get_op_name
-from persample.layouts.algebra import find_declared_motion
+from persample.errors import get_op_name, raise_if_out_of_memory
+from persample.layouts.algebra import DECLARATIONS, FOR_ANY_LAYOUT, find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, CallKey
-from persample.layouts.functions import INDEX_DTYPES, LIKES, LISTS, MAKERS, MOVES, PICKS, SORTS, WRITES
-from persample.layouts.layout import Layout, Lost, Reduced, make_layout
+from persample.layouts.functions import CASTS, INDEX_DTYPES, LISTS, MOVES, PICKS, SORTS, WRITES
+from persample.layouts.layout import Layout, Lost, Reduced, Scattered, lose_entries, make_layout
+from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
 from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
     SUMS,
-    find_layout_after_reduction,
+    find_motion_after_reduction,
     find_unequal_divisors,
     is_mean_over_valid_targets,
+    is_scaled_sum,
+    make_mean,
     make_reduced,
     normalise_divisor,
     require_equal_divisors,
 )
-
-FindMotion = Callable[[Call], Motion]
-
-# The functions whose motion is declared, filled when persample.layouts is imported.
-_declared: dict[Callable[..., Any], FindMotion] = {}
-
-
-def declare_motion(*functions: Callable[..., Any]) -> Callable[[FindMotion], FindMotion]:
-    """Decorator: use the decorated function to find the motion of calls of these torch functions."""
-
-    def declare(find: FindMotion) -> FindMotion:
-        for function in functions:
-            _declared[function] = find
-        return find
-
-    return declare
+from persample.layouts.scattered import find_scattered_motion
+from persample.layouts.trial_key import make_trial_key
 
 
 def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -60,39 +51,52 @@ def mark_simple(call: Call, result: Any) -> None:
     has_possible_weight = any(
         t.requires_grad and where is None for t, where in zip(call.tensors, call.where, strict=True)
     )
-    has_own_divisor = is_mean_over_valid_targets(call)  # it must be checked in each call
-    if call.is_inplace or has_possible_weight or has_own_divisor or not isinstance(result, Tensor):
+    if call.is_inplace or has_possible_weight or not isinstance(result, Tensor):
         return
     key = _find_cache_key(call)
     motion = None if key is None else CACHE.get(key)
     if motion is not None and isinstance(motion.results[0], (Layout, Reduced)):
+        motion.has_own_divisor = is_mean_over_valid_targets(call)
         motion.simple = motion.results[0]
 
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     """Look up the motion of a call, or compute and cache it."""
-    if call.func in _declared:
-        return _declared[call.func](call)
+    if call.func in FOR_ANY_LAYOUT:
+        return _ask_declaration(call, results)
     if is_mean_over_valid_targets(call):
         normalised = normalise_divisor(call)
         if isinstance(normalised, Lost):
             return make_uniform_motion(normalised, results)
-        call = normalised
+        if normalised is not call:
+            return make_mean(_look_up_motion(normalised, results))
+    return _look_up_motion(call, results)
+
+
+def _look_up_motion(call: Call, results: Sequence[Tensor]) -> Motion:
+    """Look up the motion of a call, or compute and cache it."""
     key = _find_cache_key(call)
     if key is not None and (found := CACHE.get(key)) is not None:
         return found
     try:
         motion = _compute_motion(call, results)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
     except Exception as error:  # the call itself has succeeded: only its motion could not be found. Not cached.
+        raise_if_out_of_memory(error)
         return make_uniform_motion(Lost(f"{get_op_name(call.func)} could not be followed ({error})"), results)
     is_lost = any(isinstance(where, Lost) for where in motion.results)
+    motion.depends_on_values |= any(isinstance(where, Scattered) for where in motion.results)  # never the same again
     # Calls with other values in an index, or outside a trace, may have a motion.
     has_index = is_lost and any(t.dtype in INDEX_DTYPES for t in call.tensors)
     is_traced = tracing.get_trace() is not None and (is_lost or _has_invented_index(call))
-    if key is not None and not motion.depends_on_values and not has_index and not is_traced:
+    is_uncertain = motion.depends_on_values or motion.is_tried  # trials have keys of their own
+    if key is not None and not is_uncertain and not has_index and not is_traced:
         motion = CACHE.add(key, motion)
+    return motion
+
+
+def _ask_declaration(call: Call, results: Sequence[Tensor]) -> Motion:
+    motion = DECLARATIONS[call.func](call, results)
+    assert motion is not None  # a declaration for any layout always knows the motion
     return motion
 
 
@@ -103,8 +107,8 @@ def _find_traced_motion(call: Call, results: Sequence[Tensor], trace: tracing.Tr
         require_equal_divisors(call, trace)
     with tracing.suspend():
         try:
-            if call.func in _declared:
-                return _declared[call.func](call)
+            if call.func in FOR_ANY_LAYOUT:
+                return _ask_declaration(call, results)
         except Exception:  # it reads values
             return lost
         motion = _find_motion(trace.stand_in(call), results)
@@ -114,6 +118,19 @@ def _find_traced_motion(call: Call, results: Sequence[Tensor], trace: tracing.Tr
 def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     if (unequal := find_unequal_divisors(call)) is not None:
         return make_uniform_motion(unequal, results)
+    if call.func in CASTS and call.args and isinstance(call.args[0], Tensor):
+        return make_uniform_motion(call.where[0], results)
+    if (made := find_motion_of_maker(call, results)) is not None:
+        return made
+    if any(isinstance(where, Lost) and where.sized for where in call.where):
+        found = find_motion_of_sized(call, results)
+        if found is not None:
+            return found if isinstance(found, Motion) else _compute_motion(found, results)
+    if any(isinstance(where, Scattered) for where in call.where):
+        scattered = find_scattered_motion(call, results)
+        if scattered is not None:
+            return scattered
+        call = replace(call, where=tuple(map(lose_entries, call.where)))
     lists = call.func in LISTS and (call.func is not torch.where or len(call.args) == 1)
     for where in call.where:
         if isinstance(where, Lost) and not lists:
@@ -122,19 +139,17 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     if lists:
         return find_motion_of_listing(call, results)
     if any(isinstance(where, Reduced) for where in call.where):
-        return make_uniform_motion(find_layout_after_reduction(call), results)
-    if call.func in MAKERS:
-        return make_uniform_motion(None, results)
-    if call.func in LIKES:
-        like = call.where[0]
-        has_samples = isinstance(like, Layout) and (call.batch == 1 or like.ids is None or len(set(like.ids)) > 1)
-        return make_uniform_motion(like if has_samples else None, results)
+        return find_motion_after_reduction(call, results)
+    if call.counted.packed_orders and (packed := find_packed_motion(call, results)) is not None:
+        return packed
+    if any(isinstance(where, Layout) and where.by_rank for where in call.where):
+        cause = f"{get_op_name(call.func)} selects rows by position, but their order depends on all samples"
+        return make_uniform_motion(Lost(cause), results)
     samples = call.find_samples()
-    if len(samples) == 1 and not call.has_constant_rows():  # no other sample that could be mixed in
-        (sample,) = samples
-        return Motion(tuple(_make_layout_of_one_sample(sample, result, call) for result in results))
+    if len(samples) == 1 and (call.func not in WRITES or call.batch == 1):  # no other sample that could be mixed in
+        return _make_motion_of_one_sample(call, results, *samples)
     if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
-        return make_uniform_motion(make_reduced(call), results)
+        return make_uniform_motion(make_reduced(call, results), results)
     try:
         declared = find_declared_motion(call, results)
     except (TypeError, ValueError, IndexError):  # arguments in a form that the declaration does not expect
@@ -142,24 +157,35 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     if declared is not None:
         return declared
     with torch.no_grad():
-        has_invented_index = _has_invented_index(call, first=1)
-        if call.func in WRITES or (call.func in PICKS and (any(call.where[1:]) or has_invented_index)):
-            return find_motion_by_index(call)
-        if has_invented_index and (call.func in MOVES or (_find_cache_key(call) is None and call.func not in _FILLS)):
-            return make_uniform_motion(Lost(f"{get_op_name(call.func)} {UNKNOWN_VALUES}"), results)
-        if call.func in MOVES:
-            return find_motion_by_ids(call, results)
-        if any(isinstance(where, Layout) and where.loose_index for where in call.where):
-            cause = f"{get_op_name(call.func)} computes with indices of rows whose order depends on all samples"
-            return make_uniform_motion(Lost(cause), results)
-        sorted_motion = find_motion_of_sort(call, results) if call.func in SORTS else None
-        return sorted_motion or _try_call(call, results)
+        moved = _find_moved_motion(call, results)
+    return _try_call(call, results) if moved is None else moved
+
+
+def _find_moved_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The motion of a call that moves entries, or that cannot be followed at all; None if it must be tried."""
+    has_invented_index = _has_invented_index(call, first=1)
+    if call.func in WRITES or (call.func in PICKS and (any(call.where[1:]) or has_invented_index)):
+        return find_motion_by_index(call)
+    if has_invented_index and (call.func in MOVES or (_find_cache_key(call) is None and call.func not in _FILLS)):
+        return make_uniform_motion(Lost(f"{get_op_name(call.func)} {UNKNOWN_VALUES}"), results)
+    if call.func in MOVES:
+        return find_motion_by_ids(call, results)
+    if any(isinstance(where, Layout) and where.loose_index for where in call.where):
+        cause = f"{get_op_name(call.func)} computes with indices of rows whose order depends on all samples"
+        return make_uniform_motion(Lost(cause), results)
+    return find_motion_of_sort(call, results) if call.func in SORTS else None
 
 
 def _try_call(call: Call, results: Sequence[Tensor]) -> Motion:
-    """Find a motion by trial. A trial under autocast has little precision, so its result is used once only."""
+    """Find a motion by trial, or return that of an earlier trial under the same conditions."""
+    key = make_trial_key(call)
+    if key is not None and (found := CACHE.get(key)) is not None:
+        return found
     motion = find_motion_by_trial(call, results)
-    motion.depends_on_values |= torch.is_autocast_enabled(call.tensors[0].device.type)
+    motion.is_tried = True
+    is_traced = tracing.get_trace() is not None
+    if key is not None and not motion.depends_on_values and not is_traced:
+        CACHE.add(key, motion)
     return motion
 
 
@@ -171,6 +197,19 @@ def _has_invented_index(call: Call, first: int = 0) -> bool:
     """Whether the values of an index or mask are invented, among the tensors from position `first` on."""
     trace = tracing.get_trace()
     return trace is not None and any(t.dtype in INDEX_DTYPES and trace.is_invented(t) for t in call.tensors[first:])
+
+
+def _make_motion_of_one_sample(call: Call, results: Sequence[Tensor], sample: int) -> Motion:
+    """The motion of a call with one sample: all results, and the constant rows beside this sample, belong to it."""
+    layouts = tuple(_make_layout_of_one_sample(sample, result, call) for result in results)
+    return Motion(
+        layouts,
+        tuple(
+            (i, replace(where, ids=(sample,) * len(where.ids)))
+            for i, where in enumerate(call.where)
+            if isinstance(where, Layout) and where.ids is not None and -1 in where.ids
+        ),
+    )
 
 
 def _make_layout_of_one_sample(sample: int, result: Tensor, call: Call) -> Layout:
@@ -210,7 +249,7 @@ def _find_cache_key(call: Call) -> CallKey | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
     if (_has_indexing_name(call.func) or call.func in MOVES) and _has_deciding_index(call):
         return None
-    if call.func in _READING_STRIDES:
+    if call.func in _READING_STRIDES or is_scaled_sum(call):
         return None
     try:
         hash(call.key)

@@ -25,6 +25,18 @@ MOVES: set[Any] = {
     torch.take_along_dim, torch.masked_select, torch.diagonal, torch.clone, torch.detach, torch.ravel,
     torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack,
     torch.column_stack, torch.atleast_1d, torch.atleast_2d, torch.atleast_3d,
+    torch.unsafe_chunk, T.unsafe_chunk, torch.unsafe_split, T.unsafe_split, torch.unsafe_split_with_sizes,
+    T.unsafe_split_with_sizes, torch.narrow_copy, T.narrow_copy, torch.alias_copy, torch.diagonal_copy,
+    torch.expand_copy, torch.permute_copy, torch.split_with_sizes_copy, torch.squeeze_copy, torch.t_copy,
+    torch.transpose_copy, torch.unbind_copy, torch.unfold_copy, torch.unsqueeze_copy, torch.view_copy,
+    torch.pixel_shuffle, torch.pixel_unshuffle, torch.channel_shuffle, T.rot90, torch.rot90,
+    torch.fft.fftshift, torch.fft.ifftshift, torch.linalg.diagonal,
+}  # fmt: skip
+
+# Return the same entries with another dtype, or on another device.
+CASTS: set[Any] = {
+    T.to, T.type, T.cpu, T.cuda, T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.bool, T.char, T.byte,
+    T.cfloat, T.cdouble, T.chalf, T.pin_memory, torch.as_tensor, torch.asarray, torch.tensor,
 }  # fmt: skip
 
 # Those of MOVES that keep all entries in their order.
@@ -40,10 +52,11 @@ PICKS: set[Any] = {
 
 # Write entries of one tensor into another, or add them to it.
 WRITES: set[Any] = {
-    T.__setitem__, T.copy_, T.index_copy_, T.index_copy, T.index_add_, T.index_add, T.index_put_, T.index_put,
+    T.__setitem__, T.copy_, T.index_copy_, T.index_copy, T.index_add_, T.index_add, T.index_reduce_,
+    T.index_reduce, T.index_put_, T.index_put,
     T.scatter_, T.scatter, T.scatter_add_, T.scatter_add, T.scatter_reduce_, T.scatter_reduce, T.masked_scatter_,
-    T.masked_scatter, torch.index_copy, torch.index_add, torch.index_put_, torch.index_put, torch.scatter,
-    torch.scatter_add, torch.scatter_reduce, torch.masked_scatter,
+    T.masked_scatter, torch.index_copy, torch.index_add, torch.index_reduce, torch.index_put_, torch.index_put,
+    torch.scatter, torch.scatter_add, torch.scatter_reduce, torch.masked_scatter,
 }  # fmt: skip
 
 # List the positions of entries, or the values that occur.
@@ -61,8 +74,10 @@ LIKES: set[Any] = {
     torch.randint_like,
 }  # fmt: skip
 
-# Make a tensor with the dtype and device of their argument, and read nothing else of it.
-MAKERS: set[Any] = {T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor}
+# Make a tensor with the dtype and device of their first argument, and read nothing else of it.
+MAKERS: set[Any] = {
+    T.new, T.new_zeros, T.new_ones, T.new_empty, T.new_empty_strided, T.new_full, T.new_tensor,
+}  # fmt: skip
 
 # The dtypes of indices and masks.
 INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}

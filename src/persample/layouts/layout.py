@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+# How a loss combines the samples.
+Reduction = Literal["sum", "mean", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Layout:
             selected by its index. `ids` is always given.
         loose_index: the values of the tensor are indices of loose rows. The tensor may only be used as an index of
             loose rows.
+        by_rank: one loose row that was selected by its index, or a tensor into which such rows were written, at the
+            same indices, and some are missing. It may only be written, or be written to.
     """
 
     dim: int
@@ -36,13 +42,25 @@ class Layout:
     alternatives: tuple[Layout, ...] = ()
     loose: bool = False
     loose_index: bool = False
+    by_rank: bool = False
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:  # a layout is part of the key of every call, and `ids` may be long
-        return hash((self.dim, self.inner, self.ids, self.alternatives, self.loose, self.loose_index))
+        return hash((self.dim, self.inner, self.ids, self.alternatives, self.loose, self.loose_index, self.by_rank))
+
+    @cached_property
+    def is_pattern(self) -> bool:
+        """Whether the rows follow the pattern (dim, inner), and nothing else is known about them."""
+        is_marked = self.loose or self.loose_index or self.by_rank
+        return self.ids is None and not self.alternatives and not is_marked
+
+    @cached_property
+    def token(self) -> object | None:
+        """An object that stands for the pattern in keys and is hashed by identity; None if there is no pattern."""
+        return _TOKENS.setdefault((self.dim, self.inner), object()) if self.is_pattern else None
 
     def get_ids(self, size: int, batch: int) -> tuple[int, ...]:
         """The sample of each of the `size` indices along `dim`, -1 for none."""
@@ -51,12 +69,34 @@ class Layout:
         return tuple((j // self.inner) % batch for j in range(size))
 
 
+# By dim and inner. A pattern has always the same token.
+_TOKENS: dict[tuple[int, int], object] = {}
+
+
+@cache
+def make_pattern(dim: int, inner: int = 1) -> Layout:
+    """The layout with this pattern, always the same object: keys are compared by identity first."""
+    return Layout(dim, inner)
+
+
 @dataclass(frozen=True)
 class Reduced:
-    """A sum over the samples, such as a loss: it belongs to no single sample, but no samples are mixed yet."""
+    """A sum over the samples, such as a loss: it belongs to no single sample, but no samples are mixed yet.
+
+    Attributes:
+        cause: the function that added up the samples, as part of an error message.
+        place: the module where it happened, in words.
+        kind: "sum", or "mean" if the sum was divided by the batch size; "mixed" if it is a sum in one part and a mean
+            in another, or if that is ambiguous. `cause` then says why.
+        entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
+        uneven: if samples had different numbers of rows in the sum: the numbers of rows and of entries in all.
+    """
 
     cause: str
     place: str = ""
+    kind: Reduction = "sum"
+    entries: int = 0
+    uneven: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,11 +108,39 @@ class Lost:
         place: the module where it happened, in words.
         listing: the tensor lists the values that occur in the batch (the experts that any token is sent to). A loop
             over such a list is control flow, so each of its elements is a constant.
+        sized: only the size of the tensor depends on the batch: `arange(lengths.max())`, padding to the longest. Each
+            entry is a constant beside samples, but a sum of the entries is not.
     """
 
     cause: str
     place: str = ""
     listing: bool = False
+    sized: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Scattered(Lost):
+    """The entries of one sample do not lie along one dimension, but the sample of each entry is known.
+
+    Attributes:
+        ids: the sample of each entry, -1 for none.
+        loose, loose_index: as for a `Layout`.
+    """
+
+    ids: Tensor = field(default_factory=lambda: torch.empty(0))
+    loose: bool = False
+    loose_index: bool = False
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def lose_entries(where: Where | None) -> Where | None:
+    """A plain `Lost` for a scattered tensor; anything else as it is."""
+    return Lost(where.cause, where.place) if isinstance(where, Scattered) else where
 
 
 # What is known about a tensor that depends on the batch; None instead of it: the tensor does not depend on the batch.
@@ -100,7 +168,7 @@ def split_samples(tensor: Tensor, layout: Layout, batch: int, zeros: bool = True
 
     Sample n of `(T, B, D)` is a `(T, 1, D)`; of `(B*T, D)` it is a `(T, D)`. If samples have different numbers of rows,
     the shorter ones are padded: with zeros, which add nothing to a result that is linear in them, or without `zeros`
-    with rows of another sample, for functions that are not defined at zero.
+    with rows that exist, for functions that are not defined at zero. A sample without rows gets finite ones.
 
     >>> x = torch.arange(6).view(6, 1)                              # two samples of three rows each
     >>> split_samples(x, Layout(dim=0, inner=3), batch=2)[1].flatten()
@@ -119,10 +187,62 @@ def split_samples(tensor: Tensor, layout: Layout, batch: int, zeros: bool = True
     index = torch.tensor(padded, device=tensor.device, dtype=torch.long)
     rows = tensor.index_select(dim, index.flatten()).unflatten(dim, index.shape)
     if not zeros:
+        without = [not any(real) for real in is_real]
+        if any(without):
+            mask = torch.tensor(without, device=tensor.device).view(-1, *[1] * (rows.dim() - dim - 1))
+            rows = torch.where(mask & ~rows.isfinite(), 1, rows)
         return rows.movedim(dim, 0)
     mask = torch.tensor(is_real, device=tensor.device, dtype=torch.bool)
     mask = mask.view(*index.shape, *[1] * (tensor.dim() - dim - 1))
     return torch.where(mask, rows, torch.zeros((), dtype=rows.dtype, device=rows.device)).movedim(dim, 0)
+
+
+def take_sample(tensor: Tensor, layout: Layout, sample: int, batch: int) -> Tensor:
+    """The rows of one sample, as the tensor would be in a batch of that sample alone.
+
+    >>> take_sample(torch.arange(6), Layout(dim=0, inner=3), 1, batch=2)
+    tensor([3, 4, 5])
+    """
+    if tensor.dim() == 0:
+        return tensor
+    if layout.ids is None and tensor.shape[layout.dim] == batch:
+        return tensor.narrow(layout.dim, sample, 1)
+    ids = _make_ids(tensor, layout, batch)
+    return tensor.index_select(layout.dim, (ids == sample).nonzero().flatten())
+
+
+def repeat_sample(tensor: Tensor, layout: Layout, sample: int, batch: int) -> Tensor | None:
+    """The tensor with the rows of all samples replaced by those of one; None if samples have different numbers of rows.
+
+    >>> repeat_sample(torch.arange(6), Layout(dim=0, inner=3), 1, batch=2)
+    tensor([3, 4, 5, 3, 4, 5])
+    """
+    return replace_samples(tensor, layout, [sample] * batch, batch)
+
+
+def replace_samples(tensor: Tensor, layout: Layout, samples: Sequence[int], batch: int) -> Tensor | None:
+    """The tensor with the rows of sample n replaced by those of `samples[n]`; None if their numbers of rows differ.
+
+    >>> replace_samples(torch.arange(6), Layout(dim=0, inner=3), [1, 0], batch=2)
+    tensor([3, 4, 5, 0, 1, 2])
+    """
+    if tensor.dim() == 0:
+        return None
+    ids = _make_ids(tensor, layout, batch)
+    counts = torch.bincount(ids[ids >= 0], minlength=batch)
+    if bool((ids < 0).any()) or bool((counts != counts[0]).any()):
+        return None
+    order = ids.argsort(stable=True)  # the rows of sample 0, then those of sample 1, and so on
+    index = torch.empty_like(order)
+    index[order] = order.view(batch, -1)[torch.tensor(samples, device=order.device)].flatten()
+    return tensor.index_select(layout.dim, index)
+
+
+def _make_ids(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
+    """The sample of each index along the dimension of a layout."""
+    if layout.ids is not None:
+        return torch.tensor(layout.ids, device=tensor.device)
+    return torch.arange(tensor.shape[layout.dim], device=tensor.device) // layout.inner % batch
 
 
 def join_samples(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor:
@@ -163,14 +283,15 @@ def place_rows(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> T
 def _find_rows(ids: tuple[int, ...], batch: int) -> tuple[list[list[int]], list[list[bool]]]:
     """For each sample the indices of its rows, padded to the same length, and for each index whether it is no padding.
 
-    The padding consists of indices of the sample with the most rows.
+    The padding repeats the last row of the sample, so that no sample gets infinities or NaN of another. A sample
+    without rows gets those of the sample with the most rows.
     """
     rows: list[list[int]] = [[] for _ in range(batch)]
     for index, sample in enumerate(ids):
         if sample >= 0:
             rows[sample].append(index)
     longest = max(rows, key=len, default=[])
-    padded = [own + longest[len(own) :] for own in rows]
+    padded = [own + own[-1:] * (len(longest) - len(own)) if own else longest for own in rows]
     is_real = [[True] * len(own) + [False] * (len(longest) - len(own)) for own in rows]
     return padded, is_real
 
@@ -185,6 +306,8 @@ def make_sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     tensor([[0, 1, 2],
             [0, 1, 2]], dtype=torch.int32)
     """
+    if isinstance(where, Scattered):
+        return where.ids
     if not isinstance(where, Layout):
         return torch.full(tensor.shape, -1, dtype=torch.int32, device=tensor.device)
     size = tensor.shape[where.dim] if tensor.dim() else 1
@@ -222,7 +345,7 @@ def find_layout_of_ids(ids: Tensor, batch: int, loose: bool = False) -> Layout |
         smallest = torch.where(ids < 0, batch, ids).amin(rest) if rest else ids
         if bool(((largest == smallest) | (largest < 0)).all()):
             return make_layout(dim, tuple(largest.tolist()), batch, loose)
-    return Lost("the entries of one sample do not lie along one dimension")
+    return Scattered("the entries of one sample do not lie along one dimension", ids=ids, loose=loose)
 
 
 def make_layout(dim: int, ids: tuple[int, ...], batch: int, loose: bool = False) -> Layout:

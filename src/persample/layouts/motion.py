@@ -23,6 +23,7 @@ class Motion:
         aligned: arguments that do not depend on the batch, but have rows for each sample (a state made by
             `zeros(B, H)`, a learned token that was expanded to the batch): position among the tensors, and layout.
         depends_on_values: the motion was found from the values of the arguments, so it must not be cached.
+        is_tried: the motion was found by trial, so it is observed and not known.
 
     The other attributes are a cache of `persample.forward`, which has the same keys as motions:
 
@@ -30,14 +31,17 @@ class Motion:
         use: the plan for later calls with the same key that use parameters; None if each call must be planned.
         simple: where the samples lie in the result, if calls with the same key only return one new tensor; None if
             that is not known.
+        has_own_divisor: `simple` holds for calls in which no target is ignored.
     """
 
     results: tuple[Where | None, ...]
     aligned: tuple[tuple[int, Layout], ...] = ()
     depends_on_values: bool = False
+    is_tried: bool = False
     plans: dict[tuple[int, ...], Plan] = field(default_factory=dict, compare=False, repr=False)
     use: Plan | None = field(default=None, compare=False, repr=False)
     simple: Layout | Reduced | None = field(default=None, compare=False, repr=False)
+    has_own_divisor: bool = field(default=False, compare=False, repr=False)
 
     def get_aligned(self, position: int) -> Layout | None:
         """The layout of an argument in `aligned`, None if it is not there."""

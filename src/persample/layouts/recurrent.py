@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.recurrent import declare_batch_second, recurrent_layer
 from persample.errors import get_op_name
+from persample.layouts.algebra import declare
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call
-from persample.layouts.find import declare_motion
 from persample.layouts.layout import Layout, Lost, Where, make_layout
 from persample.layouts.motion import Motion
 
@@ -26,8 +27,8 @@ def make_packed_layout(sizes: Tensor, order: Tensor | None, batch: int, loose: b
     return make_layout(0, tuple(n for size in sizes.tolist() for n in samples[:size]), batch, loose)
 
 
-@declare_motion(declare_batch_second)
-def _find_state_motion(call: Call) -> Motion:
+@declare(declare_batch_second, for_any_layout=True)
+def _find_state_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     return Motion(tuple(map(_choose_dim_1, call.where)))
 
 
@@ -37,8 +38,8 @@ def _choose_dim_1(where: Where | None) -> Where | None:
     return next((replace(layout, alternatives=()) for layout in layouts if layout.dim == 1), where)
 
 
-@declare_motion(recurrent_layer)
-def _find_layer_motion(call: Call) -> Motion:
+@declare(recurrent_layer, for_any_layout=True)
+def _find_layer_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     # It is cached because the plans of the uses are kept in it.
     return CACHE.get_or_find(call.key, lambda: _compute_layer_motion(call))
 
@@ -64,8 +65,8 @@ def _compute_layer_motion(call: Call) -> Motion:
     return Motion((where, *[of_state] * len(state)), tuple((1 + i, of_state) for i in range(len(state))))
 
 
-@declare_motion(_torch.pack_padded_sequence)
-def _find_packing_motion(call: Call) -> Motion:
+@declare(_torch.pack_padded_sequence, for_any_layout=True)
+def _find_packing_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     input, lengths, batch_first = call.args
     where = call.where[0]
     dim = 0 if batch_first else 1
@@ -75,11 +76,13 @@ def _find_packing_motion(call: Call) -> Motion:
         return Motion((Lost("sequences were packed along a dimension that is not the batch dimension"), None))
     sizes = torch.tensor([int((lengths > t).sum()) for t in range(int(lengths[0]))])
     order = torch.tensor(where.get_ids(input.shape[dim], call.batch))
-    return Motion((make_packed_layout(sizes, order, call.batch, where.loose), None))
+    layout = make_packed_layout(sizes, order, call.batch, where.loose)
+    call.counted.add_packed(layout.get_ids(int(sizes.sum()), call.batch), sizes.tolist())
+    return Motion((layout, None))
 
 
-@declare_motion(_torch.pad_packed_sequence)
-def _find_padding_motion(call: Call) -> Motion:
+@declare(_torch.pad_packed_sequence, for_any_layout=True)
+def _find_padding_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     data, sizes, batch_first, *_ = call.args
     where = call.where[0]
     if not isinstance(where, Layout):

@@ -8,23 +8,35 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from persample import _torch
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients.clipping import Bound
+from persample.gradients import Bound, NonFinite
 
 Keep = Literal["everything", "norms", "clip"]
+
+# When to compare samples alone with the batch; None: "first" where nobody can notice the extra passes, else never.
+Verify = Literal["first", "always", False] | None
 
 # Which parameters to record: names, or a predicate of name and parameter.
 Selection = Iterable[str] | Callable[[str, Tensor], bool]
 
+# What is the same for all samples: tensors, and names of the model's arguments, buffers or parameters.
+Constants = Tensor | str | Iterable[Tensor | str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `record`, checked."""
+    """The arguments of `record`, checked.
+
+    Attributes:
+        isolate: for `watch`: refuse what breaks the bound of private training although it has per-sample gradients:
+            results that depend on a sample's number in the batch, and samples that outlive their step.
+    """
 
     batch_size: int | None = None
     batch_dim: BatchDim = 0
-    loss_reduction: str = "mean"
+    loss_reduction: str | None = None
     parameters: Selection | None = None
     keep_grad: bool = False
     keep: Keep = "everything"
@@ -32,14 +44,22 @@ class Options:
     stabiliser: float | None = None
     passes: Literal[1, 2] | None = None
     memory: int = 2**30
+    constants: Constants = ()
+    verify: Verify = None
+    nonfinite: NonFinite = "raise"
+    isolate: bool = False
 
     def __post_init__(self) -> None:
-        if self.loss_reduction not in ("mean", "sum"):
-            raise PerSampleError(f"loss_reduction must be 'mean' or 'sum', got {self.loss_reduction!r}.")
+        if self.loss_reduction not in (None, "mean", "sum"):
+            raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
         if self.keep not in ("everything", "norms", "clip"):
             raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {self.keep!r}.")
         if self.passes not in (None, 1, 2) or (self.passes and self.keep != "clip"):
             raise PerSampleError(f"passes must be 1 or 2 and requires keep='clip', got {self.passes}.")
+        if self.verify is not None and self.verify is not False and self.verify not in ("first", "always"):
+            raise PerSampleError(f"verify must be 'first', 'always', False or None, got {self.verify!r}.")
+        if self.nonfinite not in ("raise", "zero", "keep"):
+            raise PerSampleError(f"nonfinite must be 'raise', 'zero' or 'keep', got {self.nonfinite!r}.")
         bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         if any(bound is not None and not bound > 0 for bound in bounds):
             raise PerSampleError(f"max_norm must be positive, got {self.max_norm}.")
@@ -48,6 +68,16 @@ class Options:
         if self.stabiliser is not None and not (self.keep == "clip" and self.stabiliser > 0):
             raise PerSampleError(f"stabiliser must be positive and requires keep='clip', got {self.stabiliser}.")
 
+        for constant in self.list_constants():
+            if not isinstance(constant, (str, Tensor)):
+                raise PerSampleError(
+                    f"constants must consist of tensors and of names of arguments, got {type(constant).__name__}."
+                )
+
+    def list_constants(self) -> list[Tensor | str]:
+        """The tensors and names that are the same for all samples."""
+        return [self.constants] if isinstance(self.constants, (str, Tensor)) else list(self.constants)
+
     @property
     def bound(self) -> Bound | None:
         """How to clip, None without `keep="clip"`."""
@@ -55,9 +85,8 @@ class Options:
             return None
         return Bound(self.max_norm, self.stabiliser, self.passes, self.memory)
 
-    def select(self, model: nn.Module) -> Mapping[str, Tensor]:
-        """The parameters of the model to record, by name."""
-        trainable = get_trainable(model)
+    def select(self, trainable: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """The parameters to record, by name, among the trainable ones of a model."""
         if self.parameters is None:
             return trainable
         if callable(self.parameters):
@@ -71,4 +100,4 @@ class Options:
 
 def get_trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in _torch.get_named_parameters(model).items() if p.requires_grad}

@@ -11,9 +11,10 @@ from torch import nn
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
-from persample.recording.options import Keep, Options, Selection
-from persample.recording.session import Recording, refuse_unrecorded
+from persample.gradients import NonFinite, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.recording.hooks import ModuleHook, refuse_unrecorded
+from persample.recording.options import Constants, Keep, Options, Selection, Verify
+from persample.recording.session import Recording
 
 
 @overload
@@ -22,10 +23,13 @@ def record(
     *,
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     parameters: Selection | None = None,
     keep_grad: bool = False,
+    constants: Constants = (),
     keep: Literal["everything"] = "everything",
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
 ) -> AbstractContextManager[PerSampleGradients]: ...
 
 
@@ -35,10 +39,13 @@ def record(
     *,
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     parameters: Selection | None = None,
     keep_grad: bool = False,
+    constants: Constants = (),
     keep: Literal["norms"],
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
 ) -> AbstractContextManager[StreamedNorms]: ...
 
 
@@ -48,14 +55,17 @@ def record(
     *,
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     parameters: Selection | None = None,
     keep_grad: bool = False,
+    constants: Constants = (),
     keep: Literal["clip"],
     max_norm: float | Mapping[str, float],
     stabiliser: float | None = None,
     passes: Literal[1, 2] | None = None,
     memory: int = 2**30,
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
 ) -> AbstractContextManager[StreamedClip]: ...
 
 
@@ -67,14 +77,17 @@ def record(
     *,
     batch_size: int | None = None,
     batch_dim: BatchDim = 0,
-    loss_reduction: str = "mean",
+    loss_reduction: str | None = None,
     parameters: Selection | None = None,
     keep_grad: bool = False,
+    constants: Constants = (),
     keep: Keep = "everything",
     max_norm: float | Mapping[str, float] | None = None,
     stabiliser: float | None = None,
     passes: Literal[1, 2] | None = None,
     memory: int = 2**30,
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
@@ -89,10 +102,16 @@ def record(
         batch_size: the number of samples; by default all tensors in the model's arguments must agree on it.
         batch_dim: the batch dimension of the model's arguments: one number, or one for each argument, by position or
             name; None for an argument that is the same for all samples.
-        loss_reduction: how the back-propagated loss combines the samples, "mean" or "sum".
+        loss_reduction: how the back-propagated loss combines the samples, "mean" or "sum". None: as found. A loss that
+            is found to be a mean is scaled by the batch size, so that rows are gradients of the samples' own losses. A
+            sum that is divided by the batch size is a mean. What is given must agree with what is found; it decides if
+            the loss is a sum in one part and a mean in another.
         parameters: the parameters to record: names, or a predicate of name and parameter; all by default.
         keep_grad: also add to `p.grad` what a plain backward pass would add (under several processes, the mean over
             them); otherwise `p.grad` is not touched.
+        constants: what is the same for all samples: tensors, and names of the model's arguments. Any other tensor from
+            outside that the code around the model uses (a target, a mask, weights) has one row per sample if it has the
+            batch's size in its batch dimension: `batch_dim` if that is one number, or 0.
         keep: "everything"; or, if one answer is enough, "norms" or "clip": then each term is reduced and freed when it
             arrives, and memory stays close to that of a plain backward pass.
         max_norm: with keep="clip", the bound on the norm of each row, or on each parameter's part of it, by name.
@@ -101,10 +120,22 @@ def record(
             nothing and need `backward()` inside the block. By default one, unless its factors take more than `memory`
             bytes; `repr(grads)` says which.
         memory: see `passes`.
+        verify: when to run the first and the last sample alone and to compare their outputs with those of the batch,
+            so that samples that are mixed out of sight are noticed. "first": in the first forward pass of a model, of
+            a mode and of a form of its arguments. "always": in every forward pass; a model that cannot be verified is
+            then an error. False: never. By default "first" where nobody can notice the extra passes (no hooks, no
+            modes of torch, not compiled), else never. Random numbers, buffers and attributes of modules are restored.
+            A model with dropout is compared without it; one that draws other random numbers for each sample, or does
+            not run on one sample, is not verified; nor is one under several processes. `repr(grads)` says which.
+        nonfinite: what happens to samples whose gradient is not finite. "raise": `norms()`, `clip()` and
+            `clip_factors()` raise. "zero": the sample is left out, as if its gradient were zero, and the others are
+            what they are without it; `grads.nonfinite_count` and `repr(grads)` tell how many there are. A gradient
+            whose squared norm overflows counts, too. "keep": infinities and NaN are part of the answers.
 
     Raises:
         PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
-        SamplesMixed: samples of the batch were combined, so that no sample has a gradient of its own.
+        SamplesMixed: samples of the batch were combined, so that no sample has a gradient of its own; or the output of
+            a sample alone differs from its output in the batch.
 
     >>> import torch
     >>> model = nn.Linear(3, 2)
@@ -120,11 +151,14 @@ def record(
         loss_reduction=loss_reduction,
         parameters=parameters,
         keep_grad=keep_grad,
+        constants=constants,
         keep=keep,
         max_norm=max_norm,
         stabiliser=stabiliser,
         passes=passes,
         memory=memory,
+        verify=verify,
+        nonfinite=nonfinite,
     )
     recording = Recording(model, options)
 
@@ -132,14 +166,15 @@ def record(
         recording.start_forward(args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        recording.end_forward()
+        recording.end_forward(output)
 
     collector = recording.collector
     hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        model.register_forward_hook(after, always_call=True),
-        *refuse_unrecorded(recording.recorded, recording.processes, lambda: collector.is_pulling_back),
+        model.register_forward_pre_hook(ModuleHook(before), with_kwargs=True, prepend=True),
+        model.register_forward_hook(ModuleHook(after), always_call=True),
     ]
+    if recording.needs_hooks:
+        hooks += refuse_unrecorded(recording.recorded, recording.processes, lambda: collector.is_pulling_back)
     try:
         with recording.processes.prepare_recording(recording.tracker, keep_grad), recording.tracker:
             yield recording.grads

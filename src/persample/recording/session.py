@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
+from persample._internal import tracing
+from persample._internal.parameter_hooks import refuse_parameter_hooks
+from persample._internal.precision import without_autocast
+from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
+from persample.forward.audit import Audit
+from persample.forward.isolation import Isolation
+from persample.forward.known_tensors import TensorMap
+from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
+from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, get_trainable
+from persample.recording.verification import Verification, start_verification
 from persample.terms import Term, add_terms
 
 Gradients = PerSampleGradients | StreamedNorms | StreamedClip
@@ -26,6 +37,52 @@ Gradients = PerSampleGradients | StreamedNorms | StreamedClip
 
 def _do_nothing(*args: Any) -> None:
     pass
+
+
+def leave_ended_modes() -> None:
+    """Leave the modes in this thread whose step has ended. A step that ends in another thread leaves its mode here."""
+    for mode in _torch.get_function_modes():
+        if isinstance(mode, Tracker) and mode.has_ended:
+            _torch.remove_mode(mode)
+    for mode in _torch.get_dispatch_modes():
+        if isinstance(mode, Audit) and mode.is_stopped:
+            _torch.remove_dispatch_mode(mode)
+
+
+class _End:
+    """Calls a function when a backward pass has ended: once for a pass and the passes inside it.
+
+    Reentrant checkpoints run backward passes inside of others, and two passes may compute one answer.
+    """
+
+    def __init__(self, ended: Callable[[], None]) -> None:
+        self._ended = ended
+        self._is_waiting = False
+        self._has_ended = False
+
+    def note(self) -> None:
+        """Note that a pass has ended."""
+        self._has_ended = True
+        if not self._is_waiting:
+            self._call()
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Wait for the end of the block, unless it raises."""
+        if self._is_waiting:
+            yield
+            return
+        self._is_waiting, self._has_ended = True, False
+        try:
+            yield
+            self._call()
+        finally:
+            self._is_waiting = False
+
+    def _call(self) -> None:
+        has_ended, self._has_ended = self._has_ended, False
+        if has_ended:
+            self._ended()
 
 
 class Recording:
@@ -36,6 +93,8 @@ class Recording:
         options: what to record.
         ended: called when a backward pass has ended.
         failed: called with the error when a backward pass has failed.
+        has_hooks: hooks of the caller refuse gradients from uses that were not recorded (`refuse_unrecorded`).
+        isolation: what private training refuses besides.
     """
 
     def __init__(
@@ -44,58 +103,137 @@ class Recording:
         options: Options,
         ended: Callable[[], None] = _do_nothing,
         failed: Callable[[BaseException], None] = _do_nothing,
+        has_hooks: bool = False,
+        isolation: Isolation | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
-        if any(isinstance(mode, Tracker) and not mode.is_resting for mode in _torch.get_function_modes()):
+        leave_ended_modes()
+        if any(isinstance(mode, Tracker) for mode in _torch.get_function_modes()):
             raise PerSampleError(
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."
             )
-        self.model, self.options = model, options
+        self._model, self.options = ref(model), options  # a watched model shall be freed with its last name
         self.processes = find_processes(model)
-        self.recorded = options.select(model)
+        trainable = get_trainable(model)
+        self.recorded = options.select(trainable)
+        refuse_parameter_hooks(trainable if options.keep_grad else self.recorded)
         self.grads = grads = self._make_gradients()
         self._failed = failed
+        # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
+        self.needs_hooks = type(self.processes) is not Processes or options.keep_grad
+        self._has_hooks = has_hooks or self.needs_hooks
+        unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
+        end = self._end = _End(ended)
+
+        @without_autocast
         def finish() -> None:
+            unrecorded.check()
             grads.finish()
-            ended()
+            end.note()
 
-        used = map(self.processes.get_used, get_trainable(model).values())
+        used = map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
-        self.collector = Collector(used, deliver, finish, early=options.keep != "everything")
+        streamed = None if isinstance(grads, PerSampleGradients) else grads
+        deliver_stack = None if options.keep_grad else without_autocast(grads.receive_stack)
+        self.collector = Collector(used, deliver, finish, early=streamed is not None, deliver_stack=deliver_stack)
         self.tracker = Tracker(
             self.collector,
             model,
-            loss_reduction=options.loss_reduction,
+            loss_reduction=options.loss_reduction or "sum",
             processes=self.processes,
             run_backward=self._run_backward,
+            note_loss=grads.note_loss,
+            outside=self._make_outside(),
+            note_outside=grads.outside.add if isinstance(grads, PerSampleGradients) else _do_nothing,
+            isolation=isolation,
         )
+        # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
+        self.tracker.can_retain = type(self.processes) is Processes and tracing.get_trace() is None
+        self.tracker.tried = grads.tried
         self._rng_state = torch.get_rng_state()
+        self._verification: Verification | None = None
+        self.is_verifying = False  # calls of the model are extra passes
 
     def _make_gradients(self) -> Gradients:
         options = self.options
         common = (self.recorded, options.loss_reduction, self.processes)
         if options.bound is not None:
-            return StreamedClip(*common, options.bound)
-        return StreamedNorms(*common) if options.keep == "norms" else PerSampleGradients(*common)
+            return StreamedClip(*common, options.bound, options.nonfinite)
+        kind = StreamedNorms if options.keep == "norms" else PerSampleGradients
+        return kind(*common, options.nonfinite)
+
+    def _make_outside(self) -> OutsideTensors:
+        batch_dim, given = self.options.batch_dim, self.options.list_constants()
+        tensors = [constant for constant in given if isinstance(constant, Tensor)]
+        return OutsideTensors(self._get_model(), batch_dim if isinstance(batch_dim, int) else 0, tensors)
 
     # ---- the forward pass ----
 
     def start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell the tracker where the samples lie in the arguments of a call of the model that is about to run."""
+        if self.is_verifying:
+            return
         with _torch.DisableTorchFunction():
             self.processes.start_forward()
             arguments = self._make_arguments(args, kwargs)
-            arguments.check_batch_dim()
-            self.tracker.batch = self.grads.start(self._find_batch_size(arguments))
+            arguments.check_names(self._get_model())
+            batch_size = self.grads.start(self._find_batch_size(arguments))
+            self.tracker.start_batch(batch_size, arguments.iterate_tensors())
             arguments.add_to(self.tracker, search=self.options.batch_size is not None)
+            if _torch.get_backward_pass() < 0:  # else it is a recomputation
+                self._start_verification(arguments)
+        if self.tracker.isolation is not None:
+            self.tracker.isolation.start_forward(self._get_model())
         self.tracker.is_inside = True
+        self.tracker.begin_audit()
 
-    def end_forward(self) -> None:
-        """Note that the call of the model has ended."""
+    def hide_earlier_data(self) -> None:
+        """In private training: the model, which is about to run, must not use data of earlier steps."""
+        if self.tracker.isolation is not None:
+            with _torch.DisableTorchFunction():
+                self.tracker.isolation.hide_data(self.tracker)
+
+    def end_forward(self, output: Any) -> None:
+        """Note that the call of the model has ended, with None if it has failed, and verify its output."""
+        if self.is_verifying:
+            return
+        if output is not None:
+            self.tracker.check_state()
+        if self.tracker.isolation is not None:
+            self.tracker.isolation.show_data(self.tracker)
         self.tracker.is_inside = False
+        verification, self._verification = self._verification, None
+        if verification is not None and output is not None:
+            self.is_verifying = True
+            try:
+                with self.tracker.pause():
+                    self.grads.verification = verification.finish(output, self.options)
+            finally:
+                self.is_verifying = False
+
+    def note_nested_call(self) -> None:
+        """Give up the verification of a model that calls itself: the call that ends next is another one."""
+        if not self.is_verifying:
+            self._verification, self.grads.verification = None, "not verified: the model calls itself"
+
+    def _start_verification(self, arguments: Arguments) -> None:
+        if self.tracker.is_inside:
+            self.note_nested_call()
+            return
+        found = start_verification(self._get_model(), self.options, self.processes, self.tracker, arguments)
+        if isinstance(found, str):
+            self._verification, self.grads.verification = None, found
+        else:
+            self._verification = found
+
+    def add_samples(self, declared: TensorMap[int]) -> None:
+        """Declare tensors of the data, with their batch dimensions."""
+        with _torch.DisableTorchFunction():
+            for tensor, dim in declared.items():
+                self.tracker.add_samples(tensor, dim)
 
     def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples in the arguments of a call of the model."""
@@ -103,7 +241,13 @@ class Recording:
             return self._find_batch_size(self._make_arguments(args, kwargs))
 
     def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return Arguments(self.processes.get_called_module(self.model).forward, args, kwargs, self.options.batch_dim)
+        forward = self.processes.get_called_module(self._get_model()).forward
+        return Arguments(forward, args, kwargs, self.options.batch_dim, tuple(self.options.list_constants()))
+
+    def _get_model(self) -> nn.Module:
+        model = self._model()
+        assert model is not None  # it is being called
+        return model
 
     def _find_batch_size(self, arguments: Arguments) -> int:
         given = self.options.batch_size
@@ -117,19 +261,65 @@ class Recording:
     # ---- the backward pass ----
 
     def _run_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_gradients(args, kwargs)
+        self.tracker.end_audit()
+        self.collector.prepare_backward()
+        is_graph_kept = _is_graph_kept(func, args, kwargs)
+        for tensor in find_tensors((args[1:], kwargs)):  # the gradient of the output, if it is given
+            self.tracker.note_outside(tensor)
         try:
-            if isinstance(self.grads, StreamedClip) and self.grads.choose_passes(self.collector.factor_bytes) == 2:
-                return run_backward_twice(self.tracker.anchor, func, args, kwargs)
-            return func(*args, **kwargs)
+            with self._end.wait(), nullcontext() if self._has_hooks else self._unrecorded:
+                if func is Tensor.backward and self._choose_passes() == 2:
+                    return run_backward_twice(self.collector.anchor, func, args, kwargs)
+                result = func(*args, **kwargs)
+                if not _has_inputs(func, args, kwargs):
+                    self.collector.end_without_tap()
+                return result
+        except BaseException as error:
+            self._failed(error)
+            is_graph_kept = True  # the user may try again
+            raise
+        finally:
+            self.collector.forget_gradients(is_graph_kept)
+
+    def _check_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """In private training: check what the code around the model has done, and the gradients that it passes on."""
+        try:
+            self.tracker.check_state()
+            given = args[1:2] or [kwargs.get("gradient", kwargs.get("grad_tensors"))]
+            for output, gradient in zip(find_tensors(args[:1]), find_tensors(given), strict=False):
+                self.tracker.check_gradient(output, gradient)
         except BaseException as error:
             self._failed(error)
             raise
 
+    def _choose_passes(self) -> int:
+        grads = self.grads
+        return grads.choose_passes(self.collector.factor_bytes) if isinstance(grads, StreamedClip) else 1
+
     def close(self) -> None:
-        """Break the reference cycle with the tracker, so that what was recorded is freed at once."""
+        """Break the reference cycles with the tracker and the graph, so that what was recorded is freed at once."""
+        if self.tracker.isolation is not None:
+            with _torch.DisableTorchFunction():
+                self.tracker.isolation.end_step(self.tracker)
         self.tracker.run_backward = None
+        self.collector.release()
 
 
+def _is_graph_kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `backward` keeps the graph for another pass; both functions have this argument third."""
+    kept = args[2] if len(args) > 2 else kwargs.get("retain_graph")
+    creates_graph = args[3] if len(args) > 3 else kwargs.get("create_graph")
+    return bool(creates_graph if kept is None else kept)
+
+
+def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of `backward` is for some tensors only."""
+    position = 4 if func is Tensor.backward else 5
+    return (args[position] if len(args) > position else kwargs.get("inputs")) is not None
+
+
+@without_autocast
 def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
     term = add_terms(terms)
@@ -137,29 +327,3 @@ def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter:
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
         total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
         processes.add_to_grad(parameter, total)
-
-
-def refuse_unrecorded(
-    recorded: Mapping[str, Tensor], processes: Processes, is_pulling_back: Callable[[], bool]
-) -> list[RemovableHandle]:
-    """Hooks that refuse ordinary gradients of parameters: they come from a use that was not recorded.
-
-    While a recording pulls gradients back to its parameters, such gradients are the recording's own.
-    """
-
-    def make_hook(name: str) -> Callable[[Tensor | None], None]:
-        def refuse(grad: Tensor | None) -> None:
-            if grad is not None and not is_pulling_back():
-                raise PerSampleError(
-                    f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called "
-                    "directly, a penalty on the weights, or a use inside torch.func.vmap. Call the model itself, and "
-                    "keep penalties out of the block."
-                )
-
-        return refuse
-
-    hooks = []
-    for name, p in recorded.items():
-        tensors = {id(tensor): tensor for tensor in (p, processes.get_used(p))}
-        hooks += [tensor.register_hook(make_hook(name)) for tensor in tensors.values()]
-    return hooks

@@ -16,9 +16,9 @@ def _accept_images(spatial_dims: int) -> Accepts:
     return lambda input, dim: dim == 0 and input.dim() == 2 + spatial_dims
 
 
-@register_rule(torch.conv1d, accepts=_accept_images(1), reads_result=False, further=False)
-@register_rule(torch.conv2d, accepts=_accept_images(2), reads_result=False, further=False)
-@register_rule(torch.conv3d, accepts=_accept_images(3), reads_result=False, further=False)
+@register_rule(torch.conv1d, accepts=_accept_images(1), reads_result=False, stacks=True, further=False)
+@register_rule(torch.conv2d, accepts=_accept_images(2), reads_result=False, stacks=True, further=False)
+@register_rule(torch.conv3d, accepts=_accept_images(3), reads_result=False, stacks=True, further=False)
 def conv(
     grad: Tensor,
     input: Tensor,
@@ -35,9 +35,9 @@ def conv(
     return _add_bias(Patches(input, grad, kernel, _expand(stride, kernel), widths, gaps, groups), grad, bias)
 
 
-@register_rule(torch.conv_transpose1d, accepts=_accept_images(1), reads_result=False)
-@register_rule(torch.conv_transpose2d, accepts=_accept_images(2), reads_result=False)
-@register_rule(torch.conv_transpose3d, accepts=_accept_images(3), reads_result=False)
+@register_rule(torch.conv_transpose1d, accepts=_accept_images(1), reads_result=False, stacks=True)
+@register_rule(torch.conv_transpose2d, accepts=_accept_images(2), reads_result=False, stacks=True)
+@register_rule(torch.conv_transpose3d, accepts=_accept_images(3), reads_result=False, stacks=True)
 def conv_transpose(
     grad: Tensor,
     input: Tensor,

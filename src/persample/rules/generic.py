@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import put_in_tensors
-from persample.errors import PerSampleError, get_op_name
+from persample.errors import PerSampleError, get_op_name, raise_if_out_of_memory
 
 
 def compute_generic_gradients(
@@ -64,6 +64,7 @@ def compute_generic_gradients(
         except PerSampleError:
             raise
         except Exception as error:
+            raise_if_out_of_memory(error)
             raise PerSampleError(
                 f"{get_op_name(func)} has no rule, so it is called with each sample as a batch of one. That "
                 f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one."

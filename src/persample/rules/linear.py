@@ -9,7 +9,9 @@ from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Outer, Term
 
 
-@register_rule(F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, further=False)
+@register_rule(
+    F.linear, accepts=lambda input, dim: dim < input.dim() - 1, reads_result=False, stacks=True, further=False
+)
 def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Terms:
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
     terms: dict[str, Term] = {"weight": Outer(input, grad)}

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal import tracing
 from persample.errors import SamplesMixed
 from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense
 
+# Entries of the samples that are normalised at a time.
+_BLOCK_SIZE = 2**18
 
-def _compute_affine_terms(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> Terms:
+
+def _normalise_in_blocks(
+    normalise: Callable[[Tensor], Tensor], grad: Tensor, input: Tensor, keep: Sequence[int]
+) -> Terms:
+    """The terms of w and b, computed for some samples at a time, so that the normalised input takes little memory."""
+    step = max(1, _BLOCK_SIZE // max(1, input[:1].numel()))
+    if step >= len(input) or tracing.get_trace() is not None:
+        return _compute_affine_terms(grad, normalise(input), keep)
+    blocks = [
+        _compute_affine_terms(some_grads, normalise(some), keep)
+        for some_grads, some in zip(grad.split(step), input.split(step), strict=True)
+    ]
+    return {name: Dense(torch.cat([block[name].values for block in blocks])) for name in blocks[0]}
+
+
+def _compute_affine_terms(grad: Tensor, normalised: Tensor, keep: Sequence[int]) -> dict[str, Dense]:
     """The terms of w and b, which have the dimensions `keep` and are broadcast along the rest of a sample.
 
     `normalised` is overwritten.
@@ -25,7 +43,14 @@ def _compute_affine_terms(grad: Tensor, normalised: Tensor, keep: Sequence[int])
     return {"weight": Dense(product.sum(rest)), "bias": Dense(grad.sum(rest))}
 
 
-@register_rule(F.layer_norm, torch.layer_norm, accepts=lambda input, dim: True, reads_result=False, further=False)
+@register_rule(
+    F.layer_norm,
+    torch.layer_norm,
+    accepts=lambda input, dim: True,
+    reads_result=False,
+    stacks=True,
+    further=False,
+)
 def layer_norm(
     grad: Tensor,
     input: Tensor,
@@ -39,7 +64,7 @@ def layer_norm(
     return _compute_affine_terms(grad, F.layer_norm(input, normalized_shape, eps=eps), last)
 
 
-@register_rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False)
+@register_rule(F.rms_norm, torch.rms_norm, accepts=lambda input, dim: True, reads_result=False, stacks=True)
 def rms_norm(
     grad: Tensor,
     input: Tensor,
@@ -51,7 +76,7 @@ def rms_norm(
     return {"weight": _compute_affine_terms(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
 
 
-@register_rule(F.group_norm, torch.group_norm, reads_result=False, further=False)
+@register_rule(F.group_norm, torch.group_norm, reads_result=False, stacks=True, further=False)
 def group_norm(
     grad: Tensor,
     input: Tensor,
@@ -61,8 +86,11 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Terms:
-    normalised = F.group_norm(input.flatten(0, 1), num_groups, eps=eps)
-    return _compute_affine_terms(grad, normalised.view(input.shape), keep=[2])
+
+    def normalise(some: Tensor) -> Tensor:
+        return F.group_norm(some.flatten(0, 1), num_groups, eps=eps).view(some.shape)
+
+    return _normalise_in_blocks(normalise, grad, input, keep=[2])
 
 
 def _broadcast_channels(statistic: Tensor, like: Tensor) -> Tensor:

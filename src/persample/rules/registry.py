@@ -35,14 +35,45 @@ class EntryOwners(Protocol):
         """
 
 
+class _Registry(dict[Any, Any]):
+    """A dict that counts its changes, so that a plan which was made with other rules is noticed."""
+
+    changes = 0
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _Registry.changes += 1
+        super().__setitem__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        _Registry.changes += 1
+        super().update(*args, **kwargs)
+
+    def clear(self) -> None:
+        _Registry.changes += 1
+        super().clear()
+
+    def __delitem__(self, key: Any) -> None:
+        _Registry.changes += 1
+        super().__delitem__(key)
+
+    def pop(self, *args: Any) -> Any:
+        _Registry.changes += 1
+        return super().pop(*args)
+
+
+def count_rule_changes() -> int:
+    """The number of changes of all registries so far."""
+    return _Registry.changes
+
+
 # torch function -> Rule, Rewrite, or an `autograd.Function` from `implements_per_sample_grads`. Operators of other
 # libraries are listed by name, "library::operator", so that the library does not have to be installed.
-HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = {}
+HANDLED_FUNCTIONS: dict[Callable[..., Any] | str, Any] = _Registry()
 
 
 # Further rules of a torch function, the one registered last first. The first rule that holds for a call is used. They
 # do not apply to a bare ExpandedWeight, because torch's expanded weights do not support these functions.
-FURTHER_RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
+FURTHER_RULES: dict[Callable[..., Any] | str, list[Rule]] = _Registry()
 
 _RULES: dict[Callable[..., Any] | str, list[Rule]] = {}
 _NO_RULES: list[Rule] = []
@@ -118,6 +149,7 @@ class Rule:
     whole: bool = False
     as_they_lie: bool = False
     reads_result: bool = True
+    stacks: bool = False
 
     @cached_property
     def names(self) -> list[str]:
@@ -142,6 +174,7 @@ def register_rule(
     whole: bool = False,
     as_they_lie: bool = False,
     reads_result: bool = True,
+    stacks: bool = False,
     further: bool = True,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: register a function as the rule of one or several torch functions.
@@ -167,6 +200,8 @@ def register_rule(
             always does.
         reads_result: Whether the torch function's own backward reads the function's result. False saves a copy of the
             result.
+        stacks: Whether the terms depend on the shapes of the weights only, not on their values. Then uses of several
+            weights of the same shape can be computed in one call of the rule.
         whole: Internal. The rule is the function's whole backward: it gets the function's results after `grad`, and
             also returns terms for the `batched` arguments, which are their gradients.
         as_they_lie: Internal. The rule gets its tensors unchanged, and after `grad` the `EntryOwners` of the result.
@@ -194,7 +229,7 @@ def register_rule(
     """
 
     def register(terms: RuleFunction) -> RuleFunction:
-        rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result)
+        rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result, stacks)
         for function in functions:
             if further:
                 FURTHER_RULES[function] = [rule, *FURTHER_RULES.get(function, ())]  # a new list: see `get_rules`

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,11 +63,41 @@ class Term(ABC):
         """`(batch,)`: |g_n|²."""
         return torch.cat([sum_squares(block) for _, (block,) in self.iterate_samples()])
 
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        """`squared_norms()`, their floor (`terms/rounding.py`) or None, and an equal term.
+
+        Norms of the dense form have no floor: they are the norms of the rows as torch computes them. They have one if
+        `sum()` will compute the rows in another way.
+
+        Args:
+            compact: Return the dense form as the term if the norms needed it and it is smaller.
+            summed: Whether `sum()` of the returned term will be called.
+        """
+        squares, term = self.compute_norms_and_compact() if compact else (self.squared_norms(), self)
+        return squares, None, term
+
+    def compute_exact_row(self, sample: int) -> Tensor:
+        """`weight.shape`: g_n in float64, for a sample n whose norm is below its floor."""
+        return to_double(convert_to_double(self.some(sample, sample + 1)).dense()[0])
+
+    def clear_samples(self, is_cleared: Tensor) -> Term:
+        """The term with rows of zeros where the mask `is_cleared`, `(batch,)`, is true, also if they are not finite."""
+        return map_factors(self, lambda factor: _clear_rows(factor, is_cleared))
+
     def sum(self, weights: Tensor) -> Tensor:
         """`weight.shape`: the sum over n of weights[n] g_n."""
         return add_tensors(
             torch.tensordot(weights[samples].to(block), block, 1) for samples, (block,) in self.iterate_samples()
         )
+
+    def sum_each(self, weights: Tensor, count: int) -> Tensor:
+        """`(count, *weight.shape)`: `sum(weights)` of each of `count` equal parts of the samples.
+
+        Terms of several weights of one shape can be one term, with the samples of each weight after those of the last.
+        """
+        values, weights = promote(widen(self.dense()), weights)
+        parts = values.reshape(count, len(weights), self.shape.numel())
+        return (weights @ parts).view(count, *self.shape)
 
     def dot(self, direction: Tensor) -> Tensor:
         """`(batch,)`: <g_n, direction>, for a direction with the shape of the weight."""
@@ -76,6 +106,11 @@ class Term(ABC):
     def inner(self, other: Term) -> Tensor:
         """`(batch,)`: <g_n, h_n>, where h is another term of the same weight and batch."""
         return torch.cat([_flatten_samples((a.conj() * b).real).sum(1) for _, (a, b) in self.iterate_samples(other)])
+
+    def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
+        """`inner(other)`, and the sum of the absolute values of what was added up."""
+        products = [_flatten_samples(a.conj() * b) for _, (a, b) in self.iterate_samples(other)]
+        return torch.cat([p.real.sum(1) for p in products]), torch.cat([p.abs().sum(1) for p in products])
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         """`(batch, other.batch)`: <g_n, h_m>, where h is another term of the same weight."""
@@ -110,10 +145,11 @@ class Term(ABC):
         terms = (self, *others)
         step = min(term._count_rows_per_block(block_size) for term in terms)
         if step >= self.row_count:
-            yield tuple(widen(term.dense()) for term in terms)
+            yield tuple(widen_factors(term).dense() for term in terms)
             return
         for start in range(0, self.row_count, step):
-            yield tuple(widen(term.part(start, min(start + step, self.row_count)).dense()) for term in terms)
+            stop = min(start + step, self.row_count)
+            yield tuple(widen_factors(term.part(start, stop)).dense() for term in terms)
 
     def iterate_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
         """Dense forms of this term and the others, widened, for consecutive ranges of samples; with the range.
@@ -125,19 +161,19 @@ class Term(ABC):
         step = max(1, BLOCK_SIZE // max(1, self.shape.numel(), factor_size))
         for start in range(0, max(1, self.batch), step):
             stop = min(start + step, self.batch)
-            yield slice(start, stop), tuple(widen(term.some(start, stop).dense()) for term in (self, *others))
+            yield slice(start, stop), tuple(widen_factors(t.some(start, stop)).dense() for t in (self, *others))
 
 
+@dataclass(frozen=True)
 class SharedDirection(Term):
-    """`g_n = direction` for every sample n."""
+    """`g_n = direction` for every one of `count` samples n."""
 
-    def __init__(self, direction: Tensor, batch: int) -> None:
-        self.direction = direction
-        self._batch = batch
+    direction: Tensor
+    count: int
 
     @property
     def batch(self) -> int:
-        return self._batch
+        return self.count
 
     @property
     def shape(self) -> torch.Size:
@@ -154,10 +190,11 @@ class SharedDirection(Term):
 
 
 def is_dense_smaller(term: Term, times: int = 1) -> bool:
-    """Whether the dense form is exact and has no more entries than `times` the factors."""
+    """Whether the dense form, in float32 at least, takes no more memory than `times` the factors."""
     factors = list(find_factors(term))
-    limit = times * sum(t.numel() for t in factors)
-    return term.batch * term.shape.numel() <= limit and all(widen(t) is t for t in factors)
+    limit = times * sum(t.numel() * t.element_size() for t in factors)
+    entry_size = max([4, *(t.element_size() for t in factors if t.is_floating_point() or t.is_complex())])
+    return term.batch * term.shape.numel() * entry_size <= limit
 
 
 def _flatten_samples(block: Tensor) -> Tensor:
@@ -200,17 +237,33 @@ def is_complex(term: Term) -> bool:
     return any(tensor.is_complex() for tensor in find_factors(term))
 
 
+def map_factors(term: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The term with a function of each factor in its place."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, Term):
+            return map_factors(value, function)
+        return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
+
+    return replace(term, **{name: convert(value) for name, value in vars(term).items()})
+
+
+def _clear_rows(factor: Tensor, is_cleared: Tensor) -> Tensor:
+    if not (factor.is_floating_point() or factor.is_complex()):
+        return factor
+    return factor.masked_fill(is_cleared.view(-1, *[1] * (factor.dim() - 1)), 0)
+
+
+def widen_factors(term: Any) -> Any:
+    """The term with its factors in float32 at least, so that its dense form is not rounded to fewer digits."""
+    return term if all(widen(t) is t for t in find_factors(term)) else map_factors(term, widen)
+
+
 def convert_to_double(term: Any) -> Any:
     """The term with its factors in float64 or complex128."""
-    changed: dict[str, Any] = {}
-    for name, value in vars(term).items():
-        if isinstance(value, Tensor):
-            changed[name] = to_double(value)
-        elif isinstance(value, Term):
-            changed[name] = convert_to_double(value)
-        elif name == "terms":
-            changed[name] = [convert_to_double(part) for part in value]
-    return replace(term, **changed)
+    return map_factors(term, to_double)
 
 
 def sum_dense(terms: Sequence[Term]) -> Tensor:

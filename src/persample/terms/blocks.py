@@ -68,6 +68,12 @@ class Blocks(Term):
         squared, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)
         return add_tensors(squared), Blocks(terms, self.starts, self.count, self.single)
 
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        squares, floors, terms = zip(*(term.measure(compact, summed) for term in self.terms), strict=True)
+        given = [floor for floor in floors if floor is not None]
+        blocks = Blocks(terms, self.starts, self.count, self.single)
+        return add_tensors(squares), add_tensors(given) if given else None, blocks
+
     def squared_norms(self) -> Tensor:
         return add_tensors([term.squared_norms() for term in self.terms])
 
@@ -92,6 +98,13 @@ class Blocks(Term):
         if pairs is None:
             return super().inner(other)
         return add_tensors([a.inner(b) for a, b in pairs] or [self.squared_norms() * 0])
+
+    def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
+        pairs = self._pair_blocks(other)
+        if not pairs:
+            return super().inner_and_size(other)
+        values, sizes = zip(*(a.inner_and_size(b) for a, b in pairs), strict=True)
+        return add_tensors(values), add_tensors(sizes)
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         pairs = self._pair_blocks(other)

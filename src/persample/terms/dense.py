@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import promote, widen
-from persample.terms.base import Term, is_dense_smaller, sum_squares
+from persample.terms.base import Term, is_dense_smaller, sum_squares, widen_factors
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,5 @@ def compute_norms_from_dense(term: Term, times: int = 1) -> tuple[Tensor, Term]:
     """
     if not is_dense_smaller(term, times):
         return term.squared_norms(), term
-    dense = Dense(term.dense())
+    dense = Dense(widen_factors(term).dense())
     return dense.squared_norms(), dense

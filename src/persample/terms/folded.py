@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from persample.terms.base import BLOCK_SIZE, Term
+from persample.terms.dense import Dense
 from persample.terms.outer import Outer
 
 
@@ -66,6 +67,10 @@ class Folded(Term):
     def squared_norms(self) -> Tensor:
         return self.term.squared_norms()
 
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        squares, floor, term = self.term.measure(compact, summed)
+        return squares, floor, self if term is self.term else Dense(self._fold(term.dense()))
+
     def sum(self, weights: Tensor) -> Tensor:
         return self._fold(self.term.sum(weights))
 
@@ -74,6 +79,9 @@ class Folded(Term):
 
     def inner(self, other: Term) -> Tensor:
         return self.term.inner(other.term) if self._is_folded_like(other) else super().inner(other)
+
+    def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
+        return self.term.inner_and_size(other.term) if self._is_folded_like(other) else super().inner_and_size(other)
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import compute_norms_from_dense
+from persample.terms.products import multiply
+from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 from persample.terms.sketch import Sketch, TensorSketch
 
 
@@ -67,18 +70,53 @@ class Outer(Term):
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
-            return sum_squares(widen(self.input)) * sum_squares(widen(self.grad))
+            input, grad = sum_squares(widen(self.input)), sum_squares(widen(self.grad))
+            return (input * grad).add_(find_lost_squares(input, grad, max(self.shape)))
         if choose_norm_algorithm(self.positions, *self.shape) == "dense":
             return super().squared_norms()
-        return self.inner(self)
+        products, lost = self._multiply_own_positions()
+        return products.real.sum((1, 2)) + lost
+
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        if self.positions <= 1:  # there is nothing to cancel
+            return super().measure(compact, summed)
+        if choose_norm_algorithm(self.positions, *self.shape) == "dense":
+            squares, _, term = super().measure(compact, summed)
+            if term is not self or not summed:
+                return squares, None, term
+            input, grad = self._widen_factors()
+            return squares, find_floor_of_sums(sum_squares(input) * sum_squares(grad)), self
+        products, lost = self._multiply_own_positions()
+        squares, size = add_up_products(products)
+        return squares.add_(lost), find_floor_of_products(size, max(self.shape)), self
+
+    def _multiply_own_positions(self) -> tuple[Tensor, Tensor]:
+        """`_multiply_positions(self)`, and what their sum can lose to underflow."""
+        a, g = self._widen_factors()
+        inputs, grads = a @ a.mH, g.conj() @ g.mT
+        squares = [products.diagonal(dim1=1, dim2=2).real.sum(1) * self.positions for products in (inputs, grads)]
+        return inputs.mul_(grads), find_lost_squares(squares[0], squares[1], max(self.shape))
+
+    def _multiply_positions(self, other: Outer) -> Tensor:
+        """`(batch, t, s)`: the inner products of what the positions t of this term and s of the other contribute."""
+        a, g, b, h = self._widen_factors(other.input, other.grad)
+        return (a @ b.mH).mul_(g.conj() @ h.mT)
+
+    def _can_multiply_positions(self, other: Term) -> TypeGuard[Outer]:
+        return (
+            isinstance(other, Outer)
+            and choose_norm_algorithm(max(self.positions, other.positions), *self.shape) != "dense"
+        )
 
     def inner(self, other: Term) -> Tensor:
-        if not isinstance(other, Outer):
+        if not self._can_multiply_positions(other):
             return super().inner(other)
-        if choose_norm_algorithm(max(self.positions, other.positions), *self.shape) == "dense":
-            return super().inner(other)
-        a, g, b, h = self._widen_factors(other.input, other.grad)
-        return ((a @ b.mH) * (g.conj() @ h.mT)).real.sum((1, 2))
+        return self._multiply_positions(other).real.sum((1, 2))
+
+    def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
+        if not self._can_multiply_positions(other):
+            return super().inner_and_size(other)
+        return add_up_products(self._multiply_positions(other))
 
     def sum(self, weights: Tensor) -> Tensor:
         input, grad, weights = self._widen_factors(weights)
@@ -86,7 +124,12 @@ class Outer(Term):
             grad = grad * weights[:, None, None]
         else:
             input = input * weights[:, None, None]
-        return grad.flatten(0, 1).mT @ input.flatten(0, 1).conj()
+        return multiply(grad.flatten(0, 1).mT, input.flatten(0, 1).conj())
+
+    def sum_each(self, weights: Tensor, count: int) -> Tensor:
+        input, grad, weights = self._widen_factors(weights)
+        parts = grad.unflatten(0, (count, -1)) * weights[:, None, None]
+        return parts.flatten(1, 2).mT @ input.unflatten(0, (count, -1)).flatten(1, 2).conj()
 
     def dot(self, direction: Tensor) -> Tensor:
         input, grad, direction = self._widen_factors(direction)
@@ -96,7 +139,7 @@ class Outer(Term):
         if not isinstance(other, Outer) or self.positions != 1 or other.positions != 1:
             return super().gram(other, block_size)
         a, g, b, h = (t.squeeze(1) for t in self._widen_factors(other.input, other.grad))
-        return ((a @ b.mH) * (g.conj() @ h.mT)).real
+        return (multiply(a, b.mH) * multiply(g.conj(), h.mT)).real
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
         if self.positions != 1:  # the square of a sum over positions is not the sum of the squares

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample._internal.dtypes import promote, widen
-from persample.terms.base import BLOCK_SIZE, Term
+from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import Algorithm, choose_patch_dense_algorithm, choose_patch_norm_algorithm
 from persample.terms.dense import Dense, compute_norms_from_dense
+from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 
 
 @dataclass(frozen=True)
@@ -145,13 +146,48 @@ class Patches(Term):
         return self.squared_norms(), self
 
     def squared_norms(self) -> Tensor:
-        algorithm = self.choose_norm_algorithm()
-        if algorithm == "dense":
+        if self.choose_norm_algorithm() == "dense":
             return super().squared_norms()
+        squares = torch.cat([products.real.sum((1, 2, 3)) for products in self._iterate_products()])
+        return squares.add_(self._find_lost_squares())
+
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        if self.choose_norm_algorithm() == "dense":
+            squares, _, term = super().measure(compact, summed)
+            return squares, self._find_floor_of_sums() if term is self and summed else None, term
+        sums = [add_up_products(products) for products in self._iterate_products()]
+        size = torch.cat([size for _, size in sums])
+        squares = torch.cat([squares for squares, _ in sums]).add_(self._find_lost_squares())
+        return squares, find_floor_of_products(size, self._length), self
+
+    @property
+    def _length(self) -> int:
+        """The number of entries of the vectors in inner products of positions."""
+        return max(self.shape[0] // self.groups, self.shape[1:].numel())
+
+    def _find_lost_squares(self) -> Tensor:
+        """What norms from inner products of positions can lose to underflow."""
+        positions, offsets = self._sizes[0], math.prod(self.kernel)  # a pixel is part of at most `offsets` patches
+        input, grad = sum_squares(widen(self.input)), sum_squares(widen(self.grad))
+        return find_lost_squares(input * (positions * offsets), grad * positions, self._length)
+
+    def _find_floor_of_sums(self) -> Tensor:
+        """The floor of norms from the dense form: the size of a group is at most the product of its factors' norms.
+
+        A pixel of the input is part of at most `patches` patches.
+        """
+        patches = math.prod(-(-size // step) for size, step in zip(self.kernel, self.stride, strict=True))
+        input, grad = promote(widen(self.input), widen(self.grad))
+        sizes = [torch.linalg.vector_norm(self._split_groups(t), dim=(2, 3)).square() for t in (input, grad)]
+        return find_floor_of_sums((sizes[0] * sizes[1]).sum(1) * patches)
+
+    def _iterate_products(self) -> Iterator[Tensor]:
+        """`(samples, group, p, q)`, in blocks of samples: the inner products of what the positions contribute."""
+        algorithm = self.choose_norm_algorithm()
         points = self._pixels if algorithm == "pixels" else self._sizes[0]
         step = max(1, BLOCK_SIZE // (self.groups * points**2))
-        starts = range(0, max(1, self.batch), step)
-        return torch.cat([self.some(start, start + step)._compute_ghost_norms(algorithm) for start in starts])
+        for start in range(0, max(1, self.batch), step):
+            yield self.some(start, start + step)._multiply_positions(algorithm)
 
     def choose_norm_algorithm(self) -> Algorithm:
         """The algorithm of `squared_norms`."""
@@ -161,14 +197,14 @@ class Patches(Term):
     def _pixels(self) -> int:
         return self.input.shape[1] * self.input.shape[3:].numel()
 
-    def _compute_ghost_norms(self, algorithm: Algorithm) -> Tensor:
+    def _multiply_positions(self, algorithm: Algorithm) -> Tensor:
         input, grad = promote(widen(self.input), widen(self.grad))
         term = replace(self, input=input, grad=grad)
         if algorithm == "pixels":
             patch_products = term._multiply_patches_by_pixels()
         else:
             patch_products = _multiply_columns(term.extract_patches())
-        return (patch_products * _multiply_columns(term._split_groups(grad)).conj()).real.sum((1, 2, 3))
+        return patch_products.mul_(_multiply_columns(term._split_groups(grad)).conj())
 
     def _multiply_patches_by_pixels(self) -> Tensor:
         """`_multiply_columns(self.extract_patches())`, summed from inner products of pixels.

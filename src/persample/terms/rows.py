@@ -10,6 +10,7 @@ from torch import Tensor
 from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.outer import Outer
+from persample.terms.rounding import add_up_products, find_floor_of_sums
 from persample.terms.sketch import Sketch, TensorSketch
 
 
@@ -54,8 +55,10 @@ class Rows(Term):
     def _number_lookups(self) -> Tensor:
         """`(batch, t)`: numbers below batch * t, equal only for lookups of the same row by the same sample."""
         batch, positions = self.ids.shape
-        ordered, order = self.ids.sort(1)
         first = torch.arange(0, batch * positions, max(1, positions), device=self.ids.device).view(batch, 1)
+        if self._are_ids_shared:
+            return first + Rows(self.ids[:1], self.grad[:1], self.count)._number_lookups()
+        ordered, order = self.ids.sort(1)
         is_new = ordered[:, 1:] != ordered[:, :-1]
         numbers = torch.cat([first, first + is_new.cumsum(1)], 1)[:, :positions]
         return torch.empty_like(order).scatter_(1, order, numbers)
@@ -64,6 +67,11 @@ class Rows(Term):
         """`(batch * t, width)`: for each number, the sum of the gradients of the lookups with that number."""
         grad = widen(self.grad)
         return grad.new_zeros(numbers.numel(), grad.shape[2]).index_add_(0, numbers.flatten(), grad.flatten(0, 1))
+
+    @property
+    def _are_ids_shared(self) -> bool:
+        """Whether all samples look up the same rows, such as embeddings of positions."""
+        return self.batch > 1 and self.ids.stride(0) == 0
 
     @property
     def _is_constant(self) -> bool:
@@ -83,7 +91,18 @@ class Rows(Term):
             return ones.squared_norms() * sum_squares(widen(self.grad)[:, :1])
         return sum_squares(self._sum_equal_lookups(self._number_lookups()).view(self.batch, *self.grad.shape[1:]))
 
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        squares, _, _ = super().measure(compact, summed)
+        positions = self.grad.shape[1]
+        if positions <= 1 or self._is_constant or not summed:  # equal gradients cannot cancel
+            return squares, None, self
+        return squares, find_floor_of_sums(sum_squares(widen(self.grad)) * positions), self
+
     def sum(self, weights: Tensor) -> Tensor:
+        if self._are_ids_shared:
+            grad, weights = promote(widen(self.grad), weights)
+            rows = torch.tensordot(weights, grad, 1)
+            return rows.new_zeros(self.shape).index_add_(0, self.ids[0], rows)
         rows = self._scale_samples(weights)
         return rows.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
 
@@ -93,10 +112,19 @@ class Rows(Term):
 
     def inner(self, other: Term) -> Tensor:
         if isinstance(other, Outer):  # an embedding tied to a head
-            a, h, g = promote(*map(widen, (other.input, other.grad, self.grad)))
-            looked_up = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))  # (batch, s, t)
-            return ((a @ g.mT) * looked_up.conj()).real.sum((1, 2))
+            return self._multiply_positions(other).real.sum((1, 2))
         return super().inner(other)
+
+    def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
+        if isinstance(other, Outer):
+            return add_up_products(self._multiply_positions(other))
+        return super().inner_and_size(other)
+
+    def _multiply_positions(self, other: Outer) -> Tensor:
+        """`(batch, s, t)`: the inner products of what the lookups t and the positions s of the other contribute."""
+        a, h, g = promote(*map(widen, (other.input, other.grad, self.grad)))
+        looked_up = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))
+        return (a @ g.mT) * looked_up.conj()
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         if isinstance(other, Rows):  # restrict both to the rows that were looked up: all other rows are zero

@@ -15,6 +15,7 @@ from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.outer import Outer
+from persample.terms.rounding import find_floor_of_products
 from persample.terms.rows import Rows
 from persample.terms.sketch import Sketch
 
@@ -46,6 +47,19 @@ class Sum(Term):
         squares = [term.squared_norms() for term in self.terms]
         cross_terms = [2 * a.inner(b) for i, a in enumerate(self.terms) for b in self.terms[i + 1 :]]
         return add_tensors(squares + cross_terms)
+
+    def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
+        length = self.shape.numel()
+        squares, floors = [], []
+        for i, term in enumerate(self.terms):
+            own, floor, _ = term.measure(summed=summed)
+            squares.append(own)
+            floors.append(find_floor_of_products(own, length) if floor is None else floor)
+            for other in self.terms[i + 1 :]:  # what the terms contribute can cancel, too
+                value, size = term.inner_and_size(other)
+                squares.append(2 * value)
+                floors.append(find_floor_of_products(2 * size, length))
+        return add_tensors(squares), add_tensors(floors), self
 
     def sum(self, weights: Tensor) -> Tensor:
         return add_tensors([term.sum(weights) for term in self.terms])

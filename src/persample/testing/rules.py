@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dtypes import to_double
 from persample.backward.collector import asked_sources
 from persample.errors import PerSampleError
@@ -271,7 +272,7 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         self.called.append(func)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}), **find_dropped(func))
 
 
 def _find_rule(function: Callable[..., Any], name: str, arguments: Mapping[str, Any]) -> Rule:

@@ -4,7 +4,36 @@ From the layouts of the arguments and the shapes, the layout of the result follo
 and values. `find_declared_motion` is for `persample.layouts`; `declare` adds a function.
 """
 
-from persample.layouts.algebra import dims, layers, pointwise, products, shapes
-from persample.layouts.algebra.engine import DECLARATIONS, declare, find_declared_motion
+from persample.layouts.algebra import (  # noqa: F401  they declare motions
+    attention,
+    dims,
+    embedding_bag,
+    layers,
+    losses,
+    matrices,
+    pointwise,
+    products,
+    sequences,
+    shapes,
+)
+from persample.layouts.algebra.engine import (
+    DECLARATIONS,
+    FOR_ANY_LAYOUT,
+    declare,
+    find_declared_motion,
+    get_argument,
+)
+from persample.layouts.algebra.size_free import BY_SHAPE, POINTWISE, SIZE_FREE, find_size_free_layout, is_pointwise
 
-__all__ = ["DECLARATIONS", "declare", "dims", "find_declared_motion", "layers", "pointwise", "products", "shapes"]
+__all__ = [
+    "BY_SHAPE",
+    "DECLARATIONS",
+    "FOR_ANY_LAYOUT",
+    "POINTWISE",
+    "SIZE_FREE",
+    "declare",
+    "find_declared_motion",
+    "find_size_free_layout",
+    "get_argument",
+    "is_pointwise",
+]

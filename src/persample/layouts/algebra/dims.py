@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample import _torch
 from persample.layouts.algebra.engine import (
     DECLARATIONS,
     Declaration,
     broadcast,
     declare,
+    find_common_rows,
     find_functions,
     get_argument,
     lose,
@@ -26,6 +28,8 @@ from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.reductions import ADDITIVE, make_reduced
 
+# ---- one tensor ----
+
 
 def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
     """The motion of a call that combines entries of its first tensor along `dims`; dropped dimensions are seen."""
@@ -37,7 +41,7 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
         if call.func in SORTS:  # rows in an order that depends on all samples
             return None
         if call.func in ADDITIVE:
-            return make_uniform_motion(make_reduced(call), results)
+            return make_uniform_motion(make_reduced(call, results), results)
         return lose(call, results, f"of shape {tuple(tensor.shape)} combines samples along dimension {where.dim}")
     dropped = sum(dim < where.dim for dim in combined)
     dims_dropped = [where.dim if result.dim() == tensor.dim() else where.dim - dropped for result in results]
@@ -63,6 +67,8 @@ def _are_dims(dims: Any) -> bool:
     return isinstance(dims, int) or (isinstance(dims, (tuple, list)) and all(isinstance(dim, int) for dim in dims))
 
 
+_BY_KEYWORD = 99  # the position of an argument that has no position
+
 _declare_along("sum mean nansum nanmean prod all any amax amin argmax argmin aminmax var std var_mean std_mean", 1)
 _declare_along("logsumexp count_nonzero", 1)
 _declare_along("max min median nanmedian", 1)
@@ -71,19 +77,56 @@ _declare_along("norm", 2)
 _declare_along("cumsum cumprod logcumsumexp cummax cummin", 1)
 _declare_along("softmax log_softmax softmin", 1, "implicit")
 _declare_along("sort argsort", 1, -1)
+_declare_along("msort", _BY_KEYWORD, 0)
 _declare_along("topk kthvalue", 2, -1)
 _declare_along("glu", 1, -1)
 _declare_along("", 2, 1, F.normalize)
+_declare_along("", 4, -1, F.gumbel_softmax)
 _declare_along("", 2, None, torch.linalg.vector_norm, torch.linalg.norm)
+_declare_along("", 2, (-2, -1), torch.linalg.matrix_norm)
+_declare_along("", _BY_KEYWORD, None, torch.gradient)
 
 _TRANSFORMS: list[tuple[str, Any]] = [
     ("fft ifft rfft irfft hfft ihfft", -1),
-    ("fft2 ifft2 rfft2 irfft2", (-2, -1)),
-    ("fftn ifftn rfftn irfftn", None),
+    ("fft2 ifft2 rfft2 irfft2 hfft2 ihfft2", (-2, -1)),
 ]
 for _names, _default in _TRANSFORMS:
     _declare_along("", 2, _default, *(getattr(torch.fft, name) for name in _names.split()))
-_declare_along("", 1, None, torch.fft.fftshift, torch.fft.ifftshift)
+
+
+@declare(torch.fft.fftn, torch.fft.ifftn, torch.fft.rfftn, torch.fft.irfftn, torch.fft.hfftn, torch.fft.ihfftn)
+def _transform_all(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Without dimensions, the last ones are transformed, as many as there are sizes."""
+    sizes, dims = get_argument(call, 1, "s"), get_argument(call, 2, "dim")
+    return _combine(call, results, range(-len(sizes), 0) if dims is None and sizes is not None else dims)
+
+
+@declare("diff")
+def _diff(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    if len(call.tensors) > 1 or get_argument(call, 1, "n", default=1) == 0:  # prepend, append; n = 0 changes nothing
+        return None
+    return _combine(call, results, get_argument(call, 2, "dim", default=-1))
+
+
+@declare("renorm")
+def _renorm(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Scales down the slices along `dim` that have too large a norm."""
+    rank = call.tensors[0].dim()
+    kept = get_argument(call, 2, "dim") % rank
+    others = [dim for dim in range(rank) if dim != kept]
+    return _combine(call, results, others) if others else None
+
+
+@declare("quantile", "nanquantile")
+def _quantile(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """A dimension for several quantiles is added in front."""
+    levels, dim = get_argument(call, 1, "q"), get_argument(call, 2, "dim")
+    if not isinstance(levels, Tensor) or not levels.dim():
+        return _combine(call, results, dim)
+    motion = _combine(call, [result[0] for result in results], dim)
+    if motion is None or not isinstance(motion.results[0], Layout):
+        return motion
+    return make_uniform_motion(move(motion.results[0], motion.results[0].dim + 1), results)
 
 
 # max(input, other) is pointwise.
@@ -99,23 +142,70 @@ for _function in find_functions("max", "min"):
     DECLARATIONS[_function] = _choose_overload(DECLARATIONS[_function])
 
 
+@declare("histc", "bincount", "histogram", "histogramdd", "cov", "corrcoef", "dist", "trace", *_torch.TRUTH_FUNCTIONS)
+def _combine_everything(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return lose(call, results, "combines all samples")
+
+
+@declare("multinomial", _torch.sample_dirichlet)
+def _draw_from_rows(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return _combine(call, results, -1)
+
+
+@declare(torch.stft, Tensor.stft, torch.istft, Tensor.istft)
+def _stft(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Time becomes frequencies and frames, or the reverse; a batch dimension is in front."""
+    tensor, where = call.tensors[0], call.where[0]
+    last = 1 if call.func in (torch.stft, Tensor.stft) else 2
+    if not isinstance(where, Layout) or any(call.where[1:]):
+        return None
+    if where.dim >= tensor.dim() - last:
+        return lose(call, results, f"combines samples along dimension {where.dim}")
+    return make_uniform_motion(move(where, where.dim), results)
+
+
+# ---- several tensors ----
+
+
+def _combine_pairs(call: Call, results: Sequence[Tensor], dim: int) -> Motion | None:
+    """The motion of a call that broadcasts its tensors, then combines entries along `dim`, which it may drop."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    rank = len(shape)
+    motion = find_common_rows(call, shape, [rank - tensor.dim() for tensor in call.tensors])
+    if motion is None or not isinstance(motion.results[0], Layout):
+        return motion
+    where, combined = motion.results[0], dim % rank
+    if where.dim == combined:
+        return lose(call, results, f"combines samples along dimension {where.dim}")
+    is_dropped = results[0].dim() < rank
+    return Motion((move(where, where.dim - (is_dropped and combined < where.dim)),), motion.aligned)
+
+
 @declare(F.cosine_similarity, torch.cosine_similarity)
 def _cosine_similarity(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    ranks = {tensor.dim() for tensor in call.tensors}
-    wheres = {where for where in call.where if where is not None}
-    dim = get_argument(call, 2, "dim", default=1)
-    if len(ranks) > 1 or len(wheres) != 1:
-        return None
-    (where,) = wheres
-    (rank,) = ranks
-    assert isinstance(where, Layout)
-    if where.dim == dim % rank:
-        return lose(call, results, f"combines samples along dimension {where.dim}")
-    layout = move(where, where.dim - (dim % rank < where.dim))
-    size = results[0].shape[layout.dim]
-    aligned = tuple(
-        (i, move(where, where.dim))
-        for i, (tensor, own) in enumerate(zip(call.tensors, call.where, strict=True))
-        if own is None and tensor.shape[where.dim] == size > 1
-    )
-    return Motion((layout,), aligned)
+    return _combine_pairs(call, results, get_argument(call, 2, "dim", default=1))
+
+
+@declare(F.pairwise_distance, torch.pairwise_distance)
+def _pairwise_distance(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return _combine_pairs(call, results, -1)
+
+
+@declare(torch.linalg.cross, torch.linalg.vecdot)
+def _vector_product(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return _combine_pairs(call, results, get_argument(call, 2, "dim", default=-1))
+
+
+@declare("cross")
+def _cross(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    dim = get_argument(call, 2, "dim")
+    return None if dim is None else _combine_pairs(call, results, dim)
+
+
+@declare("trapezoid", "trapz", "cumulative_trapezoid")
+def _trapezoid(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    if len(call.tensors) > 1 and call.tensors[1].dim() != call.tensors[0].dim():  # points along `dim`
+        if any(call.where[1:]):
+            return None
+        return _combine(call, results, call.kwargs.get("dim", -1))
+    return _combine_pairs(call, results, call.kwargs.get("dim", -1))

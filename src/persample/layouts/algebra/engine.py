@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
+from persample.layouts.algebra.arguments import has_tensors_by_keyword, put_tensors_in_order
 from persample.layouts.call import Call
 from persample.layouts.functions import MOVES
-from persample.layouts.layout import Layout, Lost, Where
+from persample.layouts.layout import Layout, Lost, make_layout, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # Returns how a call moves the samples, or None if the declaration does not cover this call. It may read everything of
-# the call and its results except the values of tensors.
+# the call and its results. If it reads the values of tensors, the motion must say so (`depends_on_values`).
 Declaration = Callable[[Call, Sequence[Tensor]], Motion | None]
 
 # Torch function -> its declaration.
 DECLARATIONS: dict[Any, Declaration] = {}
+
+# Functions with declarations that handle everything that can be known about an argument: lost and reduced tensors,
+# single samples, loose rows. They always return a motion.
+FOR_ANY_LAYOUT: set[Any] = set()
+
+# Functions whose result depends on the position of a row.
+_READING_POSITIONS: set[Any] = set()
 
 _OWNERS = (torch, Tensor, F, torch.special)
 
@@ -39,13 +47,25 @@ def find_functions(*names: str) -> list[Any]:
     return [function for function in found if callable(function)]
 
 
-def declare(*functions: Any) -> Callable[[Declaration], Declaration]:
-    """Register a declaration for some torch functions; a name stands for all functions with that name."""
+def declare(
+    *functions: Any, for_any_layout: bool = False, reads_positions: bool = False
+) -> Callable[[Declaration], Declaration]:
+    """Register a declaration for some torch functions; a name stands for all functions with that name.
+
+    Args:
+        for_any_layout: the declaration is asked first, whatever is known about the arguments.
+        reads_positions: the functions compute something else for a row at another position, so they cannot be used
+            with loose rows.
+    """
 
     def register(declaration: Declaration) -> Declaration:
         for function in functions:
             for each in find_functions(function) if isinstance(function, str) else [function]:
                 DECLARATIONS[each] = declaration
+                if for_any_layout:
+                    FOR_ANY_LAYOUT.add(each)
+                if reads_positions:
+                    _READING_POSITIONS.add(each)
         return declaration
 
     return register
@@ -56,21 +76,47 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
     declaration = DECLARATIONS.get(call.func)
     if declaration is None or call.kwargs.get("out") is not None or not results:
         return None
-    if not call.args or (call.kwargs and not any(True for _ in find_tensors(call.args))):
-        return None  # the tensors of keyword arguments may be in any order
+    moves_entries = call.func in MOVES and not _is_reinterpretation(call)
+    is_loose = False
     for tensor, where in zip(call.tensors, call.where, strict=True):
         if where is None:
             continue
-        if not isinstance(where, Layout) or not is_plain(where) or not tensor.dim():
+        if not isinstance(where, Layout) or where.loose_index or not tensor.dim():
             return None
-        if where.alternatives and call.func in MOVES:  # sample numbers move the alternatives too
+        if where.alternatives and moves_entries:  # sample numbers move the alternatives too
             return None
-    return declaration(call, results)
+        is_loose |= where.loose
+    if is_loose and (moves_entries or call.func in _READING_POSITIONS):
+        return None
+    positions: Sequence[int] = range(len(call.tensors))
+    ordered = call
+    if has_tensors_by_keyword(call):
+        in_order = put_tensors_in_order(call)
+        if in_order is None:
+            return None
+        ordered, positions = in_order
+    motion = declaration(ordered, results)
+    if motion is not None and motion.aligned:
+        motion.aligned = tuple((positions[i], layout) for i, layout in motion.aligned)
+        if is_loose:
+            if not all(
+                call.where[i] is None and _has_equal_rows(call.tensors[i], layout) for i, layout in motion.aligned
+            ):
+                cause = "combines constants that differ between rows with rows whose order depends on all samples"
+                return lose(call, results, cause)
+            motion.depends_on_values = True
+    return motion
 
 
-def is_plain(layout: Layout) -> bool:
-    """Whether the order of the rows does not depend on the samples."""
-    return not layout.loose and not layout.loose_index
+def _has_equal_rows(tensor: Tensor, layout: Layout) -> bool:
+    """Whether a constant with a row for each sample has the same values in all rows, such as an initial state."""
+    rows = tensor.detach()
+    return torch.equal(rows, rows.narrow(layout.dim, 0, 1).expand_as(rows))
+
+
+def _is_reinterpretation(call: Call) -> bool:
+    """Whether a call is `view(dtype)`, which splits or joins entries instead of moving them."""
+    return call.func is Tensor.view and isinstance(get_argument(call, 1, "dtype"), torch.dtype)
 
 
 # ---- arguments ----
@@ -98,18 +144,24 @@ def normalise_dims(dims: Any, rank: int) -> set[int]:
 def move(layout: Layout, dim: int) -> Layout:
     """The same rows along another dimension."""
     if layout.ids is None and not layout.alternatives:
-        return layout if dim == layout.dim else Layout(dim, layout.inner)
-    return Layout(dim, layout.inner, layout.ids)
+        return layout if dim == layout.dim else make_pattern(dim, layout.inner)
+    return Layout(dim, layout.inner, layout.ids, loose=layout.loose, by_rank=layout.by_rank)
 
 
-def has_same_rows(a: Layout, b: Layout) -> bool:
-    """Whether the rows of two tensors belong to the same samples in the same order."""
-    return a.inner == b.inner and a.ids == b.ids
+def merge_rows(a: Layout, b: Layout, size: int, batch: int) -> Layout | None:
+    """The rows of two tensors that are combined row by row, along the dimension of `a`; None if samples would meet.
 
-
-def make_motion(call: Call, results: Sequence[Tensor], layout: Where | None) -> Motion:
-    """The motion with one layout for all results."""
-    return make_uniform_motion(layout, results)
+    A row of no sample, combined with one of a sample, belongs to that sample.
+    """
+    if a.inner == b.inner and a.ids == b.ids:
+        return a
+    if a.ids is None and b.ids is None:
+        return None
+    of_a, of_b = a.get_ids(size, batch), b.get_ids(size, batch)
+    if len(of_a) != len(of_b) or any(n != m and n >= 0 and m >= 0 for n, m in zip(of_a, of_b, strict=True)):
+        return None
+    merged = tuple(m if n < 0 else n for n, m in zip(of_a, of_b, strict=True))
+    return make_layout(a.dim, merged, batch, a.loose or b.loose)
 
 
 def lose(call: Call, results: Sequence[Tensor], cause: str) -> Motion:
@@ -117,11 +169,12 @@ def lose(call: Call, results: Sequence[Tensor], cause: str) -> Motion:
     return make_uniform_motion(Lost(f"{get_op_name(call.func)} {cause}"), results)
 
 
-def align(call: Call, results: Sequence[Tensor], offsets: Iterable[int]) -> Motion | None:
-    """The motion of a call whose tensors are aligned with its results.
+def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -> Motion | None:
+    """The motion of a call whose tensors are aligned with a result of this shape.
 
-    Dimension d of tensor i is dimension d + offsets[i] of every result. An index of a result belongs to the sample that
-    it has in the arguments. A constant that varies along this dimension has a row for each index.
+    Dimension d of tensor i is dimension d + offsets[i] of the result. An index of the result belongs to the sample that
+    it has in the arguments. A constant that varies along this dimension has a row for each index. So does a constant
+    among the rows of an argument: it takes the sample of the row that it is combined with.
     """
     found: Layout | None = None
     size = 0
@@ -133,30 +186,60 @@ def align(call: Call, results: Sequence[Tensor], offsets: Iterable[int]) -> Moti
         here = move(where, where.dim + offset)
         if found is None:
             found, size = here, tensor.shape[where.dim]
-        elif found.dim != here.dim:
-            return lose(
-                call,
-                results,
-                f"combines each sample with every other: they lie in dimension {found.dim} of one argument and in "
-                f"dimension {here.dim} of another, counted in the result",
-            )
-        elif tensor.shape[where.dim] != size:
+            continue
+        if found.dim != here.dim:
+            name = get_op_name(call.func)
+            return Motion((
+                Lost(
+                    f"{name} combines each sample with every other: they lie in dimension {found.dim} of one argument "
+                    f"and in dimension {here.dim} of another, counted in the result"
+                ),
+            ))  # fmt: skip
+        if tensor.shape[where.dim] != size:
             return None
-        elif not has_same_rows(found, here):
-            if found.ids is not None or here.ids is not None:  # rows in a list may follow the pattern of the others
-                return None
-            return lose(call, results, "has the samples in different orders in its arguments")
-    if found is None or any(result.dim() <= found.dim or result.shape[found.dim] != size for result in results):
+        merged = merge_rows(found, here, size, call.batch)
+        if merged is None:
+            cause = f"{get_op_name(call.func)} has the samples in different orders in its arguments"
+            return Motion((Lost(cause),))
+        found = merged
+    if found is None or len(shape) <= found.dim or shape[found.dim] != size:
         return None
     aligned = tuple(
         (i, move(found, found.dim - offset))
         for i, (tensor, where, offset) in enumerate(pairs)
-        if where is None and 0 <= found.dim - offset < tensor.dim() and tensor.shape[found.dim - offset] == size > 1
+        if (where is None or (isinstance(where, Layout) and (where.inner, where.ids) != (found.inner, found.ids)))
+        and 0 <= found.dim - offset < tensor.dim()
+        and tensor.shape[found.dim - offset] == size > 1
     )
-    return Motion((found,) * len(results), aligned)
+    return Motion((found,), aligned)
+
+
+def repeat_result(motion: Motion | None, results: Sequence[Tensor]) -> Motion | None:
+    """The motion with the layout of the first result for all results."""
+    if motion is None or len(results) == 1:
+        return motion
+    return Motion((motion.results[0],) * len(results), motion.aligned)
 
 
 def broadcast(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The motion of a call that computes each entry of its results from the entries that broadcasting puts there."""
-    rank = results[0].dim()
-    return align(call, results, [rank - tensor.dim() for tensor in call.tensors])
+    shape = results[0].shape
+    if any(result.shape != shape for result in results):
+        return None
+    return repeat_result(find_common_rows(call, shape, [len(shape) - t.dim() for t in call.tensors]), results)
+
+
+def keep_leading(call: Call, results: Sequence[Tensor], leading: int, count: int = 1) -> Motion | None:
+    """The motion of a function that treats each index of the first `leading` dimensions separately.
+
+    The first `count` tensors and all results share these dimensions. All other tensors have no samples.
+    """
+    if any(call.where[count:]):
+        return None
+    if any(isinstance(where, Layout) and where.dim >= leading for where in call.where):
+        return None
+    dims = replace(call, tensors=call.tensors[:count], where=call.where[:count])
+    shape = results[0].shape[:leading]
+    if any(result.shape[:leading] != shape for result in results):
+        return None
+    return repeat_result(find_common_rows(dims, shape, [0] * count), results)

@@ -1,4 +1,4 @@
-"""Layers: convolutions, pooling, normalisation, embeddings; and losses."""
+"""Layers: convolutions, pooling, normalisation, embeddings, cells of recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,20 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import align, declare, get_argument, lose, make_motion, move
+from persample.layouts.algebra.engine import declare, get_argument, keep_leading, lose, move
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout
+from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import make_reduced
-
-
-def _keep_leading(call: Call, results: Sequence[Tensor], leading: int) -> Motion | None:
-    """The motion of a function that treats each index of the first `leading` dimensions by itself."""
-    where = call.where[0]
-    if not isinstance(where, Layout) or any(call.where[1:]) or where.dim >= leading:
-        return None
-    return make_motion(call, results, move(where, where.dim))
-
 
 _CONVOLUTIONS = {
     torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3,
@@ -29,138 +19,145 @@ _CONVOLUTIONS = {
 }  # fmt: skip
 
 
+@declare(torch.convolution)
+def _convolve_any(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, 1) if call.tensors[0].dim() == call.tensors[1].dim() else None
+
+
 @declare(*_CONVOLUTIONS)
-def _convolution(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    is_batched = call.tensors[0].dim() == _CONVOLUTIONS[call.func] + 2
-    return _keep_leading(call, results, 1) if is_batched else None
+def convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    tensor, where = call.tensors[0], call.where[0]
+    is_batched = tensor.dim() == _CONVOLUTIONS[call.func] + 2
+    channels = 1 if is_batched else 0
+    if isinstance(where, Layout) and where.dim == channels:
+        return _convolve_groups(call, results, where)
+    return keep_leading(call, results, 1) if is_batched else None
+
+
+def _convolve_groups(call: Call, results: Sequence[Tensor], where: Layout) -> Motion | None:
+    """The samples lie in the channels: they stay separate if each group of channels belongs to one sample."""
+    if call.func not in (torch.conv1d, torch.conv2d, torch.conv3d) or where.loose:
+        return None
+    groups = get_argument(call, 6, "groups", default=1)
+    ids = where.get_ids(call.tensors[0].shape[where.dim], call.batch)
+    size, channels = len(ids) // groups, results[0].shape[where.dim]
+    of_groups = [set(ids[i * size : (i + 1) * size]) for i in range(groups)]
+    if any(len(samples) > 1 for samples in of_groups):
+        return lose(call, results, f"combines samples along dimension {where.dim}, the channels")
+    of_channels = tuple(n for (n,) in of_groups for _ in range(channels // groups))
+    layout = make_layout(where.dim, of_channels, call.batch)
+    aligned = []
+    for i, own in list(enumerate(call.where))[1:]:  # weight and bias have a row for each channel of the result
+        if own is None:
+            aligned.append((i, move(layout, 0)))
+        elif not isinstance(own, Layout) or own.dim or own.get_ids(channels, call.batch) != of_channels:
+            return lose(call, results, "has the samples in different orders in its arguments")
+    return Motion((layout,), tuple(aligned))
 
 
 def _declare_windows() -> None:
     for count in (1, 2, 3):
-        names = f"max_pool{count}d avg_pool{count}d adaptive_max_pool{count}d adaptive_avg_pool{count}d lp_pool{count}d"
+        names = f"""
+            max_pool{count}d avg_pool{count}d adaptive_max_pool{count}d adaptive_avg_pool{count}d lp_pool{count}d
+            max_pool{count}d_with_indices adaptive_max_pool{count}d_with_indices fractional_max_pool{count}d
+            fractional_max_pool{count}d_with_indices
+        """
         functions = [getattr(owner, name, None) for owner in (F, torch) for name in names.split()]
 
         def pool(call: Call, results: Sequence[Tensor], count: int = count) -> Motion | None:
-            return _keep_leading(call, results, call.tensors[0].dim() - count)
+            return keep_leading(call, results, call.tensors[0].dim() - count)
+
+        def unpool(call: Call, results: Sequence[Tensor], count: int = count) -> Motion | None:
+            return keep_leading(call, results, call.tensors[0].dim() - count, 2)
 
         declare(*[function for function in functions if function is not None])(pool)
+        declare(getattr(F, f"max_unpool{count}d"))(unpool)
 
 
 _declare_windows()
 
 
-@declare(F.interpolate, F.upsample, F.fold, F.channel_shuffle, F.group_norm, torch.group_norm, F.local_response_norm)
+@declare(F.interpolate, F.upsample, F.upsample_nearest, F.upsample_bilinear)
+def _channels(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Each channel is computed by itself."""
+    return keep_leading(call, results, 2)
+
+
+@declare(F.fold, torch.channel_shuffle, F.local_response_norm)
 def _first_dim(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
+    return keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
 
 
-@declare(F.pixel_shuffle, F.pixel_unshuffle, torch.pixel_shuffle, torch.pixel_unshuffle)
+@declare(F.group_norm, torch.group_norm, F.affine_grid)
+def normalise_groups(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, 1)
+
+
+@declare(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+def _grid_sample(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, 1, 2)
+
+
+@declare(F.unfold)
+def _unfold(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, 1) if call.tensors[0].dim() == 4 else None
+
+
+@declare(torch.conv_tbc)
+def _convolve_time_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    where = call.where[0]
+    is_plain = isinstance(where, Layout) and where.dim == 1 and not any(call.where[1:])
+    return make_uniform_motion(move(where, 1), results) if is_plain else None  # type: ignore[arg-type]
+
+
+# The cells of recurrent layers, and the number of tensors with samples: the input and the states.
+_CELLS = {torch.lstm_cell: 3, torch.gru_cell: 2, torch.rnn_tanh_cell: 2, torch.rnn_relu_cell: 2}
+
+
+@declare(*_CELLS)
+def _cell(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, 1, _CELLS[call.func])
+
+
+@declare(torch.pixel_shuffle, torch.pixel_unshuffle)
 def _shuffle_pixels(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _keep_leading(call, results, call.tensors[0].dim() - 3)  # before channels, height and width
+    return keep_leading(call, results, call.tensors[0].dim() - 3)  # before channels, height and width
 
 
 @declare(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
-def _layer_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where = call.tensors[0], call.where[0]
     shape = get_argument(call, 1, "normalized_shape")
     if not isinstance(where, Layout) or not isinstance(shape, (tuple, list, torch.Size)):
         return None
     if where.dim >= tensor.dim() - len(shape):
         return lose(call, results, f"of shape {tuple(tensor.shape)} normalises over the samples")
-    return _keep_leading(call, results, tensor.dim() - len(shape))
+    return keep_leading(call, results, tensor.dim() - len(shape))
 
 
 @declare(F.batch_norm)
-def _batch_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or where.dim == 1:
         return None
     if get_argument(call, 5, "training", default=False):
         return lose(call, results, "in training mode normalises over the samples")
-    return make_motion(call, results, move(where, where.dim))
+    return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare(F.instance_norm)
+@declare(F.instance_norm, torch.instance_norm)
 def _instance_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _keep_leading(call, results, 1)
+    return keep_leading(call, results, 1)
 
 
 @declare(F.embedding)
-def _embedding(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _keep_leading(call, results, call.tensors[0].dim())
+def look_up(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return keep_leading(call, results, call.tensors[0].dim())
 
 
 @declare(torch.embedding)
-def _embedding_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def look_up_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[1]
     if call.where[0] is not None or not isinstance(where, Layout):
         return None
-    return make_motion(call, results, move(where, where.dim))
-
-
-# ---- losses ----
-
-
-_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
-
-
-def _has(call: Call, *names: str) -> bool:
-    """Whether keyword arguments are given and not None."""
-    return any(call.kwargs.get(name) is not None for name in names)
-
-
-def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Motion | None:
-    """The motion of a loss, given that of its entries before the reduction."""
-    if entries is None or not isinstance(entries.results[0], Layout):
-        return entries
-    reduction = call.kwargs.get("reduction", "mean")
-    if reduction == "none":
-        return entries
-    if reduction not in ("mean", "sum") or entries.results[0].ids is not None:
-        return None
-    return make_uniform_motion(make_reduced(call), results)
-
-
-@declare(
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
-)
-@declare(F.binary_cross_entropy_with_logits, F.hinge_embedding_loss, F.margin_ranking_loss, F.kl_div)
-def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if _has(call, "size_average", "reduce") or any(not isinstance(arg, Tensor) for arg in call.args):
-        return None  # reductions that are given by position, or in the legacy way
-    if call.func in _WEIGHTED_MEANS and _has(call, "weight"):  # divides by the sum of the weights
-        return None
-    if call.kwargs.get("reduction", "mean") == "none":
-        rank, shaped = results[0].dim(), results
-    else:
-        try:
-            shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
-        except RuntimeError:
-            return None
-        rank, shaped = len(shape), [results[0].new_empty(()).expand(shape)]
-    return _reduce(call, results, align(call, shaped, [rank - tensor.dim() for tensor in call.tensors]))
-
-
-@declare(F.cross_entropy, F.nll_loss)
-def _class_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    """Logits `(N, C, ...)` and classes `(N, ...)`: the result has no dimension for the classes."""
-    if len(call.args) > 2 or len(call.tensors) != 2 or _has(call, "size_average", "reduce", "weight"):
-        return None
-    logits, target = call.tensors
-    if target.is_floating_point() or target.dim() != logits.dim() - 1 or logits.dim() < 2:
-        return None
-    where, of_target = call.where
-    if not isinstance(where, Layout) or where.dim == 1:
-        return None
-    layout = move(where, max(0, where.dim - 1))
-    if isinstance(of_target, Layout) and (
-        of_target.dim != layout.dim or of_target.inner != layout.inner or of_target.ids != layout.ids
-    ):
-        return None
-    return _reduce(call, results, Motion((layout,)))
+    return make_uniform_motion(move(where, where.dim), results)

@@ -8,47 +8,47 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import broadcast, declare, get_argument, make_motion, move
+from persample import _torch
+from persample.layouts.algebra.engine import broadcast, declare, find_common_rows, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
-from persample.layouts.motion import Motion
+from persample.layouts.motion import Motion, make_uniform_motion
 
 _UNARY = """
     abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
-    conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac i0 imag invert isfinite
-    isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg
-    negative polygamma positive rad2deg real reciprocal resolve_conj resolve_neg round rsqrt sgn sigmoid sign signbit
-    sin sinc sinh sqrt square tan tanh trunc entr log_ndtr ndtr ndtri expit celu elu gelu hardshrink hardsigmoid
-    hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus softshrink softsign tanhshrink
-    threshold rrelu clone detach contiguous float double half bfloat16 int long short bool char byte requires_grad
-    dropout alpha_dropout feature_dropout feature_alpha_dropout bernoulli normal_ uniform_ random_ exponential_
-    geometric_ cauchy_ log_normal_ zero_ fill fill_ tril triu
+    conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp i0 imag invert
+    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg
+    negative polygamma pos positive rad2deg real reciprocal resolve_conj resolve_neg round rsqrt sgn sigmoid sign
+    signbit sin sinc sinh sqrt square tan tanh trunc celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu
+    logsigmoid mish relu relu6 selu silu softplus softshrink softsign tanhshrink threshold rrelu clone detach
+    contiguous requires_grad dropout alpha_dropout feature_dropout feature_alpha_dropout bernoulli poisson normal_
+    uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill fill_
 """.split()
 
 _BROADCASTING = """
-    add addcdiv addcmul and arctan2 atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
-    clamp clamp_max clamp_min clip copysign div divide eq float_power floor_divide floordiv fmax fmin fmod ge gcd
-    greater greater_equal gt heaviside hypot igamma igammac lcm ldexp le lerp less less_equal logaddexp logaddexp2
-    logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul multiply ne nextafter not_equal or polar
-    pow remainder rshift lshift rsub sub subtract true_divide truediv xlogy xlog1py xor zeta complex isclose
+    add addcdiv addcmul and arctan2 atan2 binomial bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
+    bitwise_xor clamp clamp_max clamp_min clip copysign div divide eq float_power floor_divide floordiv fmax fmin fmod
+    ge gcd greater greater_equal gt heaviside hypot igamma igammac lcm ldexp le lerp less less_equal logaddexp
+    logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul multiply ne nextafter normal
+    not_equal or polar pow remainder rshift lshift rsub sub subtract true_divide truediv xlogy xor complex isclose
 """.split()
 
-
-@declare(*_UNARY, *_BROADCASTING)
-def _pointwise(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if any(result.shape != results[0].shape for result in results):
-        return None
-    return broadcast(call, results)
+# All other functions of torch.special are pointwise.
+_COMBINING = {torch.special.logsumexp, torch.special.softmax, torch.special.log_softmax}
+_SPECIAL = {getattr(torch.special, name) for name in torch.special.__all__} - _COMBINING
 
 
-# dropout1d to dropout3d drop whole channels, which belong to one sample wherever the batch dimension is.
-@declare(F.dropout1d, F.dropout2d, F.dropout3d)
-def _channel_dropout(call: Call, results: Sequence[Tensor]) -> Motion | None:
+@declare(*_UNARY, *_BROADCASTING, *_SPECIAL, *_torch.RANDOM_FUNCTIONS)
+@declare(Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
+@declare(torch.unravel_index)
+@declare(F.dropout1d, F.dropout2d, F.dropout3d)  # a dropped channel belongs to one sample
+@declare("tril", "triu", reads_positions=True)
+def combine_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return broadcast(call, results)
 
 
 @declare(torch.where, Tensor.where)
-def _where(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def choose_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return broadcast(call, results) if len(call.args) + len(call.kwargs) > 1 else None
 
 
@@ -57,18 +57,61 @@ def _prelu(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or (where.dim == 1 and call.tensors[1].numel() > 1):
         return None
-    return make_motion(call, results, move(where, where.dim))
+    return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare(torch.view_as_real, torch.view_as_complex, F.one_hot)
+@declare("index_fill")
+def _index_fill(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """A constant written over entries of a sample belongs to that sample."""
+    where = call.where[0]
+    if not isinstance(where, Layout) or any(call.where[1:]) or where.loose:
+        return None
+    return make_uniform_motion(move(where, where.dim), results)
+
+
+@declare("isin")
+def _isin(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Each entry of the first argument is looked up in the second one, as in a set."""
+    return _compare_with_constants(call, results, of_entries=0)
+
+
+@declare("bucketize")
+def _bucketize(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    return _compare_with_constants(call, results, of_entries=0)
+
+
+@declare("searchsorted")
+def _searchsorted(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Values are looked up in one sequence, or in the sequence with the same index in all dimensions but the last."""
+    sequence, where = call.tensors[0], call.where[0]
+    if sequence.dim() == 1:
+        return _compare_with_constants(call, results, of_entries=1)
+    if isinstance(where, Layout) and where.dim == sequence.dim() - 1:
+        return lose(call, results, f"combines samples along dimension {where.dim}")
+    return find_common_rows(call, results[0].shape, [0] * len(call.tensors))
+
+
+def _compare_with_constants(call: Call, results: Sequence[Tensor], of_entries: int) -> Motion | None:
+    """The motion of a function of each entry of one argument and of all entries of the others, which are constants.
+
+    A trial would hardly notice samples in the other arguments: few values are equal.
+    """
+    where = call.where[of_entries] if len(call.where) > of_entries else None
+    if any(w for i, w in enumerate(call.where) if i != of_entries):
+        return lose(call, results, "compares each sample with all others")
+    return make_uniform_motion(move(where, where.dim), results) if isinstance(where, Layout) else None
+
+
+@declare(torch.view_as_real, torch.view_as_complex, torch.linalg.vander, F.one_hot)
 def _last_dim_changes(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    """A dimension is added or removed at the end; entries keep their place in the other dimensions."""
-    if call.func is F.one_hot and get_argument(call, 1, "num_classes", default=-1) < 0:
-        return None  # the number of classes is the largest of all samples
+    """A dimension is added or removed at the end; entries keep their place in the other dimensions.
+
+    The largest class of the batch may decide how many zeros `one_hot` appends, as the longest sequence decides padding.
+    """
     where = call.where[0]
     if not isinstance(where, Layout) or where.dim >= results[0].dim():
         return None
-    return make_motion(call, results, move(where, where.dim))
+    return make_uniform_motion(move(where, where.dim), results)
 
 
 @declare(torch.broadcast_tensors)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import broadcast, declare, get_argument, has_same_rows, lose, make_motion, move
+from persample import _torch
+from persample.layouts.algebra.engine import broadcast, declare, get_argument, lose, merge_rows, move
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout
+from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.reductions import ADDITIVE, make_reduced
 
@@ -20,8 +21,6 @@ Letters = Sequence[Any]
 
 def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
     """The motion of a product; `letters[i]` has a letter for each dimension of tensor i, `out` those of the result."""
-    if sum(isinstance(value, Tensor) for value in call.kwargs.values()) > 1:
-        return None  # keyword arguments may be in any order
     letters, out = [list(of_tensor) for of_tensor in letters], list(out)
     found: Layout | None = None
     letter: Any = None
@@ -37,15 +36,15 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
             return lose(call, results, "combines each sample with every other")
         elif tensor.shape[where.dim] != size:
             return None
-        elif not has_same_rows(found, where):
-            if found.ids is not None or where.ids is not None:  # rows in a list may follow the pattern of the others
-                return None
-            return lose(call, results, "has the samples in different orders in its arguments")
+        else:
+            found = merge_rows(found, where, size, call.batch)
+            if found is None:
+                return lose(call, results, "has the samples in different orders in its arguments")
     if found is None:
         return None
     if letter not in out:
         if call.func in ADDITIVE:
-            return make_uniform_motion(make_reduced(call), results) if found.ids is None else None
+            return make_uniform_motion(make_reduced(call, results), results)
         return lose(call, results, "sums over the samples")
     dim = out.index(letter)
     if results[0].shape[dim] != size:
@@ -64,23 +63,19 @@ def _matrix_letters(rank: int, rows: str, columns: str) -> list[Any]:
     return [*range(rank - 2, 0, -1), rows, columns]
 
 
-@declare("matmul", torch.linalg.matmul)
-def _matmul(call: Call, results: Sequence[Tensor]) -> Motion | None:
+@declare("matmul", "bmm", "mm", "mv", torch.linalg.matmul)
+def multiply_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) != 2:
         return None
     first, second = call.tensors
     if call.func is Tensor.__rmatmul__:
-        return None
+        first, second = second, first
     left = ["k"] if first.dim() == 1 else _matrix_letters(first.dim(), "n", "k")
     right = ["k"] if second.dim() == 1 else _matrix_letters(second.dim(), "k", "m")
     batch = max(len(left), len(right)) - 2
     out = [*range(batch, 0, -1), *(["n"] if first.dim() > 1 else []), *(["m"] if second.dim() > 1 else [])]
-    return _contract(call, results, [left, right], out)
-
-
-@declare("bmm", "mm", "mv")
-def _mm(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _matmul(call, results)
+    letters = [right, left] if call.func is Tensor.__rmatmul__ else [left, right]
+    return _contract(call, results, letters, out)
 
 
 @declare("dot", "vdot")
@@ -93,8 +88,62 @@ def _outer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, ["n", "m"], "nm")
 
 
+@declare("inner")
+def _inner(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    left, right = ([(i, dim) for dim in range(tensor.dim() - 1)] for i, tensor in enumerate(call.tensors))
+    if not all(tensor.dim() for tensor in call.tensors):
+        return broadcast(call, results)
+    return _contract(call, results, [[*left, "k"], [*right, "k"]], [*left, *right])
+
+
+@declare(torch.tensordot, _torch.tensordot)
+def _tensordot(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The letters of a dimension are those of its partner, if it has one, else its own."""
+    dims = call.args[2:4] if call.func is _torch.tensordot else get_argument(call, 2, "dims", default=2)
+    first, second = call.tensors
+    if isinstance(dims, int):
+        pairs = {second_dim: first.dim() - dims + second_dim for second_dim in range(dims)}
+    elif isinstance(dims, Tensor):
+        return None
+    else:
+        of_first, of_second = ([dim] if isinstance(dim, int) else dim for dim in dims)
+        pairs = {b % second.dim(): a % first.dim() for a, b in zip(of_first, of_second, strict=True)}
+    left = list(range(first.dim()))
+    right: list[Any] = [pairs.get(dim, f"second {dim}") for dim in range(second.dim())]
+    out = [letter for letter in (*left, *right) if letter not in pairs.values()]
+    return _contract(call, results, [left, right], out)
+
+
+@declare("kron")
+def _kron(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Index i of one tensor and j of the other, of size n, become index `i * n + j`."""
+    (i, where), *others = [(i, where) for i, where in enumerate(call.where) if where is not None]
+    if others:
+        return lose(call, results, "combines each sample with every other")
+    assert isinstance(where, Layout)
+    tensor, other = call.tensors[i], call.tensors[1 - i]
+    dim = where.dim + results[0].dim() - tensor.dim()
+    of_other = dim - results[0].dim() + other.dim()
+    size = other.shape[of_other] if of_other >= 0 else 1
+    ids = where.get_ids(tensor.shape[where.dim], call.batch)
+    repeated = tuple(n for n in ids for _ in range(size)) if i == 0 else ids * size
+    return make_uniform_motion(make_layout(dim, repeated, call.batch, where.loose), results)
+
+
+@declare(torch.chain_matmul, torch.linalg.multi_dot)
+def _chain(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    ranks = [tensor.dim() for tensor in call.tensors]
+    letters = [[i, i + 1] for i in range(len(ranks))]
+    if ranks[0] == 1:
+        letters[0] = [1]
+    if ranks[-1] == 1:
+        letters[-1] = [len(ranks) - 1]
+    out = [*letters[0][: ranks[0] - 1], *letters[-1][1:]]
+    return _contract(call, results, letters, out)
+
+
 @declare("addmm", "baddbmm", "addmv", "addbmm", "addr")
-def _add_product(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def multiply_and_add(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) != 3 or not all(isinstance(t, Tensor) for t in call.args[:3]) or len(call.args) < 3:
         return None
     name = call.func.__name__.strip("_")
@@ -110,7 +159,7 @@ def _add_product(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare(F.linear)
-def _linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def apply_linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) > 2 and call.tensors[2].dim() > 1:  # a bias for each row
         return None
     rank = call.tensors[0].dim()
@@ -126,14 +175,12 @@ def _bilinear(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare(torch.einsum)
-def _einsum(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def apply_einsum(call: Call, results: Sequence[Tensor]) -> Motion | None:
     equation = call.args[0]
     if not isinstance(equation, str) or len(call.tensors) != equation.count(",") + 1:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     parts = inputs.split(",")
-    if any(len(set(part.replace("...", ""))) < len(part.replace("...", "")) for part in parts):
-        return None  # a diagonal
     ranks = [tensor.dim() - len(part.replace("...", "")) for tensor, part in zip(call.tensors, parts, strict=True)]
     most = max(ranks) if "..." in inputs else 0
     if not arrow:
@@ -149,22 +196,6 @@ def _spell(part: str, rank: int) -> list[Any]:
     return [*before, *(range(rank, 0, -1) if dots else ()), *after]
 
 
-@declare(F.scaled_dot_product_attention)
-def _attention(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    """Queries, keys and values are matrices; the dimensions before them are independent."""
-    if get_argument(call, 8, "enable_gqa", default=False):
-        return None
-    in_matrices = [
-        isinstance(where, Layout) and where.dim >= tensor.dim() - 2
-        for tensor, where in zip(call.tensors, call.where, strict=True)
-    ]
-    if any(in_matrices[1:3]):  # keys or values
-        return lose(call, results, "attends from each sample to the others")
-    if any(in_matrices):
-        return None
-    return broadcast(call, results)
-
-
 @declare(torch.cdist)
 def _cdist(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
@@ -172,20 +203,3 @@ def _cdist(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return None
     batch = list(range(rank - 2))
     return _contract(call, results, [[*batch, "n", "k"], [*batch, "m", "k"]], [*batch, "n", "m"])
-
-
-_MATRIX_FUNCTIONS = """
-    inv inv_ex det slogdet cholesky cholesky_ex qr svd svdvals eigh eigvalsh eig eigvals matrix_exp pinv lu lu_factor
-    matrix_power matrix_rank cond
-""".split()
-
-
-@declare(
-    *(getattr(torch.linalg, name) for name in _MATRIX_FUNCTIONS), "inverse", "det", "logdet", "slogdet", "matrix_exp"
-)
-def _of_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    """Functions of each matrix in a stack."""
-    tensor, where = call.tensors[0], call.where[0]
-    if not isinstance(where, Layout) or any(call.where[1:]) or where.dim >= tensor.dim() - 2:
-        return None
-    return make_motion(call, results, move(where, where.dim))

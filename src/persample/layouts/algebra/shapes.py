@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import declare, get_argument, make_motion, move, normalise_dims
+from persample.layouts.algebra.engine import declare, find_common_rows, get_argument, lose, move, normalise_dims
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout
-from persample.layouts.motion import Motion
+from persample.layouts.layout import Layout, make_layout, make_pattern
+from persample.layouts.motion import Motion, make_uniform_motion
 
 # ---- the same entries in the same order ----
 
@@ -30,7 +30,7 @@ def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], ba
         size = new_shape[dim]
         if below <= stride < below * size:
             inner, rest = divmod(stride, below)
-            return Layout(dim, inner) if rest == 0 and size % (inner * batch) == 0 else None
+            return make_pattern(dim, inner) if rest == 0 and size % (inner * batch) == 0 else None
         below *= size
     return None
 
@@ -38,14 +38,20 @@ def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], ba
 @declare("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as")
 def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where, result = call.tensors[0], call.where[0], results[0]
-    if not isinstance(where, Layout) or call.is_inplace or tensor.numel() != result.numel() or not tensor.numel():
+    if not isinstance(where, Layout) or call.is_inplace:
+        return None
+    if result.dtype != tensor.dtype:  # view(dtype): the same memory, with another number of entries in the last dim
+        is_kept = where.dim < tensor.dim() - 1 or result.shape == tensor.shape
+        lost = lose(call, results, "splits or joins entries of different samples")
+        return make_uniform_motion(move(where, where.dim), results) if is_kept else lost
+    if tensor.numel() != result.numel() or not tensor.numel():
         return None
     if where.ids is not None:  # a list of rows stays one if its dimension is not touched
         size, after = tensor.shape[where.dim], math.prod(tensor.shape[where.dim + 1 :])
         dims = [d for d, n in enumerate(result.shape) if n == size and math.prod(result.shape[d + 1 :]) == after]
-        return make_motion(call, results, move(where, dims[0])) if len(dims) == 1 and size > 1 else None
+        return make_uniform_motion(move(where, dims[0]), results) if len(dims) == 1 and size > 1 else None
     layout = factorise(where, tensor.shape, result.shape, call.batch)
-    return None if layout is None or where.alternatives else make_motion(call, results, layout)
+    return None if layout is None or where.alternatives else make_uniform_motion(layout, results)
 
 
 # ---- permuted dimensions ----
@@ -56,11 +62,11 @@ def _permute_to(call: Call, results: Sequence[Tensor], order: Sequence[int]) -> 
     where = call.where[0]
     if not isinstance(where, Layout) or where.alternatives or call.is_inplace:
         return None
-    return make_motion(call, results, move(where, list(order).index(where.dim)))
+    return make_uniform_motion(move(where, list(order).index(where.dim)), results)
 
 
 @declare("transpose", "swapaxes", "swapdims")
-def _transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     first = get_argument(call, 1, "dim0", "axis0")
     second = get_argument(call, 2, "dim1", "axis1")
@@ -80,7 +86,7 @@ def _transpose_last(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare("permute")
-def _permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     dims = call.kwargs.get("dims", call.args[1:])
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -111,7 +117,7 @@ def _expand(call: Call, results: Sequence[Tensor]) -> Motion | None:
     is_repeated = result.shape[layout.dim] != tensor.shape[where.dim]
     if is_repeated and (where.ids is not None or tensor.shape[where.dim] == 1):
         return None
-    return make_motion(call, results, layout)
+    return make_uniform_motion(layout, results)
 
 
 @declare("repeat_interleave")
@@ -121,7 +127,7 @@ def _repeat_interleave(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if not isinstance(where, Layout) or not isinstance(repeats, int) or dim is None or where.ids is not None:
         return None
     inner = where.inner * repeats if dim % tensor.dim() == where.dim else where.inner
-    return make_motion(call, results, Layout(where.dim, inner)) if repeats else None
+    return make_uniform_motion(Layout(where.dim, inner), results) if repeats else None
 
 
 # ---- concatenation ----
@@ -135,23 +141,23 @@ def _join(call: Call, results: Sequence[Tensor], dim: int, rank: int, is_new: bo
     (where,) = layouts
     assert isinstance(where, Layout)
     if is_new:
-        return make_motion(call, results, move(where, where.dim + (dim <= where.dim)))
+        return make_uniform_motion(move(where, where.dim + (dim <= where.dim)), results)
     if dim != where.dim:
-        return make_motion(call, results, move(where, where.dim))
+        return make_uniform_motion(move(where, where.dim), results)
     if where.ids is not None or None in call.where:
         return None
-    return make_motion(call, results, move(where, where.dim))
+    return make_uniform_motion(move(where, where.dim), results)
 
 
 @declare(torch.cat, torch.concat, torch.concatenate)
-def _cat(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def concatenate(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", "axis", default=0)
     return _join(call, results, dim % rank, rank, is_new=False)
 
 
 @declare(torch.stack)
-def _stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", default=0)
     return _join(call, results, dim % rank, rank - 1, is_new=True)
@@ -166,24 +172,24 @@ def _take_part(call: Call, results: Sequence[Tensor], dim: int) -> Motion | None
     if not isinstance(where, Layout) or where.alternatives or any(call.where[1:]) or dim % tensor.dim() == where.dim:
         return None
     is_dropped = bool(results) and results[0].dim() < tensor.dim()
-    return make_motion(call, results, move(where, where.dim - (is_dropped and dim % tensor.dim() < where.dim)))
+    return make_uniform_motion(move(where, where.dim - (is_dropped and dim % tensor.dim() < where.dim)), results)
 
 
 @declare("split", "chunk", "split_with_sizes", "tensor_split")
-def _split(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def split(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _take_part(call, results, get_argument(call, 2, "dim", default=0))
 
 
-@declare("narrow", "select", "unbind", "unfold", "index_select")
-def _select(call: Call, results: Sequence[Tensor]) -> Motion | None:
+@declare("narrow", "select", "unbind", "index_select", Tensor.unfold)
+def select(call: Call, results: Sequence[Tensor]) -> Motion | None:
     dim = get_argument(call, 1, "dim", "dimension", default=0)
-    if not isinstance(dim, int) or (call.func is F.unfold):
+    if not isinstance(dim, int):
         return None
     return _take_part(call, results, dim)
 
 
 @declare("flip", "roll")
-def _reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Entries change places along some dimensions; samples that do are found by sample numbers."""
     tensor, where = call.tensors[0], call.where[0]
     position = 2 if call.func in (torch.roll, Tensor.roll) else 1
@@ -194,18 +200,72 @@ def _reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
         dims = call.args[1:]
     if where.dim in normalise_dims(dims, tensor.dim()):
         return None
-    return make_motion(call, results, move(where, where.dim))
+    return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare(F.pad)
-def _pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    tensor, where = call.tensors[0], call.where[0]
-    pad = get_argument(call, 1, "pad")
-    if not isinstance(where, Layout) or any(call.where[1:]) or not isinstance(pad, (tuple, list)):
+def find_padding(call: Call) -> tuple[int, int] | None:
+    """The entries that a call of `pad` adds before and after the samples; None if it does not say."""
+    where, amounts = call.where[0], get_argument(call, 1, "pad")
+    if not isinstance(where, Layout) or not isinstance(amounts, (tuple, list)):
         return None
-    first = tensor.dim() - len(pad) // 2
-    amounts = pad[2 * (tensor.dim() - 1 - where.dim) :][:2] if where.dim >= first else ()
-    return None if any(amounts) else make_motion(call, results, move(where, where.dim))
+    first = 2 * (call.tensors[0].dim() - 1 - where.dim)
+    before, after = amounts[first : first + 2] or (0, 0)
+    return before, after
+
+
+@declare(F.pad, torch.constant_pad_nd)
+def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Pairs of amounts for the last dimensions, the last one first; a negative amount removes entries."""
+    tensor, where = call.tensors[0], call.where[0]
+    padding = find_padding(call)
+    if not isinstance(where, Layout) or any(call.where[1:]) or padding is None:
+        return None
+    before, after = padding
+    if before == after == 0:
+        return make_uniform_motion(move(where, where.dim), results)
+    is_constant = call.func is not F.pad or get_argument(call, 2, "mode", default="constant") == "constant"
+    if not is_constant or where.loose:
+        return None
+    size = tensor.shape[where.dim]
+    kept = where.get_ids(size, call.batch)[max(0, -before) : size - max(0, -after)]
+    ids = (-1,) * max(0, before) + kept + (-1,) * max(0, after)
+    return make_uniform_motion(make_layout(where.dim, ids, call.batch), results)
+
+
+@declare("diag_embed")
+def _diag_embed(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The last dimension becomes the diagonal of a matrix."""
+    tensor, where = call.tensors[0], call.where[0]
+    dims = {get_argument(call, 2, "dim1", default=-2), get_argument(call, 3, "dim2", default=-1)}
+    if not isinstance(where, Layout) or where.dim == tensor.dim() - 1 or dims not in ({-2, -1}, {-1, -2}):
+        return None
+    return make_uniform_motion(move(where, where.dim), results)
+
+
+@declare(torch.meshgrid)
+def _meshgrid(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Result i repeats tensor i along all dimensions but one."""
+    order = list(range(len(results)))
+    if call.kwargs.get("indexing") == "xy":
+        order[:2] = reversed(order[:2])
+    pairs = zip(call.where, order, strict=True)
+    return Motion(tuple(move(where, dim) if isinstance(where, Layout) else None for where, dim in pairs))
+
+
+@declare("slice_scatter", "select_scatter")
+def _scatter_part(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """A part along `dim` is replaced; `select_scatter` takes a part without that dimension."""
+    base, part = call.tensors
+    where, of_part = call.where
+    dim = get_argument(call, 2, "dim", default=0) % base.dim()
+    is_missing = part.dim() < base.dim()
+    if isinstance(where, Layout):
+        own = where.dim
+    elif isinstance(of_part, Layout):
+        own = of_part.dim + (is_missing and dim <= of_part.dim)
+    else:
+        return None
+    return None if own == dim else find_common_rows(call, base.shape, [0, int(is_missing and dim < own)])
 
 
 @declare(Tensor.__getitem__)
@@ -215,11 +275,11 @@ def _getitem(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if not isinstance(where, Layout) or where.alternatives or any(call.where[1:]):
         return None
     items = call.args[1] if isinstance(call.args[1], tuple) else (call.args[1],)
-    dim = _find_dim_after_indexing(items, where.dim, call.tensors[0].dim())
-    return None if dim is None or not isinstance(dim, int) else make_motion(call, results, move(where, dim))
+    dim = find_dim_after_indexing(items, where.dim, call.tensors[0].dim())
+    return None if dim is None or not isinstance(dim, int) else make_uniform_motion(move(where, dim), results)
 
 
-def _find_dim_after_indexing(items: Sequence[Any], sample_dim: int, rank: int) -> int | None:
+def find_dim_after_indexing(items: Sequence[Any], sample_dim: int, rank: int) -> int | None:
     """The dimension of the samples after basic indexing, None if an item selects samples or is of another kind."""
     used = sum(item is not None and item is not Ellipsis for item in items)
     before = after = 0  # dimensions of the argument and of the result that have been passed

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from persample.rules.recurrent.cells import Cell, RecurrentPass
+from persample.terms.products import multiply
 
 
 @dataclass(frozen=True)
@@ -39,5 +40,5 @@ def scan_backwards(cell_class: type[Cell], forward: RecurrentPass, grads: Sequen
         if w_hr is not None:
             hidden[:, t + 1] = output_steps[t + 1] @ w_hr
         cell.step(t)
-        output_steps[t].addmm_(gate_steps[t], w_hh)
+        output_steps[t].add_(multiply(gate_steps[t], w_hh))
     return GateGradients(cell.compute_input_gradients(gates), gates, cell.hidden)

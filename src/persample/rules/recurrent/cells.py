@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample.terms.products import multiply
+
 
 @dataclass(frozen=True)
 class RecurrentPass:
@@ -47,8 +49,9 @@ class RecurrentPass:
     def compute_gates(self, gates: int) -> Tensor:
         """The pre-activations, W_ih x + b_ih + W_hh h + b_hh, as `(n, T, gates, H)`."""
         bias = [self.biases[0] + self.biases[1]] if self.has_biases else []
-        rows = F.linear(self.input, self.weights[0], *bias).flatten(0, 1)
-        rows.addmm_(self.before.flatten(0, 1), self.weights[1].t())
+        rows = multiply(self.input.flatten(0, 1), self.weights[0].t())
+        for part in (multiply(self.before.flatten(0, 1), self.weights[1].t()), *bias):
+            rows += part
         return rows.view(*self.input.shape[:2], gates, -1)
 
 

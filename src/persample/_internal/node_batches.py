@@ -1,0 +1,38 @@
+"""Batches of graphs in the form of torch_geometric: the nodes of all graphs in one dimension, and an edge list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from persample.errors import PerSampleError
+
+# The name of the edge list in torch_geometric.
+_EDGES = "edge_index"
+
+ADVICE = (
+    "The batch holds graphs in the form of torch_geometric: the nodes of all graphs share one dimension, and "
+    "edge_index connects them, so that no dimension has one index for each graph. Per-graph gradients are not "
+    "available in this form. Record one graph at a time with batch_size=1, or pad the graphs to a dense batch "
+    "(to_dense_batch and to_dense_adj of torch_geometric.utils) for a model with dense layers."
+)
+
+
+class GraphsShareNodes(PerSampleError):
+    """The nodes of all graphs of a batch share one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(ADVICE)
+
+
+def has_edges(arguments: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether some of these (name, value) are a list of edges, or an object that has one.
+
+    >>> has_edges([("x", 1), ("edge_index", 2)]), has_edges([("data", {"edge_index": 2})]), has_edges([("x", 1)])
+    (True, True, False)
+    """
+    for name, value in arguments:
+        is_owner = _EDGES in value if isinstance(value, Mapping) else getattr(value, _EDGES, None) is not None
+        if value is not None and (name == _EDGES or is_owner):
+            return True
+    return False

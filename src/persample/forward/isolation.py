@@ -1,0 +1,164 @@
+"""Keep the steps of private training apart: no sample may influence a later step except through the noisy sum.
+
+A tensor that was computed from samples and that outlives its step (an attribute of a module, a variable of the loop)
+is lost in later steps: it may be logged, but it is refused where a weight meets it or where a gradient comes back
+through it. Parameters and buffers are part of each checkpoint, so that samples must not be written into them at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.state import find_state_tensors
+from persample.errors import SamplesMixed, get_op_name
+from persample.forward.known_tensors import TensorMap
+from persample.forward.places import Places
+from persample.layouts import Call, Lost, get_argument
+
+# Tensors of earlier steps that are remembered; the oldest are forgotten first. A list of all losses may grow for ever.
+_MAX_CARRIED = 4096
+
+_MAX_GIVEN = 256  # the same for tensors of the data
+
+# Functions that may change a weight by the indices that occur, and the position of their argument `max_norm`.
+_WITH_MAX_NORM: dict[Any, int] = {F.embedding: 3, F.embedding_bag: 3}
+
+_CARRIED = (
+    "a tensor of shape {shape} was computed from the samples of an earlier step. In private training a sample must not "
+    "influence later steps: compute it anew in each forward pass, or without gradients and for logging only"
+)
+
+_ADVICE = (
+    "Later steps and every checkpoint would see it without noise, so that the privacy guarantee would not hold. Remove "
+    "the state (track_running_stats=False, max_norm=None, no running averages or code books of samples), keep the "
+    "module in eval(), or compute it from the weights alone or from public data outside private training."
+)
+
+
+class Isolation:
+    """What private training refuses although it has per-sample gradients. One object serves all steps of a model.
+
+    Attributes:
+        places: refuses constants that depend on a sample's number in the batch.
+    """
+
+    def __init__(self) -> None:
+        self.places = Places()
+        self._given: TensorMap[bool] = TensorMap()  # tensors from outside, in the current step
+        self._given_before: list[ref[Tensor]] = []  # in earlier steps
+        self._hidden: list[Tensor] = []
+        # Tensors of earlier steps, in the form of `TensorMap.entries`.
+        self._carried: dict[int, tuple[ref[Tensor], tuple[Any, bool]]] = {}
+        # The dicts in which modules keep their buffers, with the paths of the modules; and copies of these dicts.
+        self._buffers: list[tuple[str, dict[str, Tensor | None]]] = []
+        self._buffers_of: ref[nn.Module] | None = None
+        self._before: list[tuple[str, dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+
+    # ---- tensors that outlive their step ----
+
+    def start_step(self, tracker: Any) -> None:
+        """Tell the tracker of a new step which tensors hold samples of earlier steps."""
+        self.places.start_step()
+        self._given_before += [ref(tensor) for tensor, _ in self._given.items()]
+        self._given_before = [each for each in self._given_before if each() is not None][-_MAX_GIVEN:]
+        self._given = TensorMap()
+        tracker.add_known(self._carried)
+
+    def note_given(self, tensor: Tensor) -> None:
+        """Note that a tensor comes from outside: the next step may have the same data."""
+        self._given[tensor] = True
+
+    def hide_data(self, tracker: Any) -> None:
+        """While the model runs, data of earlier steps are samples of these, unless they are data of this step too."""
+        self._hidden = [t for each in self._given_before if (t := each()) is not None and not tracker.is_known(t)]
+        for tensor in self._hidden:
+            tracker.set_layout(tensor, Lost(_CARRIED.format(shape=tuple(tensor.shape)), "an earlier step"))
+
+    def show_data(self, tracker: Any) -> None:
+        """In the code around the model, the same data may be used again, as in training on one batch."""
+        for tensor in self._hidden:
+            tracker.forget(tensor)
+        self._hidden = []
+
+    def end_step(self, tracker: Any) -> None:
+        """Note the tensors of a step that are still alive."""
+        self.show_data(tracker)
+        carried = self._carried
+        for tensor, (where, _) in tracker.iterate_known():
+            if where is None or tensor in self._given:
+                continue
+            if (entry := carried.get(id(tensor))) is not None and entry[0]() is tensor:
+                continue
+            place = getattr(where, "place", "") or "an earlier step"
+            lost = Lost(_CARRIED.format(shape=tuple(tensor.shape)), place)
+            self._carried[id(tensor)] = (ref(tensor), (lost, tensor.requires_grad))
+        if len(self._carried) > _MAX_CARRIED // 2:
+            alive = [(key, entry) for key, entry in self._carried.items() if entry[0]() is not None]
+            self._carried = dict(alive[-_MAX_CARRIED:])
+
+    # ---- parameters and buffers ----
+
+    def start_forward(self, model: nn.Module) -> None:
+        """Note the buffers of the model, which is about to be called."""
+        if self._buffers_of is None or self._buffers_of() is not model:
+            self._find_buffers(model)
+        self._before = [(name, own, own.copy()) for name, own in self._buffers]
+
+    def _find_buffers(self, model: nn.Module) -> None:
+        self._buffers_of = ref(model)
+        self._buffers = [(path, own) for path, module in model.named_modules() if (own := _torch.get_buffers(module))]
+
+    def restore_buffers(self) -> None:
+        """Put back buffers that were replaced in the forward pass."""
+        for _, own, before in self._before:
+            own.clear()
+            own.update(before)
+
+    def check_call(self, call: Call, tracker: Any) -> None:
+        """Refuse a call with samples that changes weights, before it does so."""
+        position = _WITH_MAX_NORM.get(call.func)
+        if position is not None and get_argument(call, position, "max_norm") is not None:
+            raise SamplesMixed(
+                f"{get_op_name(call.func)}(max_norm=...), in {tracker.place()}, scales down the rows of the weight "
+                f"that occur in the batch. The weight would hold values that depend on samples. {_ADVICE}"
+            )
+
+    def check_state(self, tracker: Any, audit: Any) -> None:
+        """Refuse samples in parameters and buffers of the model; `audit` is None if the pass is not audited."""
+        model = tracker.model
+        if model is None:
+            return
+        if audit is not None:
+            self._find_buffers(model)  # a module may have got its first buffer
+        for path, own in self._buffers:
+            for name, buffer in own.items():
+                if (
+                    buffer is not None
+                    and (where := tracker.get_known(buffer)) is not None
+                    and buffer not in self._given
+                ):
+                    cause = getattr(where, "cause", "they were written into it")
+                    _refuse(f"{path}.{name}" if path else name, cause, model)
+        if audit is None:
+            return
+        named = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        for tensor in find_state_tensors(model):
+            if tensor in self._given or (cause := audit.find_samples(tensor)) is None:
+                continue
+            if id(tensor) in named:
+                _refuse(named[id(tensor)], cause, model)
+            if not tracker.is_known(tensor):
+                tracker.set_layout(tensor, Lost(cause, tracker.place()))
+
+
+def _refuse(name: str, cause: str, model: nn.Module) -> NoReturn:
+    kind = "parameter" if name in dict(model.named_parameters()) else "buffer"
+    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    raise SamplesMixed(
+        f"The {kind} '{name}' (of {owner}) holds values that were computed from samples: {cause}. {_ADVICE}"
+    )

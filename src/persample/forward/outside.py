@@ -1,0 +1,236 @@
+"""Tensors from outside the model that a recording meets in the code around the model: targets, masks, weights.
+
+Such a tensor is taken for one row per sample if it has the batch's size in its batch dimension. Otherwise it is a
+constant, and so are the parameters and buffers of modules, tensors that the user declares, and everything that is
+computed from constants alone.
+
+Before the model is called for the first time, the batch size is not known. Until then, ops are followed for each
+size that a tensor from outside has in its batch dimension. The call of the model decides which of them is the batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.functions import find_results
+from persample._internal.tree import find_tensors
+from persample.forward.known_tensors import TensorMap
+from persample.layouts import Call, Layout, Lost, Reduced, Where, find_motion, make_layout
+
+# Functions that bring data into torch: their results are as foreign as tensors from outside.
+_IMPORTS = {torch.tensor, torch.as_tensor, torch.asarray}
+
+# The arguments of losses that have an entry for each class, by definition.
+CLASS_WEIGHTS: dict[Any, str] = {
+    F.cross_entropy: "weight",
+    F.nll_loss: "weight",
+    F.multi_margin_loss: "weight",
+    F.multilabel_soft_margin_loss: "weight",
+    F.binary_cross_entropy_with_logits: "pos_weight",
+}
+
+_BEFORE = "the code before the call of the model"
+_MAX_SIZES = 8  # batch sizes that are followed before the model is called
+
+
+class OutsideTensors:
+    """What a tracker knows about tensors that do not come from its model.
+
+    Args:
+        model: the model; its parameters and buffers are constants.
+        batch_dim: the batch dimension of tensors from outside; for tensors that have fewer dimensions it is 0.
+        constants: tensors that are the same for all samples.
+    """
+
+    def __init__(self, model: nn.Module | None, batch_dim: int = 0, constants: Iterable[Tensor] = ()) -> None:
+        self._model = None if model is None else ref(model)  # the tracker must not keep its model
+        self._batch_dim = batch_dim
+        self._constants: TensorMap[bool] = TensorMap()
+        for tensor in constants:
+            self._constants[tensor] = True
+        self._assumed: dict[tuple[tuple[int, ...], int], None] = {}  # shapes and dimensions, in order
+        self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
+        self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
+        self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
+        self._early_totals: dict[int, set[float]] = {}  # by batch size: numbers that depend on all samples
+
+    # ---- tensors from outside ----
+
+    def find_layout(self, tensor: Tensor, batch: int) -> Layout | None:
+        """Where the samples lie in a tensor from outside; None if it is a constant."""
+        if tensor in self._constants:
+            return None
+        dim = self._find_dim(tensor, batch)
+        if dim is None or self._is_constant(tensor):
+            return None
+        self._assumed[tuple(tensor.shape), dim] = None
+        self._taken[tensor] = True
+        return self.reorder(Layout(dim))
+
+    def reorder(self, layout: Layout) -> Layout:
+        """The layout of a tensor from outside, given the one that it would have if its row n were sample n's."""
+        if self._order is None or layout.ids is not None or layout.inner != 1:
+            return layout
+        return make_layout(layout.dim, self._order, len(self._order))
+
+    def read_class_weights(self, call: Call) -> Call:
+        """The same call, in which a tensor from outside that has an entry for each class is a constant."""
+        weight = call.kwargs.get(CLASS_WEIGHTS.get(call.func, ""))
+        if not isinstance(weight, Tensor) or weight not in self._taken:
+            return call
+        where = [None if t is weight else w for t, w in zip(call.tensors, call.where, strict=True)]
+        return replace(call, where=tuple(where))
+
+    def add_constant(self, tensor: Tensor) -> None:
+        """Note that a tensor is the same for all samples."""
+        self._constants[tensor] = True
+
+    def is_declared(self, tensor: Tensor) -> bool:
+        """Whether a tensor, or the tensor that it is a view of, is known to be the same for all samples."""
+        return tensor in self._constants or (tensor._base is not None and tensor._base in self._constants)
+
+    def describe_assumed(self) -> str:
+        """Which tensors were taken for samples because of their sizes, for an error message; empty if none was."""
+        return f" ({_describe(self._assumed)})" if self._assumed else ""
+
+    def _find_dim(self, tensor: Tensor, batch: int) -> int | None:
+        dim = self._get_batch_dim(tensor)
+        return dim if tensor.dim() > dim and tensor.shape[dim] == batch else None
+
+    def _get_batch_dim(self, tensor: Tensor) -> int:
+        return self._batch_dim if tensor.dim() > self._batch_dim else 0
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor was declared, or belongs to the model or to a module that is running."""
+        if self.is_declared(tensor) or isinstance(tensor, nn.Parameter):
+            return True
+        base = tensor if tensor._base is None else tensor._base
+        model = None if self._model is None else self._model()
+        is_own = model is not None and _has_buffer(model, base)
+        if not is_own and not any(_holds(module, base) for module in _torch.iterate_running_modules()):
+            return False
+        self._constants[tensor] = True
+        return True
+
+    # ---- calls without samples and weights ----
+
+    def note_call(self, call: Call, result: Any, batch: int, is_inside: bool) -> None:
+        """Note what a call without samples and weights makes."""
+        if self._early is not None and not batch and call.tensors:
+            self._follow_early(call, result)
+        if call.func in _IMPORTS:
+            return
+        for made in find_tensors(result):
+            if is_inside and batch and self._find_dim(made, batch) is None:
+                continue  # it is a constant by its size, and what the model makes of it is not judged
+            if is_inside or all(map(self._is_constant, call.tensors)):
+                self._constants[made] = True
+
+    # ---- before the model is called ----
+
+    def _follow_early(self, call: Call, result: Any) -> None:
+        """Find the layouts of the results, for each size that the batch may have."""
+        assert self._early is not None
+        for tensor in call.tensors:
+            if tensor.dim() and not any(tensor in known for known in self._early.values()):
+                self._add_early(tensor)
+        results = find_results(result, call.args) if result is not None or call.is_inplace else ()
+        for batch, known in self._early.items():
+            where = tuple(known.get(tensor) for tensor in call.tensors)
+            if isinstance(result, (int, float)) and any(isinstance(w, (Reduced, Lost)) for w in where):
+                self._early_totals.setdefault(batch, set()).add(result)
+            if batch < 2 or not any(where) or not results:
+                continue
+            motion = find_motion(replace(call, where=where, batch=batch), results)
+            for made, layout in zip(results, motion.results, strict=True):
+                if isinstance(layout, Lost) and not layout.place:
+                    layout = replace(layout, place=f"{_BEFORE} ({_describe(_list_assumed(call, known))})")
+                if layout is not None:
+                    known[made] = layout
+                if call.is_inplace and isinstance(layout, Lost) and made._base is not None:
+                    known[made._base] = layout
+
+    def _add_early(self, tensor: Tensor) -> None:
+        """Take the size of a tensor from outside for the batch's, for now."""
+        assert self._early is not None
+        dim = self._get_batch_dim(tensor)
+        size = tensor.shape[dim]
+        if (size in self._early or len(self._early) < _MAX_SIZES) and not self._is_constant(tensor):
+            self._early.setdefault(size, TensorMap())[tensor] = Layout(dim)
+
+    def get_early_totals(self, batch: int) -> set[float]:
+        """Numbers that the code before the first call of the model has counted over all samples."""
+        return self._early_totals.get(batch, set())
+
+    def take_early(self, arguments: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Where]]:
+        """The tensors whose layouts were found before the first call of the model, which has these arguments.
+
+        If all arguments have the samples in another order than the tensors from outside (`x[torch.randperm(n)]`), the
+        samples are counted in the order of the arguments.
+        """
+        if self._early is None:
+            return
+        known = self._early.get(batch)
+        self._early = None
+        if known is None:
+            return
+        orders = {
+            where.get_ids(t.shape[where.dim], batch)
+            for t in arguments
+            if isinstance(where := known.get(t), Layout) and t.dim() > where.dim
+        }
+        order = next(iter(orders)) if len(orders) == 1 else ()
+        new_number = {sample: n for n, sample in enumerate(order)}
+        is_reordered = order != tuple(range(batch)) and len(order) == len(new_number) == batch and -1 not in order
+        if is_reordered:
+            self._order = tuple(new_number[n] for n in range(batch))
+        for tensor, where in list(known.items()):
+            if is_reordered and isinstance(where, Layout) and tensor.dim() > where.dim:
+                if where.loose_index:  # the order is the batch's own now
+                    self._constants[tensor] = True
+                    continue
+                before = where.get_ids(tensor.shape[where.dim], batch)
+                ids = tuple(new_number.get(n, -1) for n in before)
+                where = make_layout(where.dim, ids, batch, where.loose and before != order)
+            yield tensor, where
+
+
+# For each model, the dicts in which its modules keep their buffers. Buffers may be replaced. The buffers of a module
+# that gets its first one later are not known, and judged by their sizes.
+_buffers: WeakKeyDictionary[nn.Module, list[dict[str, Tensor | None]]] = WeakKeyDictionary()
+
+
+def _has_buffer(model: nn.Module, tensor: Tensor) -> bool:
+    """Whether a tensor is a buffer of a model, or an attribute of the model itself."""
+    found = _buffers.get(model)
+    if found is None:
+        found = _buffers[model] = [own for module in model.modules() if (own := _torch.get_buffers(module))]
+    return any([value is tensor for own in found for value in own.values()]) or _holds(model, tensor)
+
+
+def _holds(module: nn.Module, tensor: Tensor) -> bool:
+    """Whether a tensor is a buffer or another attribute of a module."""
+    own = [*_torch.get_buffers(module).values(), *vars(module).values()]
+    return any(value is tensor for value in own)
+
+
+def _list_assumed(call: Call, known: TensorMap[Where]) -> list[tuple[tuple[int, ...], int]]:
+    found = [(tuple(t.shape), where.dim) for t in call.tensors if isinstance(where := known.get(t), Layout)]
+    return list(dict.fromkeys(found))
+
+
+def _describe(assumed: Iterable[tuple[tuple[int, ...], int]]) -> str:
+    """Both readings of some tensors, given by their shapes and batch dimensions, for an error message."""
+    parts = [
+        f"the tensor of shape {shape} has the batch's size in dimension {dim} and was taken as one row per sample"
+        for shape, dim in list(assumed)[:3]
+    ]
+    return "; ".join([*parts, "if it is the same for all samples, pass it in constants="])

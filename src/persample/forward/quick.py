@@ -1,0 +1,180 @@
+"""The hot path of the tracker: calls whose effect follows from layouts and numbers of dimensions, at any size.
+
+Most calls of a forward pass are of functions whose motion does not depend on sizes (`layouts.SIZE_FREE`). Such a call
+has a short key without shapes. The first call with a key takes the general path, which leaves a `QuickCall` for it.
+Functions that change shapes (`view`, `x[:, 0]`) have no key: their layout is computed from the shapes each time.
+
+A key holds, besides the function and the arguments that are not tensors, for each tensor: its layout, PARAMETER for a
+parameter of the model, or None for a constant; its number of dimensions; and whether samples require grad. Floats are
+part of the key if there are parameters: they do not decide where samples lie, but gradients depend on them (`eps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import EllipsisType, NoneType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from persample.backward.recorded_use import Plan
+from persample.layouts import POINTWISE, Call, Layout
+from persample.rules import count_rule_changes
+
+Key = tuple[Any, ...]
+# By the id of a tensor: a weak reference to the tensor; where its samples lie, and whether it required grad then.
+Known = Mapping[int, tuple[Callable[[], Any], tuple[Any, bool]]]
+
+# Stands for a parameter of the model in a key.
+PARAMETER = "parameter"
+
+# What the tensors of a call are: constants have neither bit.
+HAS_SAMPLES, HAS_PARAMETERS = 1, 2
+
+_PLAIN = {str, NoneType, torch.dtype, torch.device, torch.Size, EllipsisType, torch.memory_format}
+
+_INTEGERS = {int}
+
+_MAX_ENTRIES = 20_000
+
+T: Any = Tensor
+
+# Functions that return no tensor and read no values: they need not be followed.
+WITHOUT_TENSORS: set[Any] = {
+    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.ndim.__get__, T.requires_grad.__get__, T.layout.__get__,
+    T.is_cuda.__get__, T.is_leaf.__get__, T.grad_fn.__get__, T.is_sparse.__get__, T.is_quantized.__get__,
+    T.is_mps.__get__, T.is_meta.__get__, T.is_nested.__get__, T.itemsize.__get__, T.nbytes.__get__,
+    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset, T.is_contiguous, T.element_size,
+    T.is_floating_point, T.is_complex, T.is_conj, T.is_neg, T.is_inference, T.__len__, T.get_device,
+    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class QuickCall:
+    """The effect of all calls with one key: the layout of each result; for a use of parameters, its plan."""
+
+    layout: Layout
+    plan: Plan | None
+    changes: int  # of the rules, when the plan was made
+
+
+QUICK_CALLS: dict[Key, QuickCall] = {}
+
+
+def make_key(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    known: Known,
+    parameters: Any,
+    constants_allowed: bool,
+    rows: int = 0,
+) -> tuple[Key, int] | None:
+    """The key of a call without sizes, and what its tensors are; None if the call must take the general path.
+
+    `rows` is the batch size if constants that may have a row for each sample must take the general path.
+    """
+    key: list[Any] = [func, len(args)]
+    contents = 0
+    has_constants = False
+    numbers: list[float] = []
+    pending: list[Any] = [*args]
+    for name in kwargs:
+        pending += (name, kwargs[name])
+    for arg in pending:  # grows in the loop
+        kind = type(arg)
+        if kind is Tensor or kind is nn.Parameter:
+            entry = known.get(id(arg))
+            if entry is not None and entry[0]() is arg:
+                layout, had_grad = entry[1]
+                token = layout.token if type(layout) is Layout else None
+                has_grad = arg.requires_grad
+                if token is None or (has_grad and not had_grad):
+                    return None
+                contents |= HAS_SAMPLES
+                key += (token, arg.dim(), has_grad)
+            elif id(arg) in parameters and arg.requires_grad:  # the model may freeze it for a while
+                contents |= HAS_PARAMETERS
+                key += (PARAMETER, arg.dim())
+            elif arg.requires_grad or not constants_allowed or _is_view_of_known(arg, known):
+                return None
+            else:
+                has_constants = True
+                key += (None, arg.dim())
+        elif kind is int or kind in _PLAIN:
+            key.append(arg)
+        elif kind is float:  # no motion depends on such a value, but terms do
+            key.append(float)
+            numbers.append(arg)
+        elif kind is bool:  # not equal to a number
+            key += (bool, arg)
+        elif kind is tuple and {*map(type, arg)} == _INTEGERS:
+            key.append(arg)
+        elif kind is tuple or kind is list:
+            key += (kind, len(arg))
+            pending += arg
+        else:
+            return None
+    if numbers and contents & HAS_PARAMETERS:
+        key += numbers
+    if rows and has_constants and _may_have_rows(pending, known, parameters, rows):
+        return None
+    return tuple(key), contents
+
+
+def _may_have_rows(pending: list[Any], known: Known, parameters: Any, batch: int) -> bool:
+    """Whether a constant may have rows for each sample.
+
+    Beside samples, it then has their size in one of its dimensions; alone, a multiple of the batch size.
+    """
+    tensors: list[Tensor] = [arg for arg in pending if type(arg) in (Tensor, nn.Parameter)]
+    of_samples = [(t, entry[1][0]) for t in tensors if (entry := known.get(id(t))) is not None and entry[0]() is t]
+    sizes = {tensor.shape[layout.dim] for tensor, layout in of_samples}
+    found = {id(tensor) for tensor, _ in of_samples}
+    constants = [tensor for tensor in tensors if id(tensor) not in found and id(tensor) not in parameters]
+    return any([size in sizes if sizes else size % batch == 0 for tensor in constants for size in tensor.shape])
+
+
+def _is_view_of_known(tensor: Tensor, known: Known) -> bool:
+    base = tensor._base
+    return base is not None and id(base) in known
+
+
+def add_quick_call(key: Key, layout: Layout, plan: Plan | None) -> None:
+    """Keep the effect of a call for later calls with the same key."""
+    if len(QUICK_CALLS) >= _MAX_ENTRIES:
+        QUICK_CALLS.clear()
+    QUICK_CALLS[key] = QuickCall(layout, plan, count_rule_changes())
+
+
+# Functions of `layouts.SIZE_FREE` in which no dimension of a weight belongs to the samples.
+_WITH_SHARED_WEIGHTS: set[Any] = {
+    F.linear, F.embedding, torch.embedding, F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm,
+    torch.group_norm, F.instance_norm, F.batch_norm, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d,
+    torch.conv_transpose2d, torch.conv_transpose3d,
+}  # fmt: skip
+
+_MATRIX_PRODUCTS: set[Any] = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm}
+_SUMS_OF_PRODUCTS: set[Any] = {torch.addmm, T.addmm}
+
+
+def has_fixed_weights(call: Call, plan: Plan, layout: Layout, result: Tensor) -> bool:
+    """Whether no weight of a use can have rows for each sample, whatever its size is.
+
+    `layout` is where the samples lie in the result.
+    """
+    dims = [call.tensors[i].dim() for i, _ in plan.weights_at]
+    if any(plan.layouts[i] is not None for i, _ in plan.weights_at):
+        return False
+    if call.func in _WITH_SHARED_WEIGHTS:
+        return True
+    if call.func in _MATRIX_PRODUCTS:
+        return max(dims) <= 2
+    if call.func in _SUMS_OF_PRODUCTS:
+        return all(dim == (1 if i == 0 else 2) for (i, _), dim in zip(plan.weights_at, dims, strict=True))
+    # Functions of entries: dimensions are counted from the last one.
+    return call.func in POINTWISE and all(dim < result.dim() - layout.dim for dim in dims)

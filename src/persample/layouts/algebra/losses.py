@@ -1,0 +1,123 @@
+"""Losses: the layout of their entries, and the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample.layouts.algebra.arguments import find_signatures
+from persample.layouts.algebra.engine import declare, find_common_rows, keep_leading, lose, merge_rows, move
+from persample.layouts.call import Call
+from persample.layouts.layout import Layout, Where
+from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.reductions import make_reduced
+
+# Losses whose mean is divided by the sum of the weights.
+_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
+
+
+def _get_arguments(call: Call) -> dict[str, Any]:
+    """All arguments of a loss by name, with their defaults."""
+    (signature,) = find_signatures(call.func)
+    return {**signature, **dict(zip(signature, call.args, strict=False)), **call.kwargs}
+
+
+def _get_layout(call: Call, tensor: Any) -> Where | None:
+    return next((where for t, where in zip(call.tensors, call.where, strict=True) if t is tensor), None)
+
+
+def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Motion | None:
+    """The motion of a loss, given that of its entries before the reduction."""
+    if entries is None or not isinstance(entries.results[0], Layout):
+        return entries
+    arguments = _get_arguments(call)
+    if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
+        return None  # the legacy way to choose a reduction
+    if arguments["reduction"] == "none":
+        return entries
+    return Motion((make_reduced(call, results, arguments["reduction"]),), entries.aligned)
+
+
+@declare(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.kl_div)
+@declare(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.margin_ranking_loss, F.poisson_nll_loss)
+def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
+    arguments = _get_arguments(call)
+    weight = arguments.get("weight")
+    if call.func in _WEIGHTED_MEANS and weight is not None and arguments["reduction"] == "mean" and entries:
+        differs = [i for i, _ in entries.aligned if call.tensors[i] is weight]
+        if differs or _get_layout(call, weight) is not None:
+            return lose(
+                call,
+                results,
+                "divides by the sum of weights that differ between samples (use reduction='sum', or take the mean of "
+                "each sample first)",
+            )
+    return _reduce(call, results, entries)
+
+
+@declare(F.cross_entropy, F.nll_loss)
+def _class_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Logits `(N, C, ...)`, with classes `(N, ...)` or probabilities `(N, C, ...)`: no result for each class."""
+    arguments = _get_arguments(call)
+    logits, target, weight = arguments["input"], arguments["target"], arguments["weight"]
+    where, of_target = _get_layout(call, logits), _get_layout(call, target)
+    if not isinstance(where, Layout) or logits.dim() < 2 or len(call.args) > 3 or _get_layout(call, weight):
+        return None
+    if where.dim == 1:
+        return lose(call, results, "takes the samples for classes")
+    layout = move(where, max(0, where.dim - 1))
+    has_classes = target.dim() == logits.dim() - 1
+    if has_classes and weight is not None and arguments["reduction"] == "mean":
+        return lose(call, results, "divides by the sum of the weights of all targets (use reduction='sum')")
+    own = layout if has_classes else where
+    if isinstance(of_target, Layout):
+        merged = merge_rows(own, of_target, logits.shape[where.dim], call.batch) if own.dim == of_target.dim else None
+        if merged is None:
+            return lose(call, results, "has the samples in different orders in its arguments")
+        layout = move(merged, layout.dim)
+    aligned = () if of_target is not None else tuple((i, own) for i, t in enumerate(call.tensors) if t is target)
+    return _reduce(call, results, Motion((layout,), aligned))
+
+
+@declare(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss)
+def _vector_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """A loss of each row `(N, ...)`."""
+    if call.tensors[0].dim() < 2:
+        return None
+    count = 3 if call.func is F.cosine_embedding_loss else 2
+    rows = keep_leading(call, [tensor[..., :0] for tensor in call.tensors[:1]], 1, count)
+    return _reduce(call, results, rows)
+
+
+@declare(F.triplet_margin_loss)
+def _triplet_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """Distances along the last dimension."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
+    if entries is None or not isinstance(entries.results[0], Layout):
+        return entries
+    if entries.results[0].dim == len(shape) - 1:
+        return lose(call, results, f"combines samples along dimension {len(shape) - 1}")
+    return _reduce(call, results, entries)
+
+
+@declare(F.ctc_loss)
+def _ctc_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """`(T, N, C)`, with targets `(N, S)`; the mean is over the samples, each divided by the length of its target."""
+    arguments = _get_arguments(call)
+    where = _get_layout(call, arguments["log_probs"])
+    if not isinstance(where, Layout) or call.tensors[0].dim() != 3 or where.dim != 1:
+        return None
+    for name in ("targets", "input_lengths", "target_lengths"):
+        own = _get_layout(call, arguments[name])
+        if isinstance(own, Layout) and (own.dim or not merge_rows(where, own, call.tensors[0].shape[1], call.batch)):
+            return None
+    if isinstance(arguments["targets"], Tensor) and arguments["targets"].dim() == 1:
+        return None  # the targets of all samples, one after the other
+    return _reduce(call, results, make_uniform_motion(move(where, 0), results))

@@ -1,0 +1,105 @@
+"""Hooks that a recording puts on a model and its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from persample import _torch
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample.distributed import Processes
+from persample.errors import PerSampleError
+
+
+class ModuleHook:
+    """A hook of a module's forward. In a copy of the module, and in a saved one, it does nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    @exclude_from_graph
+    @skip_compilation(with_callees=False)
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The method takes any arguments and does nothing. A saved model can be loaded where persample is not installed.
+        return getattr, (nullcontext(), "__exit__")
+
+
+def _make_refusal(name: str) -> PerSampleError:
+    return PerSampleError(
+        f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called directly, a "
+        "penalty on the weights, or a use inside torch.func.vmap. Call the model itself, and keep penalties out of the "
+        "block."
+    )
+
+
+class _Refusal:
+    """A hook of a parameter that refuses ordinary gradients: they come from a use that was not recorded."""
+
+    __torch_unserializable__ = True  # torch shall not warn that a saved parameter loses the hook
+
+    def __init__(self, name: str, is_pulling_back: Callable[[], bool]) -> None:
+        self._name = name
+        self._is_pulling_back = is_pulling_back
+
+    def __call__(self, grad: Tensor | None) -> None:
+        if grad is not None and not self._is_pulling_back():
+            raise _make_refusal(self._name)
+
+
+def refuse_unrecorded(
+    recorded: Mapping[str, Tensor], processes: Processes, is_pulling_back: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Add hooks that refuse ordinary gradients of parameters.
+
+    While a recording pulls gradients back to its parameters, such gradients are the recording's own.
+    """
+    hooks = []
+    for name, p in recorded.items():
+        refusal = _Refusal(name, is_pulling_back)
+        tensors = {id(tensor): tensor for tensor in (p, processes.get_used(p))}
+        hooks += [tensor.register_hook(refusal) for tensor in tensors.values()]
+    return hooks
+
+
+class UnrecordedGradients:
+    """Context manager for a backward pass: takes away the `grad` of each parameter, and puts it back at the end.
+
+    A gradient that arrives in between comes from a use that was not recorded, and is refused.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[tuple[Tensor, Tensor]] | None = None
+
+    def __enter__(self) -> None:
+        with _torch.DisableTorchFunction():
+            self._before = [(p, grad) for p in self._parameters.values() if (grad := p.grad) is not None]
+            for p, _ in self._before:
+                p.grad = None
+
+    def __exit__(self, *error: Any) -> None:
+        before, self._before = self._before, None
+        assert before is not None
+        with _torch.DisableTorchFunction():
+            names = self._find_names()
+            for name in names:
+                self._parameters[name].grad = None
+            for p, grad in before:
+                p.grad = grad
+        if names and error[0] is None:
+            raise _make_refusal(names[0])
+
+    def check(self) -> None:
+        """Refuse gradients that have arrived so far."""
+        if self._before is not None and (names := self._find_names()):
+            raise _make_refusal(names[0])
+
+    def _find_names(self) -> list[str]:
+        return [name for name, p in self._parameters.items() if p.grad is not None]
