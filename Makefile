@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 BENCH_STAMP := $(VENV)/.bench-stamp
 
-.PHONY: demo test coverage lint bench clean
+.PHONY: demo test coverage lint docs package bench clean
 
 # Flip labels of digits, find them, and write demo/report.html.
 demo: $(STAMP)
@@ -23,6 +23,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs src benchmarks examples
+
+# The documentation: site/index.html opens in a browser, without a server or a network.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q
+
+# The files of a release, in dist/.
+package: $(STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[package]'
+	rm -rf dist
+	$(BIN)/python -m build -q
+	$(BIN)/twine check --strict dist/*
 
 # Measure everything in benchmarks/results again, with its plots: about 25 minutes on a quiet machine.
 bench: $(BENCH_STAMP)
@@ -32,7 +44,7 @@ bench: $(BENCH_STAMP)
 
 # The environment is kept; remove .venv to set up from scratch.
 clean:
-	rm -rf build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
+	rm -rf build dist demo site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first, by its exact version: a range could pull another build with gigabytes of CUDA.

@@ -1,6 +1,7 @@
 """All code blocks of README.md and docs/*.md run.
 
-Python blocks run in order and share the names of their page, which starts with the names of `SETUPS[page]`. Each
+Python blocks run in order and share the names of their page, which starts with the names of `SETUPS[page]`; a page of the
+docs is named by its path in docs/. Each
 `console` block runs in a new directory. Its lines that start with "$ " are commands; `run_command` says how they are
 checked. The other lines are the start of the output. `text` blocks are no code. A comment in front of a block changes
 this:
@@ -35,7 +36,8 @@ import persample
 from persample.cli import main
 from tests.support.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = {page: page.name if page.parent == ROOT else page.relative_to(ROOT / "docs").as_posix() for page in PAGES}
 LANGUAGES = ("python", "console", "text")
 FENCE = re.compile(r"^(?:<!-- test: (?P<marker>[^\n]*) -->\n)?```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.M | re.S)
 MARKER = re.compile(r"setup (?P<setup>.+)|skip, (?P<reason>.{10,})")
@@ -101,12 +103,16 @@ def make_readme() -> Names:
     return {**names, "loader": loader, "w": torch.randn(6, 4, requires_grad=True)}
 
 
+def make_expanded_weights() -> Names:
+    return {**make_training(), "w": torch.randn(6, 4, requires_grad=True), "F": F, "persample": persample}
+
+
 def make_process_group() -> Names:
     """A new model, in a process group of one process."""
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return {"model": make_training()["model"], "fully_shard": fully_shard}
+    return {**make_training(), "fully_shard": fully_shard, "F": F, "persample": persample}
 
 
 def make_scan() -> Names:
@@ -188,6 +194,8 @@ def make_lightning() -> Names:
 
 SETUPS: dict[str, Callable[[], Names]] = {
     "README.md": make_readme,
+    "guides/recording.md": make_training,
+    "guides/expanded_weights.md": make_expanded_weights,
     "a process group": make_process_group,
     "scan.md": make_scan,
     "compile.md": make_compiled,
@@ -311,21 +319,22 @@ def run_command(words: list[str], where: str) -> None:
         assert set(words[1:]) <= set(targets), f"{where}: the targets of the Makefile are {targets}"
     elif words[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        extras = {f"persample[{extra}]" for extra in project["optional-dependencies"]}
-        assert set(words[2:]) <= extras | {"persample"}, where
+        for word in words[2:]:
+            match = re.fullmatch(r"(?:persample|\.)(?:\[([\w,]+)\])?", word)
+            assert match and set((match[1] or "all").split(",")) <= set(project["optional-dependencies"]), where
     else:
         raise AssertionError(f"{where}: no test for the command {words[0]}")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = list(read_blocks(page, page.read_text()))
-    names = SETUPS[page.name]() if page.name in SETUPS else {}
+    names = SETUPS[NAMES[page]]() if NAMES[page] in SETUPS else {}
     run_blocks(blocks, names, capsys)
-    CHECKS.get(page.name, lambda names: None)(names)
+    CHECKS.get(NAMES[page], lambda names: None)(names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=NAMES.get)
 def test_every_block_is_fenced(page: Path) -> None:
     text = page.read_text()
     assert not find_indented_code(text), "indent no code: write ```python, ```console or ```text"

@@ -69,7 +69,8 @@ def check(
         samples: number of samples to compare, taken from the start of the batch. If another dimension has the same
             size, a few more are taken. All tensors in the batch are cut along `batch_dim`; tensors without a batch
             dimension are the same for all samples.
-        batch_dim, loss_reduction: as in `record`.
+        batch_dim: as in `record`.
+        loss_reduction: as in `record`.
         batch_size: number of samples in `batch`, if the tensors do not agree on it.
         tolerance: allowed error, relative to the scale of a row. The default depends on the number type.
         verify: as in `record`: by default, the outputs of two samples alone are compared with those of the batch too,

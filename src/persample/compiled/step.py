@@ -68,8 +68,13 @@ def compile(
         loss_fn: `loss_fn(model, *args)` calls the model and returns the loss, or a tuple with the loss first. A loss
             module is called as `loss_fn(model(x), y)`.
         answer: A function of the gradients, such as `lambda grads: grads.clip(1.0)`.
-        batch_size, batch_dim, loss_reduction, parameters: As in `persample.record`.
-        backend, mode, options: As in `torch.compile`.
+        batch_size: As in `persample.record`.
+        batch_dim: As in `persample.record`.
+        loss_reduction: As in `persample.record`.
+        parameters: As in `persample.record`.
+        backend: As in `torch.compile`.
+        mode: As in `torch.compile`.
+        options: As in `torch.compile`.
 
     >>> model = nn.Linear(3, 2)
     >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])

@@ -90,8 +90,8 @@ class AuditRun:
             optimizer: the optimizer that `make_private` has returned. Each step must follow one backward pass, or one
                 batch that `BatchMemoryManager` has split.
             sample_rate: probability of each sample to be in a batch: `1 / len(loader)`.
-            model, loss_fn: for canaries that are samples: the model that is trained and its loss, which is called
-                as in `persample.check`.
+            model: for canaries that are samples: the model that is trained.
+            loss_fn: its loss, which is called as in `persample.check`.
             collate: makes a batch of a list of samples.
         """
         if torch.distributed.is_available() and torch.distributed.is_initialized():

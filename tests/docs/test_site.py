@@ -1,0 +1,36 @@
+"""`make docs` builds the documentation, and its pages need no network."""
+
+import re
+from pathlib import Path
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+from tests.support.paths import ROOT
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built documentation. Broken links and pages that are not in the menu fail the build."""
+    folder = tmp_path_factory.mktemp("site")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
+    return folder
+
+
+def test_every_page_is_built(site: Path) -> None:
+    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
+    assert pages <= {page.relative_to(site) for page in site.rglob("*.html")}
+
+
+def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
+    loads = re.compile(r'<(?:script|img|iframe)[^>]+src="https?:|<link[^>]+rel="stylesheet"[^>]+href="https?:')
+    assert not [page for page in site.rglob("*.html") if loads.search(page.read_text())]
+
+
+@pytest.mark.parametrize("name", ["record", "PerSampleGradients.clip", "scan", "private.PrivacyEngine.make_private"])
+def test_reference_describes_public_names(site: Path, name: str) -> None:
+    reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
+    assert f'id="persample.{name}"' in reference
