@@ -61,7 +61,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         distributed: whether the parameters belong to a module under DDP or FSDP2.
         recording: further options of `persample.record`; `verify` is "first" by default.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
-            noise comes from the entropy of the operating system, and several threads draw it.
+            noise comes from the entropy of the operating system, and several threads draw it for large models.
 
     Attributes:
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
