@@ -193,3 +193,16 @@ def test_clipped_sum_can_be_read_again_unless_it_was_changed() -> None:
     first["0.weight"].add_(1)
     with pytest.raises(PerSampleError, match="changed in place"):
         grads.clip()
+
+
+@pytest.mark.parametrize(("free", "passes"), [(0, 2), (2**40, 1), (None, 1)])
+def test_number_of_passes_depends_on_free_memory(
+    free: int | None, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persample.gradients.streamed._SMALL", 0)
+    monkeypatch.setattr("persample.gradients.streamed.find_free_memory", lambda devices: free)
+    module, x, y = make_small()
+    with record(module, keep="clip", max_norm=0.1) as grads:
+        F.cross_entropy(module(x), y).backward()
+    assert grads.passes == passes
+    assert f"{2**30 if free is None else free // 2} allowed" in repr(grads)

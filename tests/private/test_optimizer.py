@@ -365,6 +365,7 @@ def test_noise_does_not_follow_the_seed() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_noise_is_the_same_with_any_number_of_threads(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persample.private.noise._CHUNK", 100)
+    monkeypatch.setattr("persample.private.noise._MIN_THREADED", 0)
     noise, found = Noise(), []
     state = noise.get_state()
     for threads in (1, 2, 5):
@@ -394,6 +395,7 @@ def test_distribution_of_the_noise() -> None:
 
 def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persample.private.noise._CHUNK", 10)
+    monkeypatch.setattr("persample.private.noise._MIN_THREADED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     noise = Noise()
     derive, calls = noise._derive, []
@@ -674,3 +676,24 @@ def test_masked_means_over_the_batch_are_refused(declared: bool) -> None:
     losses = F.cross_entropy(model(x).transpose(1, 2), labels, reduction="none")
     ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean().backward()
     optimizer.step()
+
+
+def test_the_optimizer_tells_how_many_passes_it_makes(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = PrivateOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        module=model,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=4,
+        recording={"memory": 0},
+    )
+    with caplog.at_level("INFO", "persample.private"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+    assert optimizer.passes == 2
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "Private training clips in 2 backward passes"
+    ]

@@ -209,6 +209,7 @@ def test_noise_equals_that_of_opacus() -> None:
 def test_noise_in_blocks_equals_one_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that is drawn in blocks equals the noise of one call."""
     monkeypatch.setattr("persample.private.noise._CHUNK", 64)
+    monkeypatch.setattr("persample.private.noise._MIN_THREADED", 0)
     module = nn.Linear(37, 5)
     optimizer = make_optimizer(module, noise_multiplier=1.5, generator=torch.Generator().manual_seed(7))
     optimizer.step()

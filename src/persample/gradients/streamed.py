@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from persample._internal.free_memory import find_free_memory
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.base import NotKept, RecordedGradients
@@ -17,6 +18,9 @@ from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
 from persample.gradients.stack import Stack
 from persample.terms import Term
+
+# Bytes of factors that one pass may always keep, and that it may keep if the free memory is not known.
+_SMALL, _UNKNOWN = 2**28, 2**30
 
 
 class _Streamed(RecordedGradients):
@@ -151,8 +155,11 @@ class StreamedClip(_Streamed):
         self._passes_done = 0
 
     def __repr__(self) -> str:
-        passes = f"{self.passes or 'no'} backward pass{'es' if self.passes == 2 else ''}{self._reason}"
-        return f"{super().__repr__()}\n  clipped at {self.max_norm} in {passes}"
+        return f"{super().__repr__()}\n  clipped at {self.max_norm} in {self.describe_passes()}"
+
+    def describe_passes(self) -> str:
+        """The number of backward passes, and why it was chosen."""
+        return f"{self.passes or 'no'} backward pass{'es' if self.passes == 2 else ''}{self._reason}"
 
     # ---- filling ----
 
@@ -167,12 +174,24 @@ class StreamedClip(_Streamed):
         return self.passes == 2 and self._weights is None
 
     def choose_passes(self, factor_bytes: int) -> int:
-        """The number of backward passes: one, unless the factors that it keeps would take more than `memory` bytes."""
+        """The number of backward passes: one, unless the factors that it keeps would take too much memory.
+
+        Two passes keep the whole graph for the second one, so that they save no memory where one pass fits. The limit
+        is `memory` bytes or, without it, half of what is free now on the devices of the parameters.
+        """
         if self.passes is None:
-            factor_bytes = self._processes.find_largest(factor_bytes)
-            self.passes = 2 if factor_bytes > self._bound.memory else 1
-            self._reason = f": {factor_bytes} bytes to keep, {self._bound.memory} allowed"
+            allowed = self._find_allowed_bytes(factor_bytes)
+            self.passes = 1 + self._processes.find_largest(int(factor_bytes > allowed))
+            self._reason = f": {factor_bytes} bytes to keep, {allowed} allowed"
         return self.passes
+
+    def _find_allowed_bytes(self, factor_bytes: int) -> int:
+        if self._bound.memory is not None:
+            return self._bound.memory
+        if factor_bytes <= _SMALL:  # not worth a look at the system
+            return _SMALL
+        free = find_free_memory(p.device for p in self._parameters.values())
+        return _UNKNOWN if free is None else free // 2
 
     def _receive_stack(self, stack: Stack) -> None:
         if self._passes_done >= (self.passes or 1):
@@ -214,9 +233,8 @@ class StreamedClip(_Streamed):
                 self._settle_kept_terms()
             self._clear_nonfinite()
             self._weights = self._compute_weights()
-            for stack in self._stacks:
-                self._add_clipped(stack, self._weights)
-            self._stacks.clear()
+            while self._stacks:  # the factors of each are freed before the next sum
+                self._add_clipped(self._stacks.pop(), self._weights)
 
     def _compare_passes(self) -> None:
         """Refuse two passes with different gradients: the factors of the first do not bound the rows of the second.

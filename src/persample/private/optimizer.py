@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from persample.private.processes import Peers, refuse_inner_module
 from persample.recording.watch import Watch
 
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
+
+_log = logging.getLogger("persample.private")
 
 Sums = dict[int, Tensor]  # of parameters, by the id of the parameter
 
@@ -58,10 +61,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         distributed: whether the parameters belong to a module under DDP or FSDP2.
         recording: further options of `persample.record`; `verify` is "first" by default.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
-            noise comes from the entropy of the operating system, and several threads draw it.
+            noise comes from the entropy of the operating system, and several threads draw it for large models.
 
     Attributes:
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
+        passes: the number of backward passes of the last batch, as given or as chosen by the free memory. A change is
+            logged by the logger "persample.private".
 
     The other arguments are the arguments of `opacus.optimizers.DPOptimizer`.
     """
@@ -119,6 +124,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self._failed = 0  # calls of the model or backward passes that have failed since then
         self._spent = False  # whether `p.grad` has already been used for a step
         self.nonfinite_count = 0
+        self.passes: int | None = None
         self._is_released = False
         self._left: list[ref[Tensor]] = []  # sums without noise in `p.grad` when private training ended
         is_sharded = bool(_torch.get_fsdp_states(module))
@@ -214,6 +220,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             )
         clipped = grads.clip(own=not self._shards)
         self.nonfinite_count += grads.nonfinite_count
+        if grads.passes != self.passes:
+            self.passes = grads.passes
+            _log.info("Private training clips in %s", grads.describe_passes())
         found = {id(p): widen(clipped[self._names[id(p)]]).view_as(p) for p in self.params}
         self._batch = _add(self._batch, found)
         self._spent = False

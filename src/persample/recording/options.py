@@ -43,7 +43,7 @@ class Options:
     max_norm: float | Mapping[str, float] | None = None
     stabiliser: float | None = None
     passes: Literal[1, 2] | None = None
-    memory: int = 2**30
+    memory: int | None = None
     constants: Constants = ()
     verify: Verify = None
     nonfinite: NonFinite = "raise"

@@ -63,7 +63,7 @@ def record(
     max_norm: float | Mapping[str, float],
     stabiliser: float | None = None,
     passes: Literal[1, 2] | None = None,
-    memory: int = 2**30,
+    memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
 ) -> AbstractContextManager[StreamedClip]: ...
@@ -85,7 +85,7 @@ def record(
     max_norm: float | Mapping[str, float] | None = None,
     stabiliser: float | None = None,
     passes: Literal[1, 2] | None = None,
-    memory: int = 2**30,
+    memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
 ) -> Iterator[Any]:
@@ -118,8 +118,9 @@ def record(
         stabiliser: with keep="clip", use automatic clipping: every row is scaled by `max_norm / (norm + stabiliser)`.
         passes: with keep="clip", the number of backward passes: one that keeps its factors to the end, or two that keep
             nothing and need `backward()` inside the block. By default one, unless its factors take more than `memory`
-            bytes; `repr(grads)` says which.
-        memory: see `passes`.
+            bytes; `grads.passes` and `repr(grads)` say which.
+        memory: see `passes`. None: half of the memory that is free when backward begins, on the host within the limits
+            of its containers, or on the GPU; 1 GiB if the system does not tell.
         verify: when to run the first and the last sample alone and to compare their outputs with those of the batch,
             so that samples that are mixed out of sight are noticed. "first": in the first forward pass of a model, of
             a mode and of a form of its arguments. "always": in every forward pass; a model that cannot be verified is
