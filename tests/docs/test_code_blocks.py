@@ -1,10 +1,9 @@
 """All code blocks of README.md and docs/*.md run.
 
-Python blocks run in order and share the names of their page, which starts with the names of `SETUPS[page]`; a page of the
-docs is named by its path in docs/. Each
-`console` block runs in a new directory. Its lines that start with "$ " are commands; `run_command` says how they are
-checked. The other lines are the start of the output. `text` blocks are no code. A comment in front of a block changes
-this:
+Python blocks run in order and share the names of their page, which starts with the names of `SETUPS[page]`. A page of
+the docs is named by its path in docs/. Each `console` block runs in a new directory. Its lines that start with "$ " are
+commands; `run_command` says how they are checked. The other lines are the start of the output. `text` blocks are not
+code. A comment in front of a block changes this:
 
     <!-- test: setup NAME -->         add the names of SETUPS["NAME"] first
     <!-- test: skip, REASON -->       do not run the block
