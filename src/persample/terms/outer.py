@@ -17,16 +17,39 @@ from persample.terms.rounding import add_up_products, find_floor_of_products, fi
 from persample.terms.sketch import Sketch, TensorSketch
 
 
+class SharedProducts:
+    """The inner products of the positions of one gradient, for two terms that have it: computed by the first to ask.
+
+    They are kept until the second asks. A term whose factors were changed or replaced has another gradient, and gets
+    its own products.
+    """
+
+    def __init__(self, grad: Tensor) -> None:
+        self._grad = grad
+        self._kept: tuple[Tensor, int] | None = None  # with the version of the gradient
+
+    def multiply(self, grad: Tensor) -> Tensor:
+        """`(batch, t, t)`: the inner products of `grad`. The result must not be changed in place."""
+        kept, self._kept = self._kept, None
+        if grad is self._grad and kept is not None and kept[1] == grad._version:
+            return kept[0]
+        products = grad.conj() @ grad.mT
+        if grad is self._grad:
+            self._kept = products, grad._version
+        return products
+
+
 @dataclass(frozen=True)
 class Outer(Term):
     """`g_n = sum_t grad[n, t] ⊗ conj(input[n, t])`, a matrix `(out, in)` for each sample.
 
     `input` is `(batch, t, in)`, the input of the product at each position t. `grad` is `(batch, t, out)`, the gradient
-    of its output there.
+    of its output there. Terms with the same `grad` can share its inner products.
     """
 
     input: Tensor
     grad: Tensor
+    shared: SharedProducts | None = None
 
     @property
     def batch(self) -> int:
@@ -93,7 +116,8 @@ class Outer(Term):
     def _multiply_own_positions(self) -> tuple[Tensor, Tensor]:
         """`_multiply_positions(self)`, and what their sum can lose to underflow."""
         a, g = self._widen_factors()
-        inputs, grads = a @ a.mH, g.conj() @ g.mT
+        inputs = a @ a.mH
+        grads = g.conj() @ g.mT if self.shared is None else self.shared.multiply(g)
         squares = [products.diagonal(dim1=1, dim2=2).real.sum(1) * self.positions for products in (inputs, grads)]
         return inputs.mul_(grads), find_lost_squares(squares[0], squares[1], max(self.shape))
 
@@ -120,10 +144,13 @@ class Outer(Term):
 
     def sum(self, weights: Tensor) -> Tensor:
         input, grad, weights = self._widen_factors(weights)
+        weights = weights[:, None, None]
+        if input.stride(0) <= input.stride(1) and grad.stride(0) <= grad.stride(1):  # then `flatten` copies nothing
+            input, grad, weights = input.transpose(0, 1), grad.transpose(0, 1), weights.transpose(0, 1)
         if grad.shape[2] <= input.shape[2]:  # scale the smaller factor
-            grad = grad * weights[:, None, None]
+            grad = grad * weights
         else:
-            input = input * weights[:, None, None]
+            input = input * weights
         return multiply(grad.flatten(0, 1).mT, input.flatten(0, 1).conj())
 
     def sum_each(self, weights: Tensor, count: int) -> Tensor:

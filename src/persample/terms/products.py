@@ -13,6 +13,7 @@ accumulate in float32. The forward pass of a recording is not computed here: it 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from persample._internal import tracing
 # Smaller products are faster with MKL: a call of oneDNN takes longer to start.
 _MIN_MULTIPLICATIONS = 2**21
 _MIN_SIZE = 16  # of each dimension
+_MIN_TANH_SIZE = 2**14  # a conversion takes some 5 µs
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -38,6 +40,33 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     if a.stride(1) != 1 and b.numel() + len(a) * b.shape[1] < a.numel():
         return onednn(b.mT, a).mT.contiguous()
     return onednn(a, b.mT)
+
+
+def make_accumulator(like: Tensor, b: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function that adds `a @ b` to a matrix in place, for several matrices `a` that are stored as `like` is.
+
+    >>> total = torch.zeros(2, 3)
+    >>> make_accumulator(torch.eye(2), torch.ones(2, 3))(total, 2 * torch.eye(2))
+    tensor([[2., 2., 2.],
+            [2., 2., 2.]])
+    """
+    onednn = _find_onednn(like, b)
+    if onednn is None:
+        return lambda total, a: total.addmm_(a, b)
+    transposed = b.mT
+    return lambda total, a: total.add_(onednn(a, transposed))
+
+
+def compute_tanh(x: Tensor) -> Tensor:
+    """`x.tanh()`, contiguous. oneDNN's tanh is as precise as torch's own (1.4 half units), and 4 times as fast.
+
+    >>> compute_tanh(torch.zeros(2))
+    tensor([0., 0.])
+    """
+    can_convert = x.numel() >= _MIN_TANH_SIZE and tracing.get_trace() is None and _is_supported(x)
+    if not can_convert or _torch.find_onednn_product() is None:
+        return x.tanh().contiguous()
+    return x.contiguous().to_mkldnn().tanh_().to_dense()
 
 
 def _find_onednn(a: Tensor, b: Tensor) -> _torch.Product | None:

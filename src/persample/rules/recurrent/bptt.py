@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from persample.rules.recurrent.cells import Cell, RecurrentPass
-from persample.terms.products import multiply
+from persample.terms.products import make_accumulator
 
 
 @dataclass(frozen=True)
 class GateGradients:
-    """Gradients of the pre-activations of the gates, `(n, T, gates * H)`.
+    """Gradients of the pre-activations of the gates, `(T, n, gates * H)`.
 
     A pre-activation is the sum of an input part and a state part (`RecurrentPass.compute_gates`). The gradients of the
     two parts differ in a GRU only; otherwise both are the same tensor.
@@ -35,10 +35,11 @@ def scan_backwards(cell_class: type[Cell], forward: RecurrentPass, grads: Sequen
     hidden = output if w_hr is None else output.new_empty(*output.shape[:2], w_hr.shape[1])
     cell = cell_class(forward, [hidden, *memory])
     gates = cell.slopes.flatten(2)
-    output_steps, gate_steps = output.unbind(1), gates.unbind(1)
+    output_steps, gate_steps = output.unbind(), gates.unbind()
+    add_product = make_accumulator(gate_steps[-1], w_hh)
     for t in reversed(range(len(gate_steps))):
         if w_hr is not None:
-            hidden[:, t + 1] = output_steps[t + 1] @ w_hr
+            hidden[t + 1] = output_steps[t + 1] @ w_hr
         cell.step(t)
-        output_steps[t].add_(multiply(gate_steps[t], w_hh))
+        add_product(output_steps[t], gate_steps[t])
     return GateGradients(cell.compute_input_gradients(gates), gates, cell.hidden)

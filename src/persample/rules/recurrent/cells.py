@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.terms.products import multiply
+from persample.terms.products import compute_tanh, multiply
 
 
 @dataclass(frozen=True)
 class RecurrentPass:
-    """The forward pass of one direction: inputs and states of `n` sequences, `(n, T, ·)`, and the weights."""
+    """The forward pass of one direction: inputs and states of `n` sequences, `(T, n, ·)`, and the weights."""
 
     input: Tensor
     before: Tensor  # the hidden state before each step
@@ -39,15 +39,15 @@ class RecurrentPass:
         return self.weights[-1] if len(self.weights) % 2 else None
 
     def compute_input_gates(self, gates: int) -> Tensor:
-        """The input part of the pre-activations, W_ih x + b_ih, as `(n, T, gates, H)`."""
+        """The input part of the pre-activations, W_ih x + b_ih, as `(T, n, gates, H)`."""
         return F.linear(self.input, self.weights[0], *self.biases[:1]).unflatten(-1, (gates, -1))
 
     def compute_state_gates(self, gates: int) -> Tensor:
-        """The state part of the pre-activations, W_hh h + b_hh, as `(n, T, gates, H)`."""
+        """The state part of the pre-activations, W_hh h + b_hh, as `(T, n, gates, H)`."""
         return F.linear(self.before, self.weights[1], *self.biases[1:]).unflatten(-1, (gates, -1))
 
     def compute_gates(self, gates: int) -> Tensor:
-        """The pre-activations, W_ih x + b_ih + W_hh h + b_hh, as `(n, T, gates, H)`."""
+        """The pre-activations, W_ih x + b_ih + W_hh h + b_hh, as `(T, n, gates, H)`."""
         bias = [self.biases[0] + self.biases[1]] if self.has_biases else []
         rows = multiply(self.input.flatten(0, 1), self.weights[0].t())
         for part in (multiply(self.before.flatten(0, 1), self.weights[1].t()), *bias):
@@ -58,9 +58,9 @@ class RecurrentPass:
 class Cell(ABC):
     """The backward steps of one kind of cell, to be taken from the last step to the first.
 
-    `grads` are the gradients of the hidden state and of the memory of an LSTM, each `(n, T + 1, H)`: index 0 is the
+    `grads` are the gradients of the hidden state and of the memory of an LSTM, each `(T + 1, n, H)`: index 0 is the
     initial state, index t + 1 the state after step t. At first they hold the gradients from outside of the layer.
-    `step(t)` reads the gradient of the state after step t. It turns `slopes[:, t]`, `(n, gates, H)`, into the gradients
+    `step(t)` reads the gradient of the state after step t. It turns `slopes[t]`, `(n, gates, H)`, into the gradients
     of the state part of the pre-activations, and adds to the gradient of the state before the step all that does not
     pass through W_hh.
     """
@@ -84,22 +84,24 @@ class Lstm(Cell):
 
     def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
         gates = forward.compute_gates(4)
-        i, f, g, o = gates.unbind(2)
+        i, f, at_g, o = gates.unbind(2)
         gates[:, :, :2].sigmoid_()
-        g.tanh_()
         o.sigmoid_()
-        self._c_by_c = _split_steps(f.clone())  # a clone, so that the gates themselves can be freed
+        g = compute_tanh(at_g)
+        c_by_c = f.clone()
+        self._c_by_c = _split_steps(c_by_c)
         c = _compute_memory(self._c_by_c, i, g, *forward.memory)
-        tanh_c = c[:, 1:].tanh()
-        self.slopes = torch.empty_like(gates)
-        at_i, at_f, at_g, at_o = self.slopes.unbind(2)
-        _compute_sigmoid_slope(g, i, out=at_i)
-        _compute_sigmoid_slope(c[:, :-1], f, out=at_f)
-        _compute_tanh_slope(i, g, out=at_g)
-        _compute_sigmoid_slope(tanh_c, o, out=at_o)
+        tanh_c = compute_tanh(c[1:])
+        h_by_c = _compute_tanh_slope(o, tanh_c)
         self.hidden = o * tanh_c if forward.projection is not None else None
-        self._through_c, self._through_o = self.slopes[:, :, :3].unbind(1), self.slopes[:, :, 3:].unbind(1)
-        self._h_by_c, self._dh, self._dc = map(_split_steps, (_compute_tanh_slope(o, tanh_c), *grads))
+        # The slopes take the place of the gates.
+        self.slopes = gates
+        _compute_tanh_slope(i, g, out=at_g)
+        _compute_sigmoid_slope(g, i, out=i)
+        _compute_sigmoid_slope(c[:-1], c_by_c, out=f)
+        _compute_sigmoid_slope(tanh_c, o, out=o)
+        self._through_c, self._through_o = gates[:, :, :3].unbind(), gates[:, :, 3:].unbind()
+        self._h_by_c, self._dh, self._dc = map(_split_steps, (h_by_c, *grads))
 
     def step(self, t: int) -> None:
         dh, dc = self._dh[t + 1], self._dc[t + 1]
@@ -126,7 +128,7 @@ class Gru(Cell):
         _compute_sigmoid_slope(self._at_x_n * h_n, r, out=at_r)
         _compute_sigmoid_slope(forward.before - n, u, out=at_u)
         torch.mul(self._at_x_n, r, out=at_h_n)
-        self._gates, self._h_by_h, self._grad = self.slopes.unbind(1), _split_steps(u.clone()), grads[0]
+        self._gates, self._h_by_h, self._grad = self.slopes.unbind(), _split_steps(u.clone()), grads[0]
         self._dh = _split_steps(self._grad)
 
     def step(self, t: int) -> None:
@@ -135,7 +137,7 @@ class Gru(Cell):
 
     def compute_input_gradients(self, state_gradients: Tensor) -> Tensor:
         r_and_u = self.slopes[:, :, :2].flatten(2)
-        return torch.cat([r_and_u, self._at_x_n * self._grad[:, 1:]], -1)
+        return torch.cat([r_and_u, self._at_x_n * self._grad[1:]], -1)
 
 
 class Elman(Cell):
@@ -147,7 +149,7 @@ class Elman(Cell):
     def __init__(self, forward: RecurrentPass, grads: Sequence[Tensor]) -> None:
         h = self.activation(forward.compute_gates(1)) if forward.after is None else forward.after.unsqueeze(2)
         self.slopes = self.slope(h)
-        self._gates, self._dh = self.slopes.unbind(1), _split_steps(grads[0])
+        self._gates, self._dh = self.slopes.unbind(), _split_steps(grads[0])
 
     def step(self, t: int) -> None:
         self._gates[t].mul_(self._dh[t + 1])
@@ -167,10 +169,10 @@ CELLS: dict[Any, type[Cell]] = {torch.lstm: Lstm, torch.gru: Gru, torch.rnn_tanh
 
 
 def _compute_memory(f: Sequence[Tensor], i: Tensor, g: Tensor, first: Tensor) -> Tensor:
-    """`(n, T + 1, H)`: `c[0] = first` and `c[t + 1] = f[t] c[t] + i[t] g[t]`."""
-    memory = first.new_empty(len(first), 1 + len(f), first.shape[1])
-    memory[:, 0] = first
-    torch.mul(i, g, out=memory[:, 1:])
+    """`(T + 1, n, H)`: `c[0] = first` and `c[t + 1] = f[t] c[t] + i[t] g[t]`."""
+    memory = first.new_empty(1 + len(f), *first.shape)
+    memory[0] = first
+    torch.mul(i, g, out=memory[1:])
     c = _split_steps(memory)
     for t, factor in enumerate(f):
         c[t + 1].addcmul_(factor, c[t])
@@ -178,8 +180,8 @@ def _compute_memory(f: Sequence[Tensor], i: Tensor, g: Tensor, first: Tensor) ->
 
 
 def _split_steps(rows: Tensor) -> tuple[Tensor, ...]:
-    """`(n, T, H)` as T views `(n, 1, H)`."""
-    return rows.unsqueeze(2).unbind(1)
+    """`(T, n, H)` as T views `(n, 1, H)`."""
+    return rows.unsqueeze(2).unbind()
 
 
 def _compute_sigmoid_slope(factor: Tensor, s: Tensor, out: Tensor | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from persample.rules.recurrent.cells import CELLS, RecurrentPass
 from persample.rules.recurrent.sequences import Sequences
 from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense, Folded, Outer, Sum, Term
+from persample.terms.outer import SharedProducts
 
 
 @register_rule(
@@ -51,22 +52,22 @@ def compute_layer_terms(
         orient = sequences.reverse if d else _keep
         own_weights = weights[d * len(weights) // directions : (d + 1) * len(weights) // directions]
         after = orient(output.chunk(directions, -1)[d])
-        before = torch.cat([first[0][:, d : d + 1], after[:, :-1]], 1)
-        memory = [part[:, d] for part in first[1:]]
-        forward = RecurrentPass(orient(x), before, after, memory, own_weights, has_biases)
+        before = torch.cat([first[0][d : d + 1], after[:-1]])
+        memory = [part[d] for part in first[1:]]
+        forward = RecurrentPass(orient(x).contiguous(), before, after, memory, own_weights, has_biases)
 
         # The gradients of the initial state and of the states after each step, as a `Cell` takes them.
-        state_grads = [x.new_zeros(len(x), 1 + x.shape[1], part.shape[2]) for part in first]
+        state_grads = [x.new_zeros(1 + len(x), *part.shape[1:]) for part in first]
         if output_grad is not None:
-            state_grads[0][:, 1:] = orient(output_grad.chunk(directions, -1)[d])
+            state_grads[0][1:] = orient(output_grad.chunk(directions, -1)[d])
         for rows, last in zip(state_grads, last_grads, strict=True):
             if last is not None:
-                rows[sequences.ends] += last[:, d]
+                rows[sequences.ends] += last[d]
 
         gates = scan_backwards(CELLS[func], forward, state_grads)
-        weight_terms += _compute_weight_terms(forward, gates, state_grads[0][:, 1:], sequences)
+        weight_terms += _compute_weight_terms(forward, gates, state_grads[0][1:], sequences)
         input_terms.append(Outer(own_weights[0].expand(batch, -1, -1), sequences.join(orient(gates.input)).mT))
-        first_grads.append([rows[:, 0].unflatten(0, (batch, each)) for rows in state_grads])
+        first_grads.append([rows[0].unflatten(0, (batch, each)) for rows in state_grads])
     shape = input.shape[1:]
     return {
         "input": Sum([Folded(term, shape, range(len(shape) - 1)) for term in input_terms]),
@@ -81,9 +82,10 @@ def _compute_weight_terms(
     """The terms of the weights of one direction; each weight belongs to a linear map."""
     state_grad = sequences.join(gates.state)
     input_grad = state_grad if gates.input is gates.state else sequences.join(gates.input)
+    shared = SharedProducts(state_grad) if input_grad is state_grad else None
     terms: list[Term] = [
-        Outer(sequences.join(forward.input), input_grad),
-        Outer(sequences.join(forward.before), state_grad),
+        Outer(sequences.join(forward.input), input_grad, shared),
+        Outer(sequences.join(forward.before), state_grad, shared),
     ]
     if forward.has_biases:
         b_hh_grad = state_grad.sum(1)

@@ -14,8 +14,8 @@ class Sequences:
     """Sequences of `batch` samples, `each` per sample.
 
     The rule of a layer gets the tensors of a sample as `(T, each, ·)`, or as `(T, ·)` if they were packed. Cells take
-    all n = batch * each sequences as `(n, T, ·)`. For packed sequences, one per sample, `length` has their lengths;
-    otherwise it is None and all sequences have T steps.
+    all n = batch * each sequences as `(T, n, ·)`, so that the memory of a step is contiguous. For packed sequences, one
+    per sample, `length` has their lengths; otherwise it is None and all sequences have T steps.
     """
 
     batch: int
@@ -23,26 +23,26 @@ class Sequences:
     length: Tensor | None
 
     def split(self, rows: Tensor) -> Tensor:
-        """`(batch, T, each, ·)` to `(n, T, ·)`."""
+        """`(batch, T, each, ·)` to `(T, n, ·)`."""
         rows = rows if rows.dim() == 4 else rows.unsqueeze(2)
-        return rows.transpose(1, 2).flatten(0, 1)
+        return rows.transpose(0, 1).flatten(1, 2)
 
     def join(self, rows: Tensor) -> Tensor:
-        """`(n, T, ·)` to `(batch, T * each, ·)`."""
-        return rows.unflatten(0, (self.batch, self.each)).transpose(1, 2).flatten(1, 2)
+        """`(T, n, ·)` to `(batch, T * each, ·)`."""
+        return rows.unflatten(1, (self.batch, self.each)).transpose(0, 1).flatten(1, 2)
 
     def reverse(self, rows: Tensor) -> Tensor:
         """Reverse the steps of each sequence, and leave the padding after its end unchanged."""
         if self.length is None:
-            return rows.flip(1)
-        step = torch.arange(rows.shape[1], device=rows.device)
-        mirrored = self.length.unsqueeze(1) - 1 - step
+            return rows.flip(0)
+        step = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+        mirrored = self.length - 1 - step
         order = torch.where(mirrored >= 0, mirrored, step)
-        return rows.gather(1, order.unsqueeze(-1).expand_as(rows))
+        return rows.gather(0, order.unsqueeze(-1).expand_as(rows))
 
     @property
     def ends(self) -> Any:
-        """The index of the state after the last step of each sequence in `(n, 1 + T, ·)`."""
+        """The index of the state after the last step of each sequence in `(1 + T, n, ·)`."""
         if self.length is None:
-            return slice(None), -1
-        return torch.arange(self.batch, device=self.length.device), self.length
+            return -1
+        return self.length, torch.arange(self.batch, device=self.length.device)

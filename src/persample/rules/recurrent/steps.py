@@ -31,15 +31,15 @@ def _make_step_rule(cell_class: type[Cell]) -> Callable[..., Terms]:
         biases = [zero if b_ih is None else b_ih, zero if b_hh is None else b_hh]
 
         def add_time(rows: Tensor) -> Tensor:
-            """`(batch, each, ·)` to `(n, 1, ·)`, in the dtype of the weights."""
-            return rows.to(w_ih.dtype).flatten(0, 1).unsqueeze(1)
+            """`(batch, each, ·)` to `(1, n, ·)`, in the dtype of the weights."""
+            return rows.to(w_ih.dtype).flatten(0, 1).unsqueeze(0)
 
         x, before, *memory = map(add_time, (input, *state))
         zeros = [torch.zeros_like(part) for part in (before, *memory)]
         last_grads = [z if g is None else add_time(g) for z, g in zip(zeros, next_grads, strict=True)]
-        first_memory = [part.squeeze(1) for part in memory]
+        first_memory = [part.squeeze(0) for part in memory]
         forward = RecurrentPass(x, before, None, first_memory, [w_ih, w_hh, *biases], has_biases=True)
-        cell = cell_class(forward, [torch.cat(parts, 1) for parts in zip(zeros, last_grads, strict=True)])
+        cell = cell_class(forward, [torch.cat(parts) for parts in zip(zeros, last_grads, strict=True)])
         cell.step(0)
         state_grad = cell.slopes.view(batch, each, -1)
         input_grad = cell.compute_input_gradients(cell.slopes.flatten(2)).view(batch, each, -1)
