@@ -22,6 +22,7 @@ from persample._internal.functions import find_results, is_inplace
 from persample._internal.graph import find_leaves, find_nodes
 from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
+from persample._torch import get_saved_tensor_hooks
 from persample.backward.collector import Collector
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
@@ -73,7 +74,6 @@ from persample.layouts import (
     make_strided_ids,
     mark_simple,
 )
-from persample._torch import get_saved_tensor_hooks
 from persample.rules import Rewrite, count_rule_changes, find_adapter, get_handler, get_rules
 
 # Functions that return their argument itself, unchanged.

@@ -128,10 +128,10 @@ def repeat_use(
     chosen = result if base is None else _find_base(result)
     if get_backward_pass() < 0:  # else it is a recomputation
         collector.expect_parameters(weights.values())
-        if not is_checkpointed and forward.can_retain and plan.has_graph and (chosen is not result or base is None):
-            if result.numel() <= MAX_ENTRIES:
-                collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))
-                return result
+        can_retain = forward.can_retain and plan.has_graph and (chosen is not result or base is None)
+        if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
+            collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))
+            return result
         if collector.early:
             collector.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)
     use = RecordedUse(plan, (result.shape,), weights, None, forward.batch, collector)

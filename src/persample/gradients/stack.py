@@ -10,11 +10,8 @@ from torch import Tensor
 
 from persample.errors import PerSampleError
 from persample.gradients.clipping import add_weighted_rows
-from persample.terms import Dense, Term
-from persample.terms.base import find_factors, widen_factors
-
-# A term is computed from its dense form if neither that nor a factor has more entries: its arithmetic takes no time.
-_TINY = 2**14
+from persample.terms import Term
+from persample.terms.base import find_factors
 
 
 @dataclass(slots=True, eq=False)
@@ -43,13 +40,7 @@ class Stack:
 
         With `compact`, the dense form is kept if the norms needed it and it is smaller.
         """
-        if compact and _is_tiny(self.term):
-            # One product and one norm are fewer ops than the norms from inner products, their floor and the sum. Norms
-            # and sums are then of the same rows, so they need no floor.
-            term: Term = Dense(widen_factors(self.term).dense())
-            squares, floor = term.squared_norms(), None
-        else:
-            squares, floor, term = self.term.measure(compact=compact, summed=summed)
+        squares, floor, term = self.term.measure(compact=compact, summed=summed)
         if term is not self.term:
             self.term = term
             if self._versions:
@@ -94,9 +85,3 @@ class Stack:
                     f"An activation behind the gradients of '{self.names[0]}' was changed in place after the backward "
                     "pass. Read the answers before you change it, or change a copy."
                 )
-
-
-def _is_tiny(term: Term) -> bool:
-    if type(term) is Dense or term.batch * term.shape.numel() > _TINY:
-        return False
-    return all([factor.numel() <= _TINY for factor in find_factors(term)])
