@@ -15,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from persample import PerSampleError, SamplesMixed, record
 from persample.backward import retained
 from persample.backward.retained import RetainedUse
+from persample.forward import quick
 from persample.forward import tracker as tracker_module
+from persample.forward.quick import make_key
 from persample.testing import assert_rows_close, loop_gradients
 from tests.support.cases import Calls
 
@@ -391,3 +393,22 @@ def test_second_derivatives_of_activations_are_refused(change: Callable[[Tensor]
     for _ in range(2):
         with pytest.raises(PerSampleError, match="create_graph=True"), record(model):
             sum_losses(model, torch.randn(3, D, dtype=torch.float64)).backward()
+
+
+def make_key_of(*args: Any) -> Any:
+    return make_key(torch.sum, args, {}, {}, {}, constants_allowed=True)
+
+
+def test_tuples_that_are_equal_but_of_other_types_have_other_keys() -> None:
+    """A tuple of integers is known by identity in later calls: that must not extend to tuples that are equal to it."""
+    integers, booleans, floats = (1, 0), (True, False), (1.0, 0.0)
+    first = make_key_of(integers)
+    assert make_key_of(integers) == first
+    assert len({first, make_key_of(booleans), make_key_of(floats)}) == 3
+    assert make_key_of(integers) == first == make_key_of(tuple([1, 0]))
+
+
+def test_the_tuples_that_are_known_are_limited() -> None:
+    keys = [make_key_of((i, i)) for i in range(3000)]
+    assert len(set(keys)) == 3000 and len(quick._integer_tuples) <= 1000
+    assert [make_key_of((i, i)) for i in range(3000)] == keys

@@ -11,7 +11,7 @@ part of the key if there are parameters: they do not decide where samples lie, b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, NoneType
 from typing import Any
@@ -39,6 +39,7 @@ _PLAIN = {str, NoneType, torch.dtype, torch.device, torch.Size, EllipsisType, to
 _INTEGERS = {int}
 
 _MAX_ENTRIES = 20_000
+_MAX_TUPLES = 1_000
 
 T: Any = Tensor
 
@@ -82,48 +83,69 @@ def make_key(
     contents = 0
     has_constants = False
     numbers: list[float] = []
-    pending: list[Any] = [*args]
-    for name in kwargs:
-        pending += (name, kwargs[name])
-    for arg in pending:  # grows in the loop
-        kind = type(arg)
-        if kind is Tensor or kind is nn.Parameter:
-            entry = known.get(id(arg))
-            if entry is not None and entry[0]() is arg:
-                layout, had_grad = entry[1]
-                token = layout.token if type(layout) is Layout else None
-                has_grad = arg.requires_grad
-                if token is None or (has_grad and not had_grad):
+    pending: Sequence[Any] = args
+    if kwargs:
+        pending = [*args]
+        for name in kwargs:
+            pending += (name, kwargs[name])
+    every: list[Any] = []  # what was nested
+    while pending:
+        nested: list[Any] = []
+        for arg in pending:
+            kind = type(arg)
+            if kind is Tensor or kind is nn.Parameter:
+                entry = known.get(id(arg))
+                if entry is not None and entry[0]() is arg:
+                    layout, had_grad = entry[1]
+                    token = layout.token if type(layout) is Layout else None
+                    has_grad = arg.requires_grad
+                    if token is None or (has_grad and not had_grad):
+                        return None
+                    contents |= HAS_SAMPLES
+                    key += (token, arg.dim(), has_grad)
+                elif id(arg) in parameters and arg.requires_grad:  # the model may freeze it for a while
+                    contents |= HAS_PARAMETERS
+                    key += (PARAMETER, arg.dim())
+                elif arg.requires_grad or not constants_allowed or _is_view_of_known(arg, known):
                     return None
-                contents |= HAS_SAMPLES
-                key += (token, arg.dim(), has_grad)
-            elif id(arg) in parameters and arg.requires_grad:  # the model may freeze it for a while
-                contents |= HAS_PARAMETERS
-                key += (PARAMETER, arg.dim())
-            elif arg.requires_grad or not constants_allowed or _is_view_of_known(arg, known):
-                return None
+                else:
+                    has_constants = True
+                    key += (None, arg.dim())
+            elif kind is int or kind in _PLAIN:
+                key.append(arg)
+            elif kind is float:  # no motion depends on such a value, but terms do
+                key.append(float)
+                numbers.append(arg)
+            elif kind is bool:  # not equal to a number
+                key += (bool, arg)
+            elif kind is tuple and (_integer_tuples.get(id(arg)) is arg or _has_integers(arg)):
+                key.append(arg)
+            elif kind is tuple or kind is list:
+                key += (kind, len(arg))
+                nested += arg
             else:
-                has_constants = True
-                key += (None, arg.dim())
-        elif kind is int or kind in _PLAIN:
-            key.append(arg)
-        elif kind is float:  # no motion depends on such a value, but terms do
-            key.append(float)
-            numbers.append(arg)
-        elif kind is bool:  # not equal to a number
-            key += (bool, arg)
-        elif kind is tuple and {*map(type, arg)} == _INTEGERS:
-            key.append(arg)
-        elif kind is tuple or kind is list:
-            key += (kind, len(arg))
-            pending += arg
-        else:
-            return None
+                return None
+        every += nested
+        pending = nested
     if numbers and contents & HAS_PARAMETERS:
         key += numbers
-    if rows and has_constants and _may_have_rows(pending, known, parameters, rows):
+    if rows and has_constants and _may_have_rows([*args, *kwargs.values(), *every], known, parameters, rows):
         return None
     return tuple(key), contents
+
+
+# By id: tuples of integers that were met before, such as the padding that a module keeps. A tuple cannot change, and as
+# long as it is here, its id belongs to no other object.
+_integer_tuples: dict[int, tuple[Any, ...]] = {}
+
+
+def _has_integers(values: tuple[Any, ...]) -> bool:
+    if {*map(type, values)} != _INTEGERS:
+        return False
+    if len(_integer_tuples) >= _MAX_TUPLES:
+        _integer_tuples.clear()
+    _integer_tuples[id(values)] = values
+    return True
 
 
 def _may_have_rows(pending: list[Any], known: Known, parameters: Any, batch: int) -> bool:

@@ -22,6 +22,7 @@ from persample._internal.functions import find_results, is_inplace
 from persample._internal.graph import find_leaves, find_nodes
 from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
+from persample._torch import get_saved_tensor_hooks
 from persample.backward.collector import Collector
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
@@ -43,7 +44,6 @@ from persample.forward.quick import (
     QUICK_CALLS,
     WITHOUT_TENSORS,
     Key,
-    QuickCall,
     add_quick_call,
     has_fixed_weights,
     make_key,
@@ -420,6 +420,8 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.has_ended or self.is_paused:
             return func(*args, **kwargs, **find_dropped(func))
+        if func in SIZE_FREE:
+            return self._run_size_free(func, args, kwargs)
         if func in _DIFFERENTIATING:
             if func is torch.autograd.grad:
                 return self._run_autograd_grad(args, kwargs)
@@ -433,7 +435,11 @@ class Tracker(TorchFunctionMode):
         if node is None or (following := node.get(func)) is None:
             return (self._audit or self._start_audit()).run(func, args, kwargs)
         self._audit_node = following
-        return self.follow(func, args, kwargs, self.find_known_layout)
+        if func in BY_SHAPE and not kwargs and self.batch > 1:
+            result = self._run_by_shape(func, args)
+            if result is not None:
+                return result
+        return self._follow_call(func, args, kwargs, self.find_known_layout, None)
 
     def follow(
         self,
@@ -442,26 +448,22 @@ class Tracker(TorchFunctionMode):
         kwargs: dict[str, Any],
         find_layout: Callable[[Tensor], Where | None],
     ) -> Any:
-        """Run a torch function and follow the samples; `find_layout` says where they lie in an argument."""
+        """Run a torch function in an audited pass; `find_layout` says where the samples lie in an argument."""
         quick = None
-        if self.batch > 1:
-            if func in SIZE_FREE:
-                rows = 0 if self.places is None else self.batch
-                quick = make_key(
-                    func, args, kwargs, self._known.entries, self.collector.parameters, self.is_inside, rows
-                )
-                if quick is not None and self._audit is None:
-                    has_grad = torch.is_grad_enabled()
-                    if has_grad or not (quick[1] & HAS_PARAMETERS or self._of_hidden_weights):
-                        known = QUICK_CALLS.get(quick[0])
-                        if known is not None and known.changes == count_rule_changes():
-                            return self._run_quickly(func, args, kwargs, known)
-                        if not quick[1] and not is_inplace(func) and not (rows and func in RANDOM):  # constants alone
-                            return func(*args, **kwargs)
-            elif func in BY_SHAPE and not kwargs and self._audit is None:
-                result = self._run_by_shape(func, args)
-                if result is not None:
-                    return result
+        if self.batch > 1 and func in SIZE_FREE:
+            rows = 0 if self.places is None else self.batch
+            quick = make_key(func, args, kwargs, self._known.entries, self.collector.parameters, self.is_inside, rows)
+        return self._follow_call(func, args, kwargs, find_layout, quick)
+
+    def _follow_call(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        find_layout: Callable[[Tensor], Where | None],
+        quick: tuple[Key, int] | None,
+    ) -> Any:
+        """Run a torch function on the general path. `quick` is its key without shapes, None if it has none."""
         call = make_call(func, args, kwargs, self.batch, find_layout, self._counted)
         # Calls of other functions with the same key, including shapes, move the samples in the same way.
         motion = CACHE.get(call.key)
@@ -486,6 +488,38 @@ class Tracker(TorchFunctionMode):
         return result
 
     # ---- the hot path ----
+
+    def _run_size_free(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function whose motion may be free of sizes. Most calls end here: as few calls of Python as possible."""
+        node = self._audit_node
+        if node is None or (following := node.get(func)) is None:
+            return (self._audit or self._start_audit()).run(func, args, kwargs)
+        self._audit_node = following
+        if self.batch < 2:
+            return self._follow_call(func, args, kwargs, self.find_known_layout, None)
+        rows = 0 if self.places is None else self.batch
+        entries = self._known.entries
+        quick = make_key(func, args, kwargs, entries, self.collector.parameters, self.is_inside, rows)
+        if quick is None:
+            return self._follow_call(func, args, kwargs, self.find_known_layout, None)
+        key, contents = quick
+        if torch.is_grad_enabled() or not (contents & HAS_PARAMETERS or self._of_hidden_weights.entries):
+            known = QUICK_CALLS.get(key)
+            if known is not None and known.changes == count_rule_changes():  # a call like one that was followed before
+                is_checkpointed = get_saved_tensor_hooks() is not None and prepare_recomputation(self)
+                if known.plan is None:
+                    result = func(*args, **kwargs)
+                else:
+                    result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
+                if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
+                    entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
+                else:
+                    for each in [result] if isinstance(result, Tensor) else result:
+                        self._note(each, known.layout)
+                return result
+            if not contents and not is_inplace(func) and not (rows and func in RANDOM):  # constants alone
+                return func(*args, **kwargs)
+        return self._follow_call(func, args, kwargs, self.find_known_layout, quick)
 
     def _run_by_shape(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Run a function of one tensor whose motion follows from shapes; None, without running it, if it does not."""
@@ -514,20 +548,6 @@ class Tracker(TorchFunctionMode):
             self._follow(make_call(func, args, {}, self.batch, self.find_layout, self._counted), result)
         else:
             self._note(result, moved)
-        return result
-
-    def _run_quickly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: QuickCall) -> Any:
-        """Run a call like one that was followed before."""
-        is_checkpointed = prepare_recomputation(self)
-        if known.plan is None:
-            result = func(*args, **kwargs)
-        else:
-            result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
-        if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
-            self._known.entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
-        else:
-            for each in [result] if isinstance(result, Tensor) else result:
-                self._note(each, known.layout)
         return result
 
     def _note(self, tensor: Tensor, layout: Layout) -> None:

@@ -13,6 +13,7 @@ from persample._internal import tracing
 from persample._internal.functions import find_results
 from persample._internal.rng import fork_rng
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
+from persample._torch import get_backward_pass
 from persample.backward.collector import Collector
 from persample.backward.entry_moves import is_entry_move
 from persample.backward.recorded_use import Plan, RecordedUse
@@ -109,29 +110,26 @@ def repeat_use(
 
     `is_checkpointed` says whether hooks see the tensors that autograd saves.
     """
-    saved = [args[at] if type(at) is int else kwargs[at] for at in plan.tensors_at]  # type: ignore[index]
+    given, named = [*args], kwargs
     weights: dict[int, Tensor] = {}
-    if plan.has_graph:
-        given, named = list(args), kwargs
-        for position, at in plan.weights_at:
-            weights[position] = weight = saved[position]
-            saved[position] = detached = weight.detach()
-            if type(at) is int:
-                given[at] = detached
-            else:
-                named = {**named, at: detached}  # type: ignore[dict-item]
-        result = plan.kernel(*given, **named)
-    else:
-        for position, _ in plan.weights_at:
-            weights[position] = weight = saved[position]
-            saved[position] = weight.detach()
-        result = plan.kernel(*args, **kwargs).detach()
+    for position, index in plan.given_weights:
+        weights[position] = weight = given[index]
+        given[index] = weight.detach()
+    if plan.named_weights:
+        named = kwargs.copy()
+        for position, name in plan.named_weights:
+            weights[position] = weight = named[name]
+            named[name] = weight.detach()
+    result = plan.kernel(*given, **named) if plan.has_graph else plan.kernel(*args, **kwargs).detach()
+    saved = given if plan.has_tensors_only else [given[i] for i in plan.given_tensors]
+    if plan.named_tensors:
+        saved += [named[name] for name in plan.named_tensors]
     collector, base = forward.collector, result._base
     chosen = result if base is None else _find_base(result)
-    if _torch.get_backward_pass() < 0:  # else it is a recomputation
+    if get_backward_pass() < 0:  # else it is a recomputation
         collector.expect_parameters(weights.values())
-        is_small = forward.can_retain and plan.has_graph and result.numel() <= MAX_ENTRIES
-        if is_small and not is_checkpointed and (chosen is base or base is None):
+        can_retain = forward.can_retain and plan.has_graph and (chosen is not result or base is None)
+        if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
             collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))
             return result
         if collector.early:
