@@ -46,7 +46,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'persample' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(f"persample.{_LAZY[name]}"), name)
+    try:
+        return getattr(import_module(f"persample.{_LAZY[name]}"), name)
+    except ImportError as error:  # an extra is missing: say so at use, so that `hasattr` and `dir` work without it
+        return _make_missing(name, error)
+
+
+def _make_missing(name: str, error: ImportError) -> Any:
+    def fail(*args: Any, **options: Any) -> Any:
+        raise ImportError(str(error), name=error.name) from error
+
+    fail.__name__ = fail.__qualname__ = name
+    fail.__doc__ = str(error)
+    return fail
 
 
 def __dir__() -> list[str]:

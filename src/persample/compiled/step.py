@@ -95,7 +95,11 @@ def compile(
 
 
 class CompiledStep:
-    """The result of `compile`. It is called like the loss function, without the model."""
+    """The result of `compile`. It is called like the loss function, without the model.
+
+    >>> step = compile(nn.Linear(3, 2), lambda model, x: model(x).sum(), lambda grads: grads.norms(), backend="eager")
+    >>> isinstance(step, CompiledStep)
+    True"""
 
     def __init__(
         self,

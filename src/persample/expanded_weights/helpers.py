@@ -26,6 +26,22 @@ def implements_per_sample_grads(torch_function: Callable[..., Any]) -> Callable[
 
     Its `forward(ctx, kwarg_names, func, *args_and_kwargs)` gets the call flattened; its backward calls
     `set_grad_sample_if_exists` for each weight.
+
+    >>> def scale(x, gain):
+    ...     return x * gain
+    >>> @implements_per_sample_grads(scale)
+    ... class ScalePerSampleGrad(torch.autograd.Function):
+    ...     @staticmethod
+    ...     def forward(ctx, kwarg_names, func, *args_and_kwargs):
+    ...         ctx.x, ctx.gain = args_and_kwargs
+    ...         return forward_helper(func, args_and_kwargs, {})
+    ...
+    ...     @staticmethod
+    ...     def backward(ctx, grad):
+    ...         set_grad_sample_if_exists(ctx.gain, lambda gain: grad * ctx.x)
+    ...         return None, None, grad * ctx.gain.orig_weight, None
+    >>> HANDLED_FUNCTIONS.pop(scale) is ScalePerSampleGrad
+    True
     """
 
     def register(rule: RuleClass) -> RuleClass:

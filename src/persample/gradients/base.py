@@ -27,6 +27,10 @@ class NotKept(PerSampleError, AttributeError):
     """A recording was asked for an answer that it has not kept."""
 
 
+class NotRecorded(PerSampleError, AttributeError):
+    """A recording was asked for an answer before the pass that it comes from. `hasattr` is False until then."""
+
+
 class RecordedGradients(ABC):
     """The gradients of one recording. Its subclasses differ in what they keep, and so in what they can answer.
 
@@ -143,8 +147,16 @@ class RecordedGradients(ABC):
     def batch_size(self) -> int:
         """The number of samples."""
         if self._batch_size is None:
-            raise PerSampleError("No forward pass has been recorded yet: call the model inside the block.")
+            raise NotRecorded("No forward pass has been recorded yet: call the model inside the block.")
         return self._batch_size
+
+    def __len__(self) -> int:
+        """The number of rows: the samples of this process. 0 before the first forward pass."""
+        return self._batch_size or 0
+
+    def __bool__(self) -> bool:
+        """True, also for an empty batch: a recording is no list."""
+        return True
 
     @property
     def names(self) -> list[str]:
@@ -273,7 +285,7 @@ class RecordedGradients(ABC):
 
     def _check_done(self) -> None:
         if self.batch_size and not self._is_backward_done:
-            raise PerSampleError(
+            raise NotRecorded(
                 "No backward pass has been recorded yet: call backward on a loss of the model's outputs first."
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -36,6 +37,13 @@ class PerSampleGradients(RecordedGradients):
 
     Where several processes share a batch, the rows are those of this process's samples. Sums, means and variances are
     over the samples of all processes, so every process has to ask for them.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model) as grads:
+    ...     model(torch.randn(5, 3)).square().mean().backward()
+    >>> len(grads), grads.names, grads.norms().shape, grads[0]["weight"].shape
+    (5, ['weight', 'bias'], torch.Size([5]), torch.Size([2, 3]))
     """
 
     def __init__(
@@ -94,6 +102,28 @@ class PerSampleGradients(RecordedGradients):
         chosen = self.names if names is None else [names] if isinstance(names, str) else list(names)
         buffers.start_round()
         return {name: self._compute_dense(name) for name in chosen}
+
+    @torch.no_grad()
+    @without_autocast
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        """`{name: shape}`: the gradient of one sample. Negative numbers count from the end.
+
+        >>> import persample
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with persample.record(model) as grads:
+        ...     model(torch.randn(5, 3)).square().mean().backward()
+        >>> len(grads), grads[-1]["weight"].shape
+        (5, torch.Size([2, 3]))
+        """
+        index = operator.index(sample)
+        if not -self.batch_size <= index < self.batch_size:
+            raise IndexError(f"Sample {index} of a recording with {self.batch_size} samples.")
+        row = index % self.batch_size
+        found = {}
+        for name, p in self._parameters.items():
+            found[name] = p.new_empty(1, *p.shape)
+            self._term(name).some(row, row + 1).write(found[name], self._scale)
+        return {name: part[0] for name, part in found.items()}
 
     @torch.no_grad()
     @without_autocast

@@ -59,7 +59,9 @@ class _Streamed(RecordedGradients):
         doubtful = self._squares.find_doubtful_parts(names, dict.fromkeys(names, least) if least else None)
         self._squares.settle(doubtful, names, stack.compute_exact_row)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(type(self), name):  # a property that raised an AttributeError: raise that one again
+            return object.__getattribute__(self, name)
         if not name.startswith("_") and hasattr(PerSampleGradients, name):
             raise NotKept(
                 f"This recording has kept {self._kept} only, which does not answer {name}(). Record with "
@@ -78,6 +80,9 @@ class _Streamed(RecordedGradients):
 
     def _describe_term(self, name: str) -> str:
         return "norms only" if name in self._used else "not used"
+
+    def __getitem__(self, sample: int) -> NoReturn:
+        raise NotKept(f"This recording has kept {self._kept} only, and no rows. Record with keep='everything'.")
 
     def _settle_rows(self) -> SquaredNorms:
         self._check_done()
@@ -106,7 +111,15 @@ class _Streamed(RecordedGradients):
 
 
 class StreamedNorms(_Streamed):
-    """The norms, and nothing else: `record(model, keep="norms")`."""
+    """The norms, and nothing else: `record(model, keep="norms")`.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model, keep="norms") as grads:
+    ...     model(torch.randn(5, 3)).square().mean().backward()
+    >>> grads.norms().shape
+    torch.Size([5])
+    """
 
     _kept = "norms"
 
@@ -124,6 +137,13 @@ class StreamedClip(_Streamed):
 
     With one backward pass, the factors are kept until the pass has ended and are then reduced. With two passes nothing
     is kept: the first computes the norms, the second, over the same graph, the sum of the scaled rows.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model, keep="clip", max_norm=1.0) as grads:
+    ...     model(torch.randn(5, 3)).square().mean().backward()
+    >>> grads.clip()["weight"].shape, grads.passes
+    (torch.Size([2, 3]), 1)
     """
 
     _kept = "clip"

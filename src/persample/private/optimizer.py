@@ -69,6 +69,15 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             logged by the logger "persample.private".
 
     The other arguments are the arguments of `opacus.optimizers.DPOptimizer`.
+
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = PrivateOptimizer(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), module=model, noise_multiplier=1.0, max_grad_norm=1.0,
+    ...     expected_batch_size=5)
+    >>> optimizer.zero_grad()
+    >>> model(torch.randn(5, 3)).square().mean().backward()
+    >>> optimizer.step()                                                # the sum of clipped gradients, with noise
+    >>> optimizer.release()                                             # the model is an ordinary one again
     """
 
     def __init__(

@@ -18,6 +18,22 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
     A part that fails, or is left out with `continue`, does not count: the step of its batch is made without it. If the
     last part of a batch is missing, there is no step. If a loop ends early, the rest of its batch does not count in the
     next loop. With the manager of Opacus, later parts would be added to the wrong batch.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> from persample.private import PrivacyEngine
+    >>> model = torch.nn.Linear(4, 2)
+    >>> data = DataLoader(TensorDataset(torch.randn(64, 4), torch.randint(2, (64,))), batch_size=32)
+    >>> model, optimizer, loader = PrivacyEngine().make_private(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=data, noise_multiplier=1.0,
+    ...     max_grad_norm=1.0)
+    >>> with BatchMemoryManager(data_loader=loader, max_physical_batch_size=8, optimizer=optimizer) as parts:
+    ...     for x, y in parts:
+    ...         assert len(x) <= 8
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...         optimizer.step()
     """
 
     def __enter__(self) -> DataLoader[Any]:

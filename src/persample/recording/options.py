@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -77,6 +77,11 @@ class Options:
     def list_constants(self) -> list[Tensor | str]:
         """The tensors and names that are the same for all samples."""
         return [self.constants] if isinstance(self.constants, (str, Tensor)) else list(self.constants)
+
+    def list_changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults, by name."""
+        values = ((field, getattr(self, field.name)) for field in fields(self))
+        return {field.name: value for field, value in values if value is not field.default}
 
     @property
     def bound(self) -> Bound | None:

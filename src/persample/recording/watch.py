@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from threading import get_ident
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 from weakref import ref
 
 import torch
@@ -16,14 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
-from persample.batches import iterate_tensors
+from persample.batches import BatchDim, iterate_tensors
 from persample.distributed import find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
-from persample.gradients import StreamedClip
+from persample.gradients import NonFinite, StreamedClip
 from persample.recording.hooks import ModuleHook, refuse_unrecorded
-from persample.recording.options import Options, get_trainable
+from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
@@ -36,7 +36,25 @@ StepOptions = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _MAX_BATCHES = 16  # that are declared as samples before they are used
 
 
-def watch(model: nn.Module, receive: Receive, options: StepOptions) -> Watch:
+def watch(
+    model: nn.Module,
+    receive: Receive,
+    options: StepOptions | None = None,
+    *,
+    batch_size: int | None = None,
+    batch_dim: BatchDim = 0,
+    loss_reduction: str | None = None,
+    parameters: Selection | None = None,
+    keep_grad: bool = False,
+    constants: Constants = (),
+    keep: Keep = "everything",
+    max_norm: float | Mapping[str, float] | None = None,
+    stabiliser: float | None = None,
+    passes: Literal[1, 2] | None = None,
+    memory: int | None = None,
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
+) -> Watch:
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
     A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
@@ -49,22 +67,52 @@ def watch(model: nn.Module, receive: Receive, options: StepOptions) -> Watch:
     Args:
         model: the model; it stays as it is.
         receive: called with the gradients of each step.
-        options: the options of `record`, or a function that returns those of the next step. The samples are followed
-            from the call of the model on: what is computed before it is not seen.
+        options: instead of the keywords, a mapping of them, or a function that returns those of the next step. It is
+            called when the step begins.
+
+    The keywords are those of `record`. The samples are followed from the call of the model on: what is computed before
+    it is not seen.
+
+    Raises:
+        PerSampleError: an option is wrong, or given both as a keyword and in `options`; or, in a step, the model cannot
+            be recorded.
 
     >>> model, found = nn.Linear(3, 2), []
-    >>> watched = watch(model, lambda grads: found.append(grads.norms()), {"keep": "norms"})
+    >>> watched = watch(model, lambda grads: found.append(grads.norms()), keep="norms")
     >>> for _ in range(2):
     ...     model(torch.randn(5, 3)).square().mean().backward()
     >>> watched.stop()
     >>> [norms.shape for norms in found]
     [torch.Size([5]), torch.Size([5])]
     """
-    return Watch(model, receive, options)
+    keywords = Options(
+        batch_size=batch_size,
+        batch_dim=batch_dim,
+        loss_reduction=loss_reduction,
+        parameters=parameters,
+        keep_grad=keep_grad,
+        constants=constants,
+        keep=keep,
+        max_norm=max_norm,
+        stabiliser=stabiliser,
+        passes=passes,
+        memory=memory,
+        verify=verify,
+        nonfinite=nonfinite,
+    ).list_changed()
+    if options is not None and keywords:
+        raise PerSampleError(f"watch() got options and the keywords {', '.join(keywords)}. Pass one of both.")
+    return Watch(model, receive, keywords if options is None else options)
 
 
 class Watch:
-    """The result of `watch`. `stop()`, or the end of a `with` block, ends it; `rest()` ends one step."""
+    """The result of `watch`. `stop()`, or the end of a `with` block, ends it; `rest()` ends one step.
+
+    >>> model = nn.Linear(3, 2)
+    >>> with watch(model, lambda grads: print(grads.norms().shape), keep="norms"):
+    ...     model(torch.randn(5, 3)).square().mean().backward()
+    torch.Size([5])
+    """
 
     def __init__(
         self,
@@ -132,7 +180,7 @@ class Watch:
 
         >>> model, found = nn.Linear(3, 1), []
         >>> x, y = torch.randn(5, 3), torch.randn(2, 5)             # two targets for each sample, time first
-        >>> with watch(model, found.append, {}) as watched:
+        >>> with watch(model, found.append) as watched:
         ...     watched.add_samples(y, batch_dim=1)
         ...     (model(x).squeeze(1) - y).square().sum(0).mean().backward()
         >>> found[0].loss_reduction

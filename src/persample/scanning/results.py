@@ -45,6 +45,11 @@ class Scan:
 
     `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
     and the checkpoints that were scanned.
+
+    >>> from persample import scan
+    >>> found = scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.randn(20, 3), torch.randint(2, (20,))), project=8)
+    >>> Scan(found.directory).column("loss").shape
+    (20,)
     """
 
     def __init__(

@@ -118,6 +118,11 @@ def assert_rows_close(actual: Mapping[str, Tensor], expected: Mapping[str, Tenso
     """Assert that per-sample gradients are equal, up to `tolerance` relative to the largest entry of each row.
 
     A row is the gradient of one sample for one parameter. Names, shapes and dtypes must be equal, too.
+
+    >>> rows = {"weight": torch.ones(3, 2)}
+    >>> assert_rows_close({"weight": rows["weight"] * 1.1}, rows)
+    Traceback (most recent call last):
+    AssertionError: weight: differs by 1.00e-01 of the scale of its row
     """
     assert actual.keys() == expected.keys(), f"parameters {list(actual)} instead of {list(expected)}"
     for name, want in expected.items():

@@ -31,6 +31,10 @@ class AuditResult:
 
     `gaussian` is a larger bound, which holds if the mechanism is Gaussian, or close to it as many steps of DP-SGD are.
     With one run it also takes the scores of the canaries for independent. `exceeds` ignores it.
+
+    >>> result = AuditResult(0.4, 1.2, 1e-5, 0.95, "one run", "gradient", None, {"canaries": 100.0}, [1.0], [0.0])
+    >>> result.exceeds, result.to_dict()["epsilon"]
+    (False, 0.4)
     """
 
     epsilon: float

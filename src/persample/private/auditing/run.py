@@ -48,6 +48,13 @@ class AuditRun:
 
     The score of a canary is its log-likelihood ratio: how much more probable the released gradients are with the canary
     than without it, if clipping, noise and sampling are as claimed and other samples add nothing along its gradient.
+
+    `audit` has a complete example. The function of the user begins like this:
+
+    >>> def train(run):
+    ...     loader = DataLoader(run.add_canaries(dataset), batch_size=64)
+    ...     ...                                                         # make the model and the optimizer private
+    ...     run.observe(optimizer, sample_rate=1 / len(loader), model=model, loss_fn=torch.nn.functional.cross_entropy)
     """
 
     def __init__(self, canaries: Canaries, included: Tensor) -> None:
