@@ -13,11 +13,14 @@ from persample.rules import register_rule
 
 if TYPE_CHECKING:
     from persample.compiled import CompiledStep, compile
+    from persample.monitoring import ImportanceSampler, Monitor, monitor
     from persample.scanning import Scan, scan
 
 __all__ = [
     "CompiledStep",
     "ExpandedWeight",
+    "ImportanceSampler",
+    "Monitor",
     "PerSampleError",
     "PerSampleGradients",
     "SamplesMixed",
@@ -30,6 +33,7 @@ __all__ = [
     "check",
     "compile",
     "implements_per_sample_grads",
+    "monitor",
     "record",
     "register_rule",
     "release_memory",
@@ -38,7 +42,15 @@ __all__ = [
 ]
 
 # Imported when they are first asked for: scanning needs an extra, compiling needs many private names of torch.
-_LAZY = {"CompiledStep": "compiled", "compile": "compiled", "Scan": "scanning", "scan": "scanning"}
+_LAZY = {
+    "CompiledStep": "compiled",
+    "ImportanceSampler": "monitoring",
+    "Monitor": "monitoring",
+    "Scan": "scanning",
+    "compile": "compiled",
+    "monitor": "monitoring",
+    "scan": "scanning",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -58,8 +58,15 @@ def run_private_lightning(example: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # How the example is run, and what it prints.
+def run_importance_sampling(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    monkeypatch.setattr(example, "SEEDS", 1)
+    example.main()
+
+
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
+    "importance_sampling": (run_importance_sampling, r"uniform +\d\.\d{3}\n +by gradient norm +\d\.\d{3}"),
     "private_digits": (run_private, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_trainer": (run_private_trainer, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),

@@ -1,8 +1,6 @@
 """The report in a browser: with pointer and keyboard, on desktop and mobile screens."""
 
 import io
-import os
-import shutil
 
 import numpy as np
 import pytest
@@ -12,24 +10,8 @@ from torch import nn
 
 import persample
 from persample.scanning.report import write_report
+from tests.support.browser import browser, open_page, playwright  # noqa: F401
 
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-if os.environ.get("PERSAMPLE_NEEDS_BROWSER") == "1":  # set by .ci/run
-    from playwright import sync_api as playwright
-else:
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-if BROWSER is None and os.environ.get("PERSAMPLE_NEEDS_BROWSER") != "1":
-    pytest.skip("No browser to show the report in: apt install chromium", allow_module_level=True)
-
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 CLASSES = ["cat", "dog", "owl", "<img src=x onerror=alert(1)>"]
 COUNT, SUSPECTS = 120, 20
 
@@ -50,35 +32,12 @@ def report(tmp_path_factory):
     return write_report(scan, folder / "report.html", data=(x, y), **options)
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as runner:
-        found = runner.chromium.launch(executable_path=BROWSER, args=ARGUMENTS)
-        yield found
-        found.close()
-
-
 @pytest.fixture
-def opened(browser, report):
-    """Open the report. After the test, check that the page made no request and wrote nothing to the console."""
-    messages, contexts = [], []
-
-    def open_page(width=1280, height=900, name="report.html", **options):
-        options = {"viewport": {"width": width, "height": height}, "reduced_motion": "reduce"} | options
-        contexts.append(browser.new_context(**options))
-        contexts[-1].set_default_timeout(120_000)  # only a page that does not respond takes as long
-        page = contexts[-1].new_page()
-        page.on("console", lambda message: messages.append(message.text))
-        page.on("pageerror", lambda error: messages.append(str(error)))
-        page.on("dialog", lambda dialog: messages.append(dialog.message))
-        page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else messages.append(r.url))
-        page.goto(report.with_name(name).as_uri())
-        return page
-
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert messages == []
+def opened(open_page, report):  # noqa: F811
+    """Open the report, or another page beside it."""
+    return lambda width=1280, height=900, name="report.html", **options: open_page(
+        report.with_name(name), width, height, **options
+    )
 
 
 def column(page, name):

@@ -13,6 +13,8 @@ import persample
 from persample import (
     CompiledStep,
     ExpandedWeight,
+    ImportanceSampler,
+    Monitor,
     PerSampleError,
     PerSampleGradients,
     SamplesMixed,
@@ -67,6 +69,16 @@ def use_watch() -> None:
     F.cross_entropy(model(x), y).backward()
     watched.stop()
     assert found[0].shape == (12,)
+
+
+def use_monitor() -> None:
+    watching: Monitor = persample.monitor(model, every=1, bounds=[1.0])
+    sampler = ImportanceSampler(12)
+    for ids in torch.tensor(list(sampler)).split(4):
+        watching.ids = ids
+        (sampler.weights(ids) * F.cross_entropy(model(x[ids]), y[ids], reduction="none")).mean().backward()
+    watching.stop()
+    assert watching.latest is not None and watching.advise().bounds
 
 
 def use_errors() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -100,3 +101,16 @@ def describe_value(value: Any) -> str:
 
 def _add_article(noun: str) -> str:
     return f"{'an' if noun[0].lower() in 'aeiou' else 'a'} {noun}"
+
+
+def replace_nonfinite(value: Any) -> Any:
+    """Replace NaN and infinity, which JSON does not have, by None.
+
+    >>> replace_nonfinite({"loss": float("nan"), "range": (0.0, float("inf"))})
+    {'loss': None, 'range': [0.0, None]}
+    """
+    if isinstance(value, dict):
+        return {key: replace_nonfinite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [replace_nonfinite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
+
+from persample._internal.text import replace_nonfinite
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,7 @@ def format_json(value: Any) -> str:
     >>> format_json({"loss": float("nan"), "ids": [1, 2]})
     '{\\n  "loss": null,\\n  "ids": [\\n    1,\\n    2\\n  ]\\n}'
     """
-    return json.dumps(_replace_nonfinite(value), indent=2)
-
-
-def _replace_nonfinite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _replace_nonfinite(part) for key, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace_nonfinite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(replace_nonfinite(value), indent=2)
 
 
 def format_number(value: float | None) -> str:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
 import persample
-from persample.cli import audit, bench, check, demo, query, report, scan
+from persample.cli import audit, bench, check, demo, monitor, query, report, scan
 from persample.cli.user_code import UsageError
 
 BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
@@ -19,6 +19,7 @@ COMMANDS = {
     "report": report.COMMAND,
     "check": check.COMMAND,
     "audit": audit.COMMAND,
+    "monitor": monitor.COMMAND,
     "bench": bench.COMMAND,
     "demo": demo.COMMAND,
 }

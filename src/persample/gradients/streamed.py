@@ -123,13 +123,35 @@ class StreamedNorms(_Streamed):
 
     _kept = "norms"
 
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        loss_reduction: str | None,
+        processes: Processes,
+        nonfinite: NonFinite = "raise",
+    ) -> None:
+        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
+
     def _receive_stack(self, stack: Stack) -> None:
         self._measure_and_settle(stack)
+
+    def note_sum(self, parameter: Tensor, total: Tensor) -> None:
+        """Note the sum of the rows of a parameter, before they are scaled. Only its norm is kept."""
+        if (name := self._names.get(id(parameter))) is not None:
+            self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
 
     def finish(self) -> None:
         """Note that a backward pass has ended: the norms are complete."""
         super().finish()
         self._squares.note_nonfinite()
+
+    def norm_of_sum(self) -> Tensor:
+        """The norm of the sum of the rows of this process. Requires `keep_grad`, which computes the sum anyway."""
+        self._check_done()
+        if not self._squared_sums:
+            raise NotKept("This recording has not added up the rows. Record with keep_grad=True, or keep='everything'.")
+        return torch.stack(list(self._squared_sums.values())).sum().sqrt() * self._scale
 
 
 class StreamedClip(_Streamed):

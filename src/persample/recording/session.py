@@ -325,5 +325,7 @@ def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter:
     term = add_terms(terms)
     grads.receive(parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
-        total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
-        processes.add_to_grad(parameter, total)
+        total = term.sum(torch.ones(grads.batch_size, device=parameter.device))
+        if isinstance(grads, StreamedNorms):
+            grads.note_sum(parameter, total)
+        processes.add_to_grad(parameter, total.to(parameter.dtype))

@@ -135,9 +135,8 @@ class Watch:
         self._thread = 0  # in which the current step began
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
-        self._hooks: list[RemovableHandle] = []
-        self._hooks += self._refuse_unrecorded(model)
-        self._hooks += [
+        self._refusals = self._refuse_unrecorded(model)
+        self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
         ]
@@ -145,7 +144,13 @@ class Watch:
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
         self.rest()
+        self.allow_unrecorded()
         for hook in self._hooks:
+            hook.remove()
+
+    def allow_unrecorded(self) -> None:
+        """Accept ordinary gradients of the parameters from now on. For a watch whose last step has ended."""
+        for hook in self._refusals:
             hook.remove()
 
     def __del__(self) -> None:
@@ -158,6 +163,11 @@ class Watch:
 
     def __exit__(self, *error: Any) -> None:
         self.stop()
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of the model that is about to run. For a hook of the model that starts the watch itself."""
+        if (model := self._model()) is not None:
+            self._before(model, args, kwargs)
 
     def rest(self) -> None:
         """End the current step. A backward pass from its outputs raises from now on."""

@@ -1,0 +1,332 @@
+"""`monitor`: measures every twentieth step of a training run, and leaves the run as it is."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from persample._internal.groups import group_by_module
+from persample._internal.text import describe_value, format_table
+from persample._version import __version__
+from persample.batches import BatchDim
+from persample.errors import PerSampleError
+from persample.gradients import StreamedNorms
+from persample.monitoring.advice import Advice, advise
+from persample.monitoring.measurement import ExampleId, Measurement, measure
+from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
+from persample.recording.hooks import ModuleHook
+from persample.recording.options import Constants, Options, Selection, Verify, get_trainable
+from persample.recording.watch import Watch
+
+# Receives the numbers of a measured step by name, and the number of the step.
+Log = Callable[[dict[str, float], int], None]
+
+_EXPLODED = 10.0  # times its median over the last steps: a layer's norm that is unusual
+_STEPS_TO_JUDGE = 5  # measured steps before a layer is judged
+_KEPT_HARDEST = 1000
+
+
+def monitor(
+    model: nn.Module,
+    *,
+    every: int = 20,
+    out: str | Path | None = None,
+    log: Log | Any = None,
+    bounds: Iterable[float] = (),
+    groups: Mapping[str, Sequence[str]] | None = None,
+    window: int = 100,
+    hardest: int = 10,
+    parameters: Selection | None = None,
+    batch_dim: BatchDim = 0,
+    loss_reduction: str | None = None,
+    constants: Constants = (),
+    verify: Verify = None,
+) -> Monitor:
+    """Measure the gradients of single samples in every `every`-th step of a training run.
+
+    The loop, the model and `p.grad` stay as they are. A step is a call of the model in training mode and the backward
+    pass behind it. The first step is measured, so that a model that mixes samples is refused at once.
+
+    Args:
+        model: the model that is trained.
+        every: how many calls of the model go by until the next one is measured.
+        out: a file to which each measured step is written as a line of JSON; `persample monitor FILE` draws it.
+        log: a function of `(numbers, step)`, or a `SummaryWriter` of TensorBoard.
+        bounds: clipping bounds for which the share of clipped samples is measured.
+        groups: the parts of the model, as a dict from name to parameter names; by default its modules.
+        window: the number of measured steps over which the noise scale is averaged.
+        hardest: the number of samples with the largest norms to keep of each measured step.
+
+    `parameters`, `batch_dim`, `loss_reduction`, `constants` and `verify` are as in `record`.
+
+    Raises:
+        PerSampleError: in a measured step, if the model cannot be recorded (BatchNorm in training mode, for example).
+
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> with monitor(model, every=2, bounds=[1.0]) as watching:
+    ...     for _ in range(10):
+    ...         optimizer.zero_grad()
+    ...         model(torch.randn(8, 3)).square().mean().backward()
+    ...         optimizer.step()
+    >>> len(watching.history), watching.history[-1].samples
+    (5, 8)
+    """
+    return Monitor(
+        model,
+        every=every,
+        out=out,
+        log=log,
+        bounds=bounds,
+        groups=groups,
+        window=window,
+        hardest=hardest,
+        options={
+            "parameters": parameters,
+            "batch_dim": batch_dim,
+            "loss_reduction": loss_reduction,
+            "constants": constants,
+            "verify": verify,
+        },
+    )
+
+
+class Monitor:
+    """The result of `monitor`. `stop()`, or the end of a `with` block, ends it.
+
+    Attributes:
+        history: the measured steps, first to last.
+        ids: the ids of the samples of the next call of the model; set it before the call to know the hardest examples
+            by id. Without it, they are numbered within their batch.
+        step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
+
+    >>> model = nn.Linear(3, 2)
+    >>> with monitor(model) as watching:
+    ...     watching.ids = ["a", "b", "c"]
+    ...     model(torch.tensor([[1., 0, 0], [9., 0, 0], [2., 0, 0]])).square().mean().backward()
+    >>> watching.find_hardest(1)[0][0]
+    'b'
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int,
+        out: str | Path | None,
+        log: Log | Any,
+        bounds: Iterable[float],
+        groups: Mapping[str, Sequence[str]] | None,
+        window: int,
+        hardest: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise PerSampleError(f"Only an nn.Module can be monitored, got {describe_value(model)}.")
+        if every < 1 or window < 1:
+            raise PerSampleError(f"every and window must be at least 1, got {every} and {window}.")
+        self._options = {**options, "keep": "norms", "keep_grad": True, "nonfinite": "keep"}
+        names = list(Options(**self._options).select(get_trainable(model)))
+        if not names:
+            raise PerSampleError("There is no parameter to monitor: none of the chosen parameters requires grad.")
+        self._groups = group_by_module(names) if groups is None else {name: list(part) for name, part in groups.items()}
+        self._every, self._bounds, self._hardest = every, tuple(bounds), hardest
+        self._log: Log | None = _make_log(log)
+        self.history: list[Measurement] = []
+        self.ids: Sequence[ExampleId] | Tensor | None = None
+        self.step = 0
+        self._calls = 0
+        self._norms: dict[ExampleId, float] = {}  # of the hardest examples, at the last time that each was seen
+        self._layers: dict[str, deque[float]] = {name: deque(maxlen=window) for name in self._groups}
+        self._estimate = NoiseScaleEstimate(window)
+        self._watch: Watch | None = None  # of the step that is being measured, or was measured last
+        self._is_measured = True
+        self._file: TextIO | None = None
+        if out is not None:
+            self._file = open(out, "w", encoding="utf-8")  # noqa: SIM115  # closed by stop()
+            sizes = {name: p.numel() for name, p in get_trainable(model).items()}
+            layers = {group: sum(sizes[name] for name in part) for group, part in self._groups.items()}
+            self._write({"persample": __version__, "torch": torch.__version__, "every": every, "layers": layers})
+        own = ref(self)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (watching := own()) is not None:
+                watching._start_call(module, args, kwargs)
+
+        self._hook = model.register_forward_pre_hook(ModuleHook(before), with_kwargs=True, prepend=True)
+
+    def stop(self) -> None:
+        """End the monitoring; the model is as it was before."""
+        self._end_step()
+        self._hook.remove()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()
+
+    # ---- answers ----
+
+    @property
+    def latest(self) -> Measurement | None:
+        """The last measured step, None before the first."""
+        return self.history[-1] if self.history else None
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The noise scale over the last measured steps, with its interval."""
+        return self._estimate.compute()
+
+    def find_hardest(self, k: int = 10) -> list[tuple[ExampleId, float]]:
+        """The examples with the largest gradient norms, each when it was last measured."""
+        return sorted(self._norms.items(), key=lambda item: -item[1])[:k]
+
+    def advise(
+        self,
+        *,
+        examples: int | None = None,
+        epochs: float = 1.0,
+        noise_multiplier: float = 1.0,
+        delta: float | None = None,
+    ) -> Advice:
+        """A batch size and a clipping bound, with the reasons; `examples` adds the epsilon of private training.
+
+        Args:
+            examples: the number of training examples. With it, the epsilon of private training is computed for each
+                suggested batch size (extra `private`).
+            epochs: how often private training goes through the examples.
+            noise_multiplier: the noise of private training.
+            delta: by default 1 / examples.
+        """
+        return advise(
+            self.noise_scale,
+            self.history,
+            examples=examples,
+            epochs=epochs,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+        )
+
+    def __repr__(self) -> str:
+        latest = self.latest
+        if latest is None:
+            return "Monitor(nothing measured yet)"
+        rows = [
+            [name, f"{part['median']:.3g}", f"{part['most']:.3g}", f"{part['share']:.0%}"]
+            for name, part in latest.layers.items()
+        ]
+        lines = [
+            f"Monitor of {len(self.history)} measured steps, up to step {latest.step} with {latest.samples} samples",
+            f"  noise scale {self.noise_scale or 'not known yet'}",
+            f"  gradient norm {latest.norms['median']:.3g} (median), {latest.norms['most']:.3g} (largest)",
+            format_table(rows, ["layer", "median", "largest", "share"], right={1, 2, 3}, indent="  "),
+            *(f"  warning: {text}" for text in latest.warnings),
+        ]
+        return "\n".join(lines)
+
+    # ---- measuring ----
+
+    def _start_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        if self._watch is not None:
+            if not self._is_measured:  # the watch itself sees this call: it belongs to the step that is being measured
+                return
+            self._end_step()
+        is_due = self._calls % self._every == 0
+        self._calls += 1
+        if is_due:
+            step, ids = self.step, self.ids
+            own = ref(self)
+
+            def receive(grads: StreamedNorms) -> None:
+                if (watching := own()) is not None:
+                    watching._measure(grads, step, ids)
+
+            self._is_measured = False
+            self._watch = Watch(model, receive, self._options)
+            self._watch.begin(args, kwargs)
+        self.ids = None
+        self.step += 1
+
+    def _end_step(self) -> None:
+        """Stop the recording of a step that has ended or was given up."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    @torch.no_grad()
+    def _measure(self, grads: StreamedNorms, step: int, ids: Sequence[ExampleId] | Tensor | None) -> None:
+        self._is_measured = True
+        if self._watch is not None:
+            self._watch.allow_unrecorded()
+        if not grads.batch_size:
+            return
+        found = measure(grads, step, self._groups, self._bounds, _check_ids(ids, grads.batch_size), self._hardest)
+        if found.noise is not None and found.signal is not None:
+            self._estimate.add(found.noise, found.signal)
+        found.noise_scale = self._estimate.compute()
+        found.warnings = self._find_warnings(found)
+        if ids is not None:
+            self._norms.update(found.hardest)
+            if len(self._norms) > _KEPT_HARDEST:
+                self._norms = dict(self.find_hardest(_KEPT_HARDEST // 2))
+        self.history.append(found)
+        self._write(found.to_dict())
+        if self._log is not None:
+            self._log(found.list_scalars(), step)
+
+    def _find_warnings(self, found: Measurement) -> list[str]:
+        warnings = [f"{found.not_finite} samples have a gradient that is not finite"] if found.not_finite else []
+        for name, part in found.layers.items():
+            before, now = self._layers[name], part["most"]
+            if len(before) >= _STEPS_TO_JUDGE:
+                usual = statistics.median(before)
+                if now > _EXPLODED * usual > 0:
+                    warnings.append(f"{name}: the largest norm is {now / usual:.0f} times its usual size")
+                if not now and not usual:
+                    warnings.append(f"{name}: no sample has a gradient here")
+            if now == now:  # not NaN, which a step without finite samples has
+                before.append(now)
+        return warnings
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            print(json.dumps(line), file=self._file, flush=True)
+
+
+def _check_ids(ids: Sequence[ExampleId] | Tensor | None, count: int) -> list[ExampleId] | None:
+    if ids is None:
+        return None
+    found = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    if len(found) != count:
+        raise PerSampleError(f"Monitor.ids has {len(found)} entries, but the batch has {count} samples.")
+    return found
+
+
+def _make_log(log: Log | Any) -> Log | None:
+    """The function that receives the numbers: as given, or one that writes to TensorBoard."""
+    if log is None or callable(log):
+        return log
+    if not hasattr(log, "add_scalar"):
+        raise PerSampleError(
+            f"log must be a function of (numbers, step), or a SummaryWriter of TensorBoard, got {describe_value(log)}."
+        )
+
+    def write(numbers: dict[str, float], step: int) -> None:
+        for name, value in numbers.items():
+            log.add_scalar(f"gradients/{name}", value, step)
+
+    return write
