@@ -3,7 +3,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 BENCH_STAMP := $(VENV)/.bench-stamp
 
-.PHONY: demo test coverage lint docs package bench clean
+.PHONY: demo test coverage lint docs package check-package bench clean
 
 # Flip labels of digits, find them, and write demo/report.html.
 demo: $(STAMP)
@@ -36,10 +36,14 @@ package: $(STAMP)
 	$(BIN)/python -m build -q
 	$(BIN)/twine check --strict dist/*
 
+# Install the wheel into new environments, and run the README there.
+check-package: package
+	$(BIN)/python tools/check_package.py
+
 # Measure everything in benchmarks/results again, with its plots: about 25 minutes on a quiet machine.
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks
-	for part in varied host first_steps coverage; do $(BIN)/python -m benchmarks.$$part --write || exit 1; done
+	for part in varied host first_steps coverage monitor; do $(BIN)/python -m benchmarks.$$part --write || exit 1; done
 	$(BIN)/python -m benchmarks --plot
 
 # The environment is kept; remove .venv to set up from scratch.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from persample._internal.text import format_table
+from persample._internal.text import format_count, format_table
 from persample.errors import PerSampleError
 from persample.monitoring.measurement import Measurement
 from persample.monitoring.noise_scale import NoiseScale
@@ -84,8 +84,8 @@ def advise(
     )
     if bounds:
         reasons.append(
-            f"Half of the gradient norms of the last {len(last)} measured steps are below {bounds['median']:.3g}, 90 % "
-            f"below {bounds['90%']:.3g}. A bound at the median clips half of the samples. Noise grows with the bound, "
+            f"Half of the gradient norms of the last {format_count(len(last), 'measured step')} are below "
+            f"{bounds['median']:.3g}, 90 % below {bounds['90%']:.3g}. A bound at the median clips half of the samples. Noise grows with the bound, "
             "bias shrinks with it; values between the 25 % quantile and the median are common in private training."
         )
     epsilons = {}
