@@ -1,7 +1,7 @@
 """Draw examples by their gradient norms, and compare with uniform draws: `python examples/importance_sampling.py`.
 
 The data are scikit-learn's digits, mostly zeros and ones: few examples matter. Both runs make the same number of steps
-with the same batch size and learning rate. Reported is the loss over all examples after each epoch, averaged over seeds.
+with the same batch size and learning rate. It reports the mean loss of all examples.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ def advise(
     if bounds:
         reasons.append(
             f"Half of the gradient norms of the last {format_count(len(last), 'measured step')} are below "
-            f"{bounds['median']:.3g}, 90 % below {bounds['90%']:.3g}. A bound at the median clips half of the samples. Noise grows with the bound, "
-            "bias shrinks with it; values between the 25 % quantile and the median are common in private training."
+            f"{bounds['median']:.3g}, 90 % below {bounds['90%']:.3g}. A bound at the median clips half of the samples. "
+            "Noise grows with the bound, bias shrinks with it; values between the 25 % quantile and the median are "
+            "common in private training."
         )
     epsilons = {}
     if examples is not None:
