@@ -170,7 +170,7 @@ class PerSampleGradients(RecordedGradients):
 
     @torch.no_grad()
     @without_autocast
-    def project(self, dim: int, seed: int = 0, method: Method = "tensor") -> Tensor:
+    def project(self, dim: int, seed: int = 0, method: Method = "kronecker") -> Tensor:
         """`(batch, dim)`: a random projection of the rows that preserves inner products in expectation.
 
         The projection depends only on the seed and on the names and shapes of the parameters, so that rows of different
@@ -179,10 +179,11 @@ class PerSampleGradients(RecordedGradients):
         Args:
             dim: the number of entries of a projected row.
             seed: selects the projection.
-            method: "tensor" makes gradients dense only where that is faster. "sparse" always makes them dense, in
-                blocks, and has a smaller variance at the same `dim`; use it if samples have one position each (an MLP).
-                "kronecker" projects the inputs and the output gradients of each layer before it multiplies them, which
-                is the fastest by far. Each parameter has its own entries of a row, see `projection_blocks`.
+            method: "kronecker" projects the inputs and the output gradients of each layer before it multiplies them,
+                which is the fastest by far. Each parameter has its own entries of a row, see `projection_blocks`.
+                "tensor" and "sparse" have a smaller variance at the same `dim`, because all parameters share all
+                entries. "tensor" makes gradients dense only where that is faster. "sparse" always makes them dense, in
+                blocks; use it if samples have one position each (an MLP).
         """
         if method not in METHODS:
             raise PerSampleError(f"method must be one of {', '.join(map(repr, METHODS))}; got {method!r}.")
