@@ -226,7 +226,8 @@ def test_ranking_by_column(tmp_path: Path) -> None:
     found = persample.scan(make_model(), nn.CrossEntropyLoss(), data(), out=tmp_path, **OPTIONS)
     for name in ("norm", "loss"):
         assert found.ranked(name, 3).ids.tolist() == np.argsort(-found.column(name), kind="stable")[:3].tolist()
-    assert found.ranked("alignment", 2).ids.tolist() == np.argsort(found.column("alignment"))[:2].tolist()
+    aligned = found.column("estimated_alignment")
+    assert found.ranked("estimated_alignment", 2).ids.tolist() == np.argsort(aligned)[:2].tolist()
     assert len(found.ranked().ids) == N
 
 

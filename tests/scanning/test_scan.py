@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 
 import persample
-from persample.scanning import NotFinite, ScanError, run
-from persample.scanning.measure import group_parameters
+from persample.gradients.projection import METHODS
+from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum
+from persample.scanning.measure import ALL_QUANTITIES, group_parameters
+from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 from tests.support.modules import flatten_rows
 from tests.support.paths import ROOT
@@ -43,7 +45,8 @@ from tests.support.scans import (
 @pytest.mark.parametrize("case", CASES)
 def test_quantities_match_loop(case: str, tmp_path: Path) -> None:
     model, data, loss_fn, reduction = build(case)
-    found = persample.scan(model, loss_fn, data, out=tmp_path / "out", loss_reduction=reduction, **QUICK)
+    options = {**QUICK, "loss_reduction": reduction, "quantities": ALL_QUANTITIES}
+    found = persample.scan(model, loss_fn, data, out=tmp_path / "out", **options)
     losses, rows = loop(model, data, loss_fn)
     matrix = flatten_rows(rows)
     mean = matrix.mean(0)
@@ -64,13 +67,53 @@ def test_quantities_match_loop(case: str, tmp_path: Path) -> None:
         assert found.column("label").tolist() == data[1].tolist()
 
 
-def test_projections_match_recording(tmp_path: Path) -> None:
+@pytest.mark.parametrize("project", [16, 1000])
+@pytest.mark.parametrize("case", CASES)
+def test_one_pass_matches_loop(case: str, project: int, tmp_path: Path) -> None:
+    """Without the exact alignment, the mean gradient comes from the same pass as everything else."""
+    model, data, loss_fn, reduction = build(case)
+    options = {**QUICK, "project": project, "loss_reduction": reduction}
+    found = persample.scan(model, loss_fn, data, out=tmp_path / "out", **options)
+    assert "alignment" not in found.columns
+    matrix = flatten_rows(loop(model, data, loss_fn)[1])
+    mean, spread = matrix.mean(0), matrix.var(0).sum()
+    assert_near(found.column("norm"), matrix.norm(dim=1))
+    assert_near(found.summary["mean_gradient_norm"], mean.norm())
+    square = mean.square().sum() - spread / N
+    assert (found.summary["noise_scale"] is None) == (square <= 0)
+    if square > 0:
+        assert_near(found.summary["noise_scale"], spread / square)
+    if project > matrix.shape[1]:  # then the projection is exact
+        expected = F.cosine_similarity(matrix, mean[None])
+    else:
+        rows = StoredGradients(found.store, 0)
+        projected = rows[torch.arange(N)].double() * rows.lengths[:, None]
+        expected = F.cosine_similarity(projected, projected.mean(0)[None])
+    np.testing.assert_allclose(found.column("estimated_alignment"), expected, atol=2e-3)  # rows in float16
+
+
+def test_estimated_alignment_needs_projections(tmp_path: Path) -> None:
     model, data, loss_fn, _ = build("images")
-    found = persample.scan(model, loss_fn, data, out=tmp_path, dtype="float32", seed=3, **QUICK)
+    options = {**QUICK, "project": None}
+    with pytest.raises(ScanError, match="project=None keeps none"):
+        persample.scan(model, loss_fn, data, quantities=["loss", "estimated_alignment"], **options)
+    found = persample.scan(model, loss_fn, data, out=tmp_path, **options)
+    assert "estimated_alignment" not in found.columns and found.summary["noise_scale"] is not None
+
+
+@pytest.mark.parametrize("projection", METHODS)
+def test_projections_match_recording(projection: Any, tmp_path: Path) -> None:
+    model, data, loss_fn, _ = build("images")
+    options = {**QUICK, "projection": projection, "dtype": "float32", "seed": 3}
+    found = persample.scan(model, loss_fn, data, out=tmp_path, **options)
     model.eval()
     with persample.record(model) as grads:
         loss_fn(model(data[0]), data[1]).backward()
-    expected = grads.project(16, seed=3)
+    expected = grads.project(16, seed=3, method=projection)
+    blocks = found.settings["blocks"]
+    assert blocks == (
+        [[n, s.start, s.stop] for n, s in grads.projection_blocks(16).items()] if projection == "kronecker" else None
+    )
     stored = np.concatenate([found.store.read_rows(0, s) for s in range(found.store.count_shards(0))])
     lengths = np.concatenate([found.store.read_columns(0, s)["length"] for s in range(found.store.count_shards(0))])
     torch.testing.assert_close(torch.from_numpy(stored * lengths[:, None]), expected.double(), rtol=1e-5, atol=1e-6)
@@ -284,10 +327,14 @@ def test_finite_loss_with_gradient_that_is_not_finite(tmp_path: Path) -> None:
     loss_fn = lambda model, batch: model(batch).abs().sum(1).sqrt()  # noqa: E731
     with pytest.raises(NotFinite, match="gradient of example 5 is"):
         persample.scan(model, loss_fn, x, out=tmp_path / "out", **QUICK)
-    kept = persample.scan(model, loss_fn, x, out=tmp_path / "kept", nonfinite="keep", **QUICK)
+    options = {**QUICK, "quantities": ALL_QUANTITIES}
+    kept = persample.scan(model, loss_fn, x, out=tmp_path / "kept", nonfinite="keep", **options)
     rest = [i for i in range(N) if i != 5]
-    plain = persample.scan(model, loss_fn, x[rest], out=tmp_path / "rest", **QUICK)
+    plain = persample.scan(model, loss_fn, x[rest], out=tmp_path / "rest", **options)
     np.testing.assert_allclose(kept.column("alignment")[rest], plain.column("alignment"))
+    estimates = kept.column("estimated_alignment")
+    np.testing.assert_allclose(estimates[rest], plain.column("estimated_alignment"))
+    assert np.isnan(estimates[5]) and kept.summary["noise_scale"] == pytest.approx(plain.summary["noise_scale"])
 
 
 def test_queries_ignore_nan(tmp_path: Path) -> None:
@@ -301,13 +348,16 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.parametrize("quantities", [QUANTITIES, ALL_QUANTITIES])
 @pytest.mark.parametrize("after", [0, 1, 3, 4, 6, 8, 9, 11, 12, 13])
-def test_interrupted_scan_continues(after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_scan_continues(
+    after: int, quantities: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Interrupted after a number of losses: for the mean or for the shards, of the first or second checkpoint."""
-    monkeypatch.setattr(run, "SECONDS_BETWEEN_SAVES", -1.0)  # save the sum after each shard
+    monkeypatch.setattr(gradient_sum, "SHARE_OF_SAVES", math.inf)  # save the sum after each shard
     model, data, _, _ = build("images")
     states = [{name: value * scale for name, value in model.state_dict().items()} for scale in (1, 2)]
-    options = {**QUICK, "checkpoints": states}
+    options = {**QUICK, "checkpoints": states, "quantities": quantities}
     calls = [0, math.inf]
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -336,9 +386,9 @@ KILLED = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
 import persample
-from persample.scanning import run
+from persample.scanning import gradient_sum
 from tests.support.scans import QUICK, build
-run.SECONDS_BETWEEN_SAVES = -1.0
+gradient_sum.SHARE_OF_SAVES = {share}
 model, data, loss_fn, _ = build("images")
 def slow(model, batch):
     time.sleep(0.05)
@@ -348,9 +398,10 @@ persample.scan(model, slow, data, out={out!r}, **QUICK)
 """
 
 
-def test_killed_scan_continues(tmp_path: Path) -> None:
-    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"))
-    for wanted in (4, 9, 100):  # during the mean gradient, during the shards, and not at all
+@pytest.mark.parametrize("share", ["float('inf')", "1e-9"])  # the sum is saved after each shard, or the first one
+def test_killed_scan_continues(share: str, tmp_path: Path) -> None:
+    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"), share=share)
+    for wanted in (5, 8, 100):  # in the second shard, in the third one, and not at all
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for _ in range(wanted):
@@ -519,7 +570,11 @@ def test_progress_bar_shows_rate(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model, data, loss_fn, _ = build("images")
     persample.scan(model, loss_fn, data, out=tmp_path, **{**QUICK, "progress": True})
     shown = capsys.readouterr().err
-    assert "examples: 100%" in shown and "mean gradient: 100%" in shown and "examples/s]" in shown
+    assert "examples: 100%" in shown and "mean gradient" not in shown and "examples/s]" in shown
+    options = {**QUICK, "progress": True, "quantities": ["alignment"]}
+    persample.scan(model, loss_fn, data, out=tmp_path / "exact", **options)
+    shown = capsys.readouterr().err
+    assert "examples: 100%" in shown and "mean gradient: 100%" in shown
 
 
 def test_missing_package_is_named() -> None:

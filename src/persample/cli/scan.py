@@ -85,7 +85,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=["float16", "float32"], default="float16", help="dtype of the projection (default: float16)"
     )
-    parser.add_argument("--quantities", metavar="A,B", help="quantities to measure: loss,norm,... (default: all)")
+    parser.add_argument(
+        "--quantities", metavar="A,B", help="quantities to measure: loss,norm,... (default: all but alignment)"
+    )
     parser.add_argument("--checkpoints", nargs="+", metavar="FILE", help="state dicts to sum the influence over")
     parser.add_argument(
         "--learning-rates", nargs="+", type=float, metavar="LR", help="learning rate of each checkpoint (default: 1)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.gradients import PerSampleGradients, StreamedNorms
+from persample.gradients.projection import Method
 from persample.losses import (
     LossFunction,
     check_inputs_and_targets,
@@ -31,7 +32,9 @@ from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.source import find_labels, move_to_device
 
-QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale")
+# What a scan measures by default. "alignment" is exact, and costs a second pass over the data.
+QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "estimated_alignment", "noise_scale")
+ALL_QUANTITIES = (*QUANTITIES, "alignment")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
 
 # Without `groups`, parameters are grouped by module, at the greatest depth that gives at most this many groups.
@@ -47,7 +50,7 @@ class Projection:
 
     dim: int
     seed: int = 0
-    method: Literal["tensor", "sparse"] = "tensor"
+    method: Method = "kronecker"
 
 
 class Measurement:
@@ -70,12 +73,19 @@ class Measurement:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ScanError(f"model must be an nn.Module, got {describe_value(model)}.")
-        if unknown := set(quantities) - set(QUANTITIES):
-            raise ScanError(f"Unknown quantities {sorted(unknown)}. Choose from {', '.join(QUANTITIES)}.")
+        if unknown := set(quantities) - set(ALL_QUANTITIES):
+            raise ScanError(f"Unknown quantities {sorted(unknown)}. Choose from {', '.join(ALL_QUANTITIES)}.")
+        if projection is None and "estimated_alignment" in quantities:
+            if tuple(quantities) != QUANTITIES:
+                raise ScanError(
+                    "'estimated_alignment' is computed from projected gradients, and project=None keeps none. Ask for "
+                    "'alignment', which needs a second pass over the data, or pass a number as `project`."
+                )
+            quantities = [name for name in quantities if name != "estimated_alignment"]
         if nonfinite not in ("raise", "keep"):
             raise ScanError(f"nonfinite must be 'raise' or 'keep', got {nonfinite!r}.")
         self.model, self.loss_fn = model, loss_fn
-        self.quantities = tuple(q for q in QUANTITIES if q in quantities)
+        self.quantities = tuple(q for q in ALL_QUANTITIES if q in quantities)
         self.projection = projection
         self.parameters = dict(Options(parameters=parameters).select(get_trainable(model)))
         if not self.parameters:
@@ -86,32 +96,54 @@ class Measurement:
         self.takes_pairs = takes_outputs(loss_fn)
 
     @property
-    def needs_mean(self) -> bool:
-        """Whether a quantity needs the mean gradient of all examples."""
-        return bool({"alignment", "noise_scale"} & set(self.quantities))
+    def needs_direction(self) -> bool:
+        """Whether a quantity needs the mean gradient before examples are measured, and so a pass of its own."""
+        return "alignment" in self.quantities
+
+    @property
+    def needs_sum(self) -> bool:
+        """Whether a quantity needs the sum of all gradients."""
+        return self.needs_direction or "noise_scale" in self.quantities
 
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return next(iter(self.parameters.values())).device
 
-    def measure_batch(self, ids: range, batch: Any, direction: Gradient | None) -> Columns:
+    def measure_batch(self, ids: Sequence[int], batch: Any, direction: Gradient | None) -> Columns:
         """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment` and `projection`.
 
         `direction` is the mean gradient of all examples, scaled to length 1. Without it there is no `alignment`.
         """
-        batch, count = self._prepare(batch), len(ids)
+        batch = self._prepare(batch)
+        return self._measure(ids, batch, *self._record(ids, batch), direction)
+
+    def measure_and_sum(self, ids: Sequence[int], batch: Any) -> tuple[Columns, Gradient, int]:
+        """`measure_batch` without a direction, and from the same pass `sum_gradients`."""
+        batch = self._prepare(batch)
+        losses, grads = self._record(ids, batch)
+        columns = self._measure(ids, batch, losses, grads, None)
+        if grads is None or isinstance(grads, StreamedNorms) or not _are_finite(columns):
+            return columns, *self.sum_gradients(ids, batch)
+        return columns, grads.sum(own=True), len(ids)
+
+    def _measure(
+        self,
+        ids: Sequence[int],
+        batch: Any,
+        losses: Tensor,
+        grads: PerSampleGradients | StreamedNorms | None,
+        direction: Gradient | None,
+    ) -> Columns:
+        count = len(ids)
         columns: Columns = {"id": torch.tensor(list(ids))}
         if self.has_labels:
             labels = find_labels(batch, count)
             columns["label"] = torch.full((count,), -1) if labels is None else labels.long()
-        losses, grads = self._record(ids, batch)
         columns["loss"] = widen(losses)
-        norms = grads.norms(per_parameter=True) if grads else {name: torch.zeros(count) for name in self.parameters}
-        columns["norm"] = _combine_norms(norms, norms)
-        columns |= {f"norm/{group}": _combine_norms(norms, names) for group, names in self.groups.items()}
+        columns |= self._compute_norms(grads, count)
         self._check_finite(ids, columns)
-        if direction is not None and "alignment" in self.quantities:
+        if direction is not None and self.needs_direction:
             dots = grads.dot(direction) if grads else torch.zeros(count)
             least = torch.finfo(torch.float64).tiny
             columns["alignment"] = (dots.double() / columns["norm"].clamp(min=least)).clamp(-1, 1)
@@ -120,7 +152,19 @@ class Measurement:
             columns["projection"] = grads.project(dim, seed, method) if grads else torch.zeros(count, dim)
         return {name: column.detach().cpu() for name, column in columns.items()}
 
-    def sum_gradients(self, ids: range, batch: Any) -> tuple[Gradient, int]:
+    def _compute_norms(self, grads: PerSampleGradients | StreamedNorms | None, count: int) -> Columns:
+        """`norm`, and `norm/GROUP` for each group."""
+        if grads is None:
+            return {name: torch.zeros(count).double() for name in ("norm", *(f"norm/{group}" for group in self.groups))}
+        if not self.groups:
+            return {"norm": grads.norms().double()}
+        squares = {name: norms.double().square() for name, norms in grads.norms(per_parameter=True).items()}
+        columns = {"norm": torch.stack(list(squares.values())).sum(0).sqrt()}
+        for group, names in self.groups.items():
+            columns[f"norm/{group}"] = torch.stack([squares[name] for name in names]).sum(0).sqrt()
+        return columns
+
+    def sum_gradients(self, ids: Sequence[int], batch: Any) -> tuple[Gradient, int]:
         """Sum of the gradients of a batch by a plain backward pass, and the number of examples in the sum.
 
         Examples with a loss or gradient that is not finite raise an error, or are left out with `nonfinite="keep"`.
@@ -143,13 +187,12 @@ class Measurement:
         total = {name: torch.stack([part[name] for part, _ in parts if name in part]).sum(0) for name in names}
         return total, sum(size for _, size in parts)
 
-    def check_losses_alone(self, ids: range, batch: Any) -> None:
-        """Raise an error if the loss of a sample in its batch differs from its loss in a batch of one."""
+    def check_losses_alone(self, ids: Sequence[int], batch: Any, losses: Tensor) -> None:
+        """Raise an error if the loss of a sample in its batch, in `losses`, differs from its loss in a batch of one."""
         if self._verify is False:
             return
         batch, count = self._prepare(batch), len(ids)
         with torch.no_grad():
-            losses = self._get_losses(self._compute_loss(ids, batch), ids, batch)
             for i in {0, count - 1}:
                 try:
                     alone, again = (self._compute_loss_alone(batch, count, i, seed) for seed in (0, 1))
@@ -166,7 +209,7 @@ class Measurement:
 
     # ---- helpers ----
 
-    def _record(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
+    def _record(self, ids: Sequence[int], batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
         """The losses and gradients of a batch. The gradients are None if the loss depends on no parameter."""
         with record(
             self.model,
@@ -174,7 +217,7 @@ class Measurement:
             batch_size=len(ids),
             parameters=list(self.parameters),
             loss_reduction="sum",
-            keep="everything" if self.projection or "alignment" in self.quantities else "norms",
+            keep="everything" if self.projection or self.needs_sum else "norms",
             verify=self._verify,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
@@ -189,9 +232,9 @@ class Measurement:
             check_inputs_and_targets(self.loss_fn, batch)
         return move_to_device(batch, self.device)
 
-    def _compute_loss(self, ids: range, batch: Any) -> Tensor:
+    def _compute_loss(self, ids: Sequence[int], batch: Any) -> Tensor:
         """`(batch,)`, the loss of each sample, or a single number, depending on the loss function."""
-        seed_all(ids.start)  # so that a scan that is continued draws the same random numbers
+        seed_all(ids[0])  # so that a scan that is continued draws the same random numbers
         dim = self._batch_dim if isinstance(self._batch_dim, int) else 0
         loss = compute_sample_losses(self.model, batch, self.loss_fn, dim)
         if not isinstance(loss, Tensor):
@@ -208,11 +251,11 @@ class Measurement:
         return 1 if loss.shape == (count,) or self._loss_reduction == "sum" else count
 
     @torch.no_grad()
-    def _get_losses(self, loss: Tensor, ids: range, batch: Any) -> Tensor:
+    def _get_losses(self, loss: Tensor, ids: Sequence[int], batch: Any) -> Tensor:
         """`(batch,)`: the loss of each sample. A single number costs one forward pass per sample."""
         if loss.shape == (len(ids),):
             return loss
-        losses = torch.stack([self._compute_loss_alone(batch, len(ids), i, ids.start) for i in range(len(ids))])
+        losses = torch.stack([self._compute_loss_alone(batch, len(ids), i, ids[0]) for i in range(len(ids))])
         total, found = losses.double().sum(), loss.double().sum()
         if not _is_close(total, found * self._get_scale(loss, len(ids)), losses.abs().sum()):
             other = "sum" if self._loss_reduction == "mean" else "mean"
@@ -233,7 +276,7 @@ class Measurement:
     def _take_sample(self, batch: Any, size: int, i: int) -> Any:
         return Batch(batch, self._batch_dim, size, self.takes_pairs).take_samples(i, i + 1, lambda tensor: tensor)
 
-    def _check_finite(self, ids: range, columns: Columns) -> None:
+    def _check_finite(self, ids: Sequence[int], columns: Columns) -> None:
         if self.nonfinite == "keep":
             return
         for name, quantity in (("loss", "loss"), ("norm", "gradient")):
@@ -294,9 +337,8 @@ def prepare_model(measurement: Measurement, device: torch.device | None) -> Iter
                 module.training = training
 
 
-def _combine_norms(norms: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
-    """`(batch,)`: norm of the gradient of several parameters from the norms of each."""
-    return torch.stack([norms[name].double().square() for name in names]).sum(0).sqrt()
+def _are_finite(columns: Columns) -> bool:
+    return bool(columns["loss"].isfinite().all()) and bool(columns["norm"].isfinite().all())
 
 
 def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from persample._version import __version__
 from persample.batches import BatchDim
+from persample.gradients.projection import METHODS, Method
 from persample.losses import LossFunction, get_name
 from persample.recording.options import Selection, Verify
 from persample.scanning.checkpoints import Checkpoints
@@ -19,6 +20,7 @@ from persample.scanning.errors import ScanError
 from persample.scanning.measure import Groups, Measurement, Projection
 from persample.scanning.source import Source
 from persample.scanning.table import TableKind
+from persample.terms.kronecker import allocate
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class ScanOptions:
 
     quantities: Sequence[str]
     project: int | None
-    projection: Literal["tensor", "sparse"]
+    projection: Method
     seed: int
     dtype: Literal["float16", "float32"]
     groups: Groups | None
@@ -44,6 +46,8 @@ class ScanOptions:
             raise ScanError(f"dtype must be 'float16' or 'float32', got {self.dtype!r}.")
         if self.table not in ("parquet", "csv"):
             raise ScanError(f"table must be 'parquet' or 'csv', got {self.table!r}.")
+        if self.projection not in METHODS:
+            raise ScanError(f"projection must be one of {', '.join(METHODS)}; got {self.projection!r}.")
         if self.project is not None and self.project < 1:
             raise ScanError(f"project must be a positive number of dimensions or None, got {self.project}.")
 
@@ -73,10 +77,11 @@ class ScanOptions:
             "data": source.compute_digest(),
             "batch_size": source.batch_size,
             "shard_size": max(1, self.shard_size // source.batch_size) * source.batch_size,
-            "quantities": list(measurement.quantities),
-            "groups": measurement.groups,
             "project": self.project,
             "projection": self.projection,
+            "quantities": list(measurement.quantities),
+            "groups": measurement.groups,
+            "blocks": self._list_blocks(measurement),
             "seed": self.seed,
             "dtype": self.dtype,
             "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
@@ -91,3 +96,10 @@ class ScanOptions:
             "table": self.table,
             "about": {"persample": __version__, "torch": torch.__version__},
         }
+
+    def _list_blocks(self, measurement: Measurement) -> list[tuple[str, int, int]] | None:
+        """`(parameter, start, stop)`: the numbers of a projected row that belong to each parameter, if that is so."""
+        if self.project is None or self.projection != "kronecker":
+            return None
+        slices = allocate(self.project, {name: p.shape for name, p in measurement.parameters.items()})
+        return [(name, part.start, part.stop) for name, part in slices.items()]

@@ -109,9 +109,9 @@ class Scan:
         return read_column(self.store, name)
 
     def ranked(self, by: str = "self_influence", k: int | None = None) -> Ranking:
-        """The `k` examples with the largest values of a column; with the smallest values for "alignment"."""
+        """The `k` examples with the largest values of a column; with the smallest values of an alignment."""
         values = torch.from_numpy(self.column(by)).double().nan_to_num(nan=torch.inf)
-        order = values.argsort(descending=by != "alignment", stable=True)[:k]
+        order = values.argsort(descending="alignment" not in by, stable=True)[:k]
         return Ranking(order, values[order])
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -18,10 +17,13 @@ from tqdm import tqdm
 
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
+from persample.gradients.projection import Method
 from persample.losses import LossFunction
 from persample.recording.options import Selection, Verify
+from persample.scanning.alignment import write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
+from persample.scanning.gradient_sum import GradientSum
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
 from persample.scanning.options import ScanOptions
 from persample.scanning.results import Scan
@@ -30,9 +32,6 @@ from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import TableKind, write_table
 from persample.scanning.workers import ScanWorkers
-
-# How often the sum of gradients is saved. The file has the size of the model in float64.
-SECONDS_BETWEEN_SAVES = 60.0
 
 
 def scan(
@@ -44,7 +43,7 @@ def scan(
     out: str | Path | None = None,
     batch_size: int | None = None,
     project: int | None = 512,
-    projection: Literal["tensor", "sparse"] = "tensor",
+    projection: Method = "kronecker",
     seed: int = 0,
     dtype: Literal["float16", "float32"] = "float16",
     groups: Groups | None = None,
@@ -69,7 +68,7 @@ def scan(
     >>> x, y = torch.randn(100, 3), torch.randint(2, (100,))
     >>> found = scan(model, nn.CrossEntropyLoss(), (x, y), project=64)
     >>> found
-    Scan of 100 examples: loss, norm, self_influence, alignment, norm/0, norm/2; projected to 64
+    Scan of 100 examples: loss, norm, self_influence, estimated_alignment, norm/0, norm/2; projected to 64
     >>> found.column("norm").shape, len(found.neighbours(7, k=3).ids)
     ((100,), 3)
 
@@ -89,8 +88,10 @@ def scan(
       to its group, or a dict from group to parameter names;
     - "self_influence": the squared norm times the learning rate, summed over `checkpoints`. It is high for examples
       that no other example explains, such as wrong labels;
-    - "alignment": the cosine with the mean gradient of all examples. Needs a second, plain pass over the data;
-    - "noise_scale": not a column but in the summary, with the batch size that it suggests. Needs the same second pass.
+    - "estimated_alignment": the cosine with the mean gradient of all examples, both projected: an estimate with an
+      error of about 1 / sqrt(project). Not measured with `project=None`;
+    - "alignment": the same cosine, exact. Not measured by default: it needs a second, plain pass over the data;
+    - "noise_scale": not a column but in the summary, with the batch size that it suggests.
 
     `checkpoints` are state dicts or files of state dicts, with `learning_rates` (default 1); without them the model is
     scanned as it is. All columns except self_influence and mean_loss describe the last checkpoint.
@@ -169,18 +170,48 @@ class _Run:
         """Measure the examples of this process with the checkpoint that is loaded."""
         count = len(self._settings["checkpoints"])
         title = f" {checkpoint + 1}/{count}" if count > 1 else ""
-        self._check_first_batch(checkpoint)
-        needs_mean = self._measurement.needs_mean
-        direction = self._find_mean_direction(checkpoint, f"mean gradient{title}") if needs_mean else None
-        batches = self._iterate_batches(f"examples{title}", lambda s: not self._store.has_shard(checkpoint, s))
-        for shard, part in groupby(batches, key=lambda batch: batch.shard):
-            columns = [self._measurement.measure_batch(b.ids, b.batch, direction) for b in part]
-            self._store.write_shard(checkpoint, shard, *_pack_shard(columns, self._settings["dtype"]))
+        if self._measurement.needs_direction:
+            self._check_first_batch(checkpoint)
+            direction = self._find_mean_direction(checkpoint, f"mean gradient{title}")
+            self._measure_shards(checkpoint, f"examples{title}", direction)
+        else:
+            if self._store.has_shard(checkpoint, 0):
+                self._check_first_batch(checkpoint)
+            needs_sum = self._measurement.needs_sum and not self._store.has_arrays(_get_mean_file(checkpoint))
+            total = self._start_sum(checkpoint) if needs_sum else None
+            self._measure_shards(checkpoint, f"examples{title}", None, total)
+            if total is not None:
+                self._write_mean(checkpoint, total)
         self._workers.wait()
+
+    def _measure_shards(
+        self, checkpoint: int, title: str, direction: Gradient | None, total: GradientSum | None = None
+    ) -> None:
+        """Measure the missing shards of this process, and those that are missing in the sum of gradients."""
+        is_new = not self._store.has_shard(0, 0)
+        done = sys.maxsize if total is None else total.shards
+        batches = self._iterate_batches(title, lambda s: s >= done or not self._store.has_shard(checkpoint, s))
+        for shard, part in groupby(batches, key=lambda batch: batch.shard):
+            columns = []
+            for batch in part:
+                if total is None:
+                    found = self._measurement.measure_batch(batch.ids, batch.batch, direction)
+                else:
+                    found, gradient, count = self._measurement.measure_and_sum(batch.ids, batch.batch)
+                    total.add(gradient, count)
+                if is_new and direction is None:
+                    self._measurement.check_losses_alone(batch.ids, batch.batch, found["loss"])
+                    is_new = False
+                columns.append(found)
+            self._store.write_shard(checkpoint, shard, *_pack_shard(columns, self._settings["dtype"]))
+            if total is not None:
+                total.end_shard(shard)
 
     def finish(self) -> None:
         """Write the table and the summary. All shards must be complete."""
         if self._workers.is_first:
+            if "estimated_alignment" in self._measurement.quantities:
+                write_alignment(self._store)
             summary = summarise(self._store)
             write_table(self._store)
             self._store.write_json("summary.json", summary)
@@ -195,10 +226,10 @@ class _Run:
         for batch in self._source.iterate_batches(self._settings["shard_size"], lambda shard: shard == 0):
             columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
             if not self._store.has_shard(0, 0):
-                self._measurement.check_losses_alone(batch.ids, batch.batch)
+                self._measurement.check_losses_alone(batch.ids, batch.batch, columns["loss"])
             if self._store.has_shard(checkpoint, 0):
-                stored = self._store.read_columns(checkpoint, 0)
-                pairs = [(columns[name].numpy(), stored[name][: len(batch.ids)]) for name in ("loss", "norm")]
+                stored, rows = self._store.read_columns(checkpoint, 0), list(batch.ids)
+                pairs = [(columns[name].numpy(), stored[name][rows]) for name in ("loss", "norm")]
                 if not all(_is_close(now, before) for now, before in pairs):
                     raise ScanError(
                         f"The data, the loss or the model changed since the scan in {self._store.directory} was "
@@ -210,16 +241,17 @@ class _Run:
     # ---- mean gradient ----
 
     def _find_mean_direction(self, checkpoint: int, title: str) -> Gradient:
-        """The mean gradient of all examples of all processes, scaled to length 1."""
-        name = f"mean-{checkpoint}.npz"
-        mean = self._store.read_arrays(name)
+        """The mean gradient of all examples of all processes, scaled to length 1. Costs a plain pass over the data."""
+        mean = self._store.read_arrays(_get_mean_file(checkpoint))
         self._workers.wait()  # all processes have looked for the file before one of them writes it
         if mean is None:
-            mean = self._compute_mean(checkpoint, title)
-            if self._workers.is_first:
-                self._store.write_arrays(name, mean)
-                self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
-            self._workers.wait()
+            total = self._start_sum(checkpoint)
+            batches = self._iterate_batches(title, lambda shard: shard >= total.shards)
+            for shard, part in groupby(batches, key=lambda batch: batch.shard):
+                for batch in part:
+                    total.add(*self._measurement.sum_gradients(batch.ids, batch.batch))
+                total.end_shard(shard)
+            mean = self._write_mean(checkpoint, total)
         parameters = self._measurement.parameters
         length = max(math.sqrt(sum(float(np.square(part).sum()) for part in mean.values())), sys.float_info.min)
         direction = {name: torch.from_numpy(part / length) for name, part in mean.items()}
@@ -227,33 +259,20 @@ class _Run:
             name: part.to(parameters[name].device, widen(parameters[name]).dtype) for name, part in direction.items()
         }
 
-    def _compute_mean(self, checkpoint: int, title: str) -> dict[str, Array]:
-        total = self._sum_gradients(checkpoint, title)
-        count = self._workers.sum(torch.tensor(float(total.pop(_COUNT)), dtype=torch.float64)).clamp(min=1)
-        return {name: (self._workers.sum(torch.from_numpy(part)) / count).numpy() for name, part in total.items()}
-
-    def _sum_gradients(self, checkpoint: int, title: str) -> dict[str, Array]:
-        """Sum of the gradients of this process, and under `_COUNT` their number. Saved from time to time."""
+    def _start_sum(self, checkpoint: int) -> GradientSum:
+        self._workers.wait()  # all processes have looked for the mean before one of them writes it
         file = f"sum-{checkpoint}-{self._workers.rank}of{self._workers.count}.npz"
-        total = self._store.read_arrays(file) or {
-            _COUNT: np.zeros(()),
-            _SHARDS: np.zeros((), dtype=np.int64),
-            **{name: np.zeros(p.shape) for name, p in self._measurement.parameters.items()},
-        }
-        saved, done = time.monotonic(), int(total[_SHARDS])
-        batches = self._iterate_batches(title, lambda shard: shard >= done)
-        for shard, part in groupby(batches, key=lambda batch: batch.shard):
-            for batch in part:
-                gradient, count = self._measurement.sum_gradients(batch.ids, batch.batch)
-                total[_COUNT] += count
-                for name, entries in gradient.items():
-                    total[name] += entries.double().cpu().numpy()
-            total[_SHARDS][...] = shard + 1
-            if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
-                self._store.write_arrays(file, total)
-                saved = time.monotonic()
-        del total[_SHARDS]
-        return total
+        return GradientSum(self._store, file, {name: p.shape for name, p in self._measurement.parameters.items()})
+
+    def _write_mean(self, checkpoint: int, total: GradientSum) -> dict[str, Array]:
+        """Write and return the mean gradient of all processes."""
+        count = self._workers.sum(torch.tensor(float(total.count), dtype=torch.float64)).clamp(min=1)
+        mean = {name: (self._workers.sum(part) / count).numpy() for name, part in total.gradient.items()}
+        if self._workers.is_first:
+            self._store.write_arrays(_get_mean_file(checkpoint), mean)
+            self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
+        self._workers.wait()
+        return mean
 
     # ---- batches ----
 
@@ -270,8 +289,8 @@ class _Run:
                 bar.update(len(batch.ids))
 
 
-# Keys beside the names of parameters, which contain no spaces.
-_COUNT, _SHARDS = "number of examples", "number of shards"
+def _get_mean_file(checkpoint: int) -> str:
+    return f"mean-{checkpoint}.npz"
 
 
 def _is_close(now: Array, before: Array) -> bool:
@@ -287,6 +306,8 @@ def _pack_shard(batches: Sequence[Columns], dtype: str) -> tuple[dict[str, Array
     column; it is 0 for gradients that are not finite, which then influence nothing.
     """
     columns = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
+    order = columns["id"].argsort()  # batches may have been sorted by length
+    columns = {name: column[order] for name, column in columns.items()}
     rows: Array | None = None
     if (projected := columns.pop("projection", None)) is not None:
         lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import Any, cast
 
 import numpy as np
@@ -33,7 +33,7 @@ class ShardBatch:
     """A collated batch with the ids of its examples and the shard that they belong to."""
 
     shard: int
-    ids: range
+    ids: Sequence[int]
     batch: Any
 
 
@@ -70,7 +70,11 @@ class Source:
         return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
 
     def iterate_batches(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
-        """The batches of the wanted shards. Shard s holds `shard_size` examples from `s * shard_size` on."""
+        """The batches of the wanted shards. Shard s holds `shard_size` examples from `s * shard_size` on.
+
+        With a collate function of their own, examples that have a length (texts, tokens) are sorted by it within their
+        shard, so that few of them are padded to the length of a much longer one.
+        """
         if not _is_indexable(self._data):
             yield from self._iterate_stream(shard_size, is_wanted)
             return
@@ -81,27 +85,63 @@ class Source:
             if is_wanted(shard)
             for at in range(start, min(start + shard_size, size), self.batch_size)
         ]
+        if self._can_slice:
+            for shard, ids in ranges:
+                yield ShardBatch(shard, ids, _slice_examples(self._data, ids))
+            return
+        by_length = self.is_sorted_by_length
         loader: DataLoader[Any] = DataLoader(
             _SeededDataset(self._data),
             batch_sampler=cast(Any, [ids for _, ids in ranges]),  # typed as lists, but ranges work
-            collate_fn=self.collate,
+            collate_fn=list if by_length else self.collate,
             **self._loader_options,
         )
-        for (shard, ids), batch in zip(ranges, loader, strict=True):
-            yield ShardBatch(shard, ids, batch)
+        batches = zip(ranges, loader, strict=True)
+        if not by_length:
+            for (shard, ids), batch in batches:
+                yield ShardBatch(shard, ids, batch)
+            return
+        for shard, parts in groupby(batches, key=lambda item: item[0][0]):
+            numbered = [pair for (_, ids), examples in parts for pair in zip(ids, examples, strict=True)]
+            yield from self._sort_and_collate(shard, numbered)
 
     def _iterate_stream(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
+        seed_all(0)
+        by_length = self.is_sorted_by_length
         seed_all(0)
         examples, at = iter(self._data), 0
         for shard in count():
             stop = at + shard_size
             if not is_wanted(shard):
                 at += sum(1 for _ in islice(examples, shard_size))
+            elif by_length:
+                numbered = list(zip(range(at, stop), examples, strict=False))
+                at += len(numbered)
+                yield from self._sort_and_collate(shard, numbered)
             while at < stop and (part := list(islice(examples, min(self.batch_size, stop - at)))):
                 yield ShardBatch(shard, range(at, at + len(part)), self.collate(part))
                 at += len(part)
             if at < stop:
                 return
+
+    def _sort_and_collate(self, shard: int, numbered: Sequence[tuple[int, Any]]) -> Iterator[ShardBatch]:
+        """The batches of a shard of examples with their ids, longest first."""
+        ordered = sorted(numbered, key=lambda pair: -(find_length(pair[1]) or 0))
+        for start in range(0, len(ordered), self.batch_size):
+            ids, examples = zip(*ordered[start : start + self.batch_size], strict=True)
+            yield ShardBatch(shard, ids, self.collate(list(examples)))
+
+    @property
+    def is_sorted_by_length(self) -> bool:
+        """Whether examples are sorted by length within their shards."""
+        if self.collate is default_collate:  # it pads nothing
+            return False
+        return any(find_length(example) is not None for example in self.read_examples([0]).values())
+
+    @property
+    def _can_slice(self) -> bool:
+        """Whether a batch is a slice of tensors, which saves the time to read and collate single examples."""
+        return isinstance(self._data, (Tensor, TensorDataset, _TensorDict)) and self.collate is default_collate
 
     def read_examples(self, ids: Iterable[int]) -> dict[int, Any]:
         """Single examples by id, as the dataset returns them."""
@@ -141,6 +181,37 @@ def find_labels(batch: Any, size: int) -> Tensor | None:
         labels = batch[1]
     is_label = isinstance(labels, Tensor) and labels.shape == (size,) and not labels.is_floating_point()
     return labels if is_label else None
+
+
+def find_length(example: Any) -> int | None:
+    """The length of a text or of a sequence of tokens, which may be the first item of a tuple or a value of a dict.
+
+    None if the example has no length by which batches are padded.
+
+    >>> find_length(("some text", 1)), find_length({"label": 0, "input_ids": [4, 2, 7]}), find_length(torch.ones(3, 4))
+    (9, 3, None)
+    """
+    if isinstance(example, Mapping):
+        return next((n for value in example.values() if (n := find_length(value)) is not None), None)
+    if isinstance(example, str):
+        return len(example)
+    if isinstance(example, Tensor):
+        return len(example) if example.dim() == 1 and not example.is_floating_point() else None
+    if isinstance(example, np.ndarray):
+        return len(example) if example.ndim == 1 and example.dtype.kind in "iu" else None
+    if isinstance(example, (tuple, list)) and example:
+        is_tokens = all(isinstance(part, int) for part in example)
+        return len(example) if is_tokens and isinstance(example, list) else find_length(example[0])
+    return None
+
+
+def _slice_examples(data: Any, ids: range) -> Any:
+    """A batch of tensors as `default_collate` makes it: a copy, because user code may change it."""
+    if isinstance(data, Tensor):
+        return data[ids.start : ids.stop].clone()
+    if isinstance(data, _TensorDict):
+        return {name: tensor[ids.start : ids.stop].clone() for name, tensor in data.tensors.items()}
+    return [tensor[ids.start : ids.stop].clone() for tensor in data.tensors]
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:

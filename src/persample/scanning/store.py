@@ -2,7 +2,8 @@
 
     scan.json            settings of the scan: options, and digests of the model, the loss and the data
     mean-0.npz           mean gradient of all examples with checkpoint 0, if a quantity needs it
-    sum-0-0of2.npz       sum of gradients so far in process 0 of 2, while the mean is computed
+    sum-0-0of2.npz       sum of gradients so far in process 0 of 2, while the scan runs
+    alignment.npz        estimated alignment of each example
     0/00007.npy          projected gradients of shard 7 with checkpoint 0, each scaled to length 1
     0/00007.npz          columns of the same shard; written last, so the shard is complete if this file exists
     table.parquet        all columns, when the scan is complete (or table.csv)
@@ -166,10 +167,14 @@ class Store:
         with write_file(self.directory / name, self.directory) as file:
             _save_arrays(file, arrays)
 
+    def has_arrays(self, name: str) -> bool:
+        """Whether `write_arrays` has written a file of this name."""
+        return (self.directory / name).is_file()
+
     def read_arrays(self, name: str) -> dict[str, Array] | None:
         """The arrays that `write_arrays` wrote; None if there is no such file."""
         path = self.directory / name
-        if not path.is_file():
+        if not self.has_arrays(name):
             return None
         with self._reading(path):
             return _load_arrays(path)
@@ -213,7 +218,8 @@ class Store:
 # The order in which an earlier scan is removed: first the summary, which marks it as complete, and last scan.json,
 # which marks it as a scan. If the removal is interrupted, the scan can still be continued or removed.
 _FILES = (
-    "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz", "scan.json",
+    "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz",
+    "alignment.npz", "scan.json",
 )  # fmt: skip
 
 _SETTINGS = {

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv, parquet
 
+from persample.scanning.alignment import read_alignment
 from persample.scanning.errors import ScanError
 from persample.scanning.store import Array, Store, write_file
 
@@ -49,6 +50,7 @@ def get_column_names(store: Store) -> list[str]:
         "norm": "norm" in quantities,
         "mean_loss": "loss" in quantities and has_several_checkpoints,
         "self_influence": "self_influence" in quantities,
+        "estimated_alignment": "estimated_alignment" in quantities,
         "alignment": "alignment" in quantities,
     }
     names = [name for name, is_present in columns.items() if is_present]
@@ -96,6 +98,9 @@ def _read_part(store: Store, settings: dict[str, Any], shard: int, name: str) ->
     if name == "self_influence":
         squares = (store.read_columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in checkpoints)
         return sum(rate * part for rate, part in zip(settings["learning_rates"], squares, strict=True))
+    if name == "estimated_alignment":
+        ids = store.read_columns(checkpoints[-1], shard, ["id"])["id"]
+        return read_alignment(store, int(ids[0]), int(ids[-1]) + 1)
     return store.read_columns(checkpoints[-1], shard, [name])[name]
 
 

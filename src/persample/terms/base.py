@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import promote, to_double, widen
+from persample.terms.kronecker import Sides
 from persample.terms.sketch import Sketch
 
 # Default number of entries in a block of a dense form: 4 MB in float32, which fits into the cache.
@@ -127,6 +128,17 @@ class Term(ABC):
         starts = range(0, max(1, self.row_count), self._count_rows_per_block(BLOCK_SIZE))
         blocks = zip(starts, self.iterate_rows(), strict=True)
         return add_tensors(sketch.project_dense(block, start) for start, (block,) in blocks)
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        """`(batch, k, m)`: leftᵀ g_n right, where g_n is read as a matrix of `sides.rows` and `sides.columns`."""
+        if sides.left is None:  # then there are few rows
+            return sides.multiply_dense(widen_factors(self).dense())
+        total, start = None, 0
+        for (block,) in self.iterate_rows():
+            stop = start + block.shape[1:].numel() // sides.columns
+            part = sides.select_rows(start, stop).multiply_dense(block)
+            total, start = part if total is None else total.add_(part), stop
+        return add_tensors([total] if total is not None else [])
 
     @property
     def row_count(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors
 from persample.terms.dense import Dense
+from persample.terms.kronecker import Sides
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,16 @@ class Blocks(Term):
         if not pairs:
             return super().gram(other, block_size)
         return add_tensors([a.gram(b, block_size) for a, b in pairs])
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        rows_each = sides.rows // self.count  # of the matrix, in one row of the weight
+        if sides.left is None or (self.single and sides.columns != self.shape[2:].numel()):
+            return super().multiply_sides(sides)
+        parts = []
+        for term, start in zip(self.terms, self.starts, strict=True):
+            own = sides.select_rows(start * rows_each, (start + self._count_rows(term)) * rows_each)
+            parts.append(term.multiply_sides(own))
+        return add_tensors(parts)
 
     def _pair_blocks(self, other: Term) -> list[tuple[Term, Term]] | None:
         """The pairs of terms with the same rows; None if some blocks overlap only in part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from persample.terms.base import BLOCK_SIZE, Term
 from persample.terms.dense import Dense
+from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
 
 
@@ -90,6 +92,14 @@ class Folded(Term):
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
         return self._fold(self.term.square_sum(block_size))
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        leading = next(d for d in range(len(self.weight_shape) + 1) if math.prod(self.weight_shape[:d]) == sides.rows)
+        if list(self.out_dims) == list(range(leading)):
+            return self.term.multiply_sides(sides)
+        if list(self.out_dims) == list(range(leading, len(self.weight_shape))):  # its matrix is the transpose of ours
+            return Outer(self.term.grad, self.term.input).multiply_sides(sides)
+        return super().multiply_sides(sides)
 
     def _is_folded_like(self, other: Term) -> TypeGuard[Folded]:
         return isinstance(other, Folded) and list(other.out_dims) == list(self.out_dims)

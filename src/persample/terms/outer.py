@@ -12,6 +12,7 @@ from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import compute_norms_from_dense
+from persample.terms.kronecker import Sides
 from persample.terms.products import multiply
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 from persample.terms.sketch import Sketch, TensorSketch
@@ -181,3 +182,9 @@ class Outer(Term):
             return super().project(sketch)
         input, grad = self._widen_factors()
         return torch.fft.irfft((sketch.transform_columns(input) * sketch.transform_rows(grad)).sum(1), sketch.size)
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        if sides.rows != self.shape[0]:
+            return super().multiply_sides(sides)
+        input, grad = self._widen_factors()
+        return sides.multiply_left(grad).mT @ sides.multiply_right(input)

@@ -14,6 +14,7 @@ from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import Algorithm, choose_patch_dense_algorithm, choose_patch_norm_algorithm
 from persample.terms.dense import Dense, compute_norms_from_dense
+from persample.terms.kronecker import Sides
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 
 
@@ -245,6 +246,26 @@ class Patches(Term):
         input, grad, direction = promote(widen(padded), widen(self.grad), widen(direction))
         out = self._conv(input.flatten(0, 1), direction, None, self.stride, padding, self.dilation, self.groups)
         return (grad.conj() * out.view(grad.shape)).real.flatten(1).sum(1)
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        # Both projections are convolutions: of the input with filters, and of the gradient with kernels of one point.
+        if sides.rows != self.shape[0]:
+            return super().multiply_sides(sides)
+        padded, padding = self._prepare_input()
+        input, grad = promote(widen(padded), widen(self.grad))
+        right = torch.eye(sides.columns).to(input) if sides.right is None else sides.right.to(input.dtype)
+        filters = right.mT.reshape(-1, *self.shape[1:]).repeat(self.groups, *[1] * (len(self.kernel) + 1))
+        inputs = self._conv(input.flatten(0, 1), filters, None, self.stride, padding, self.dilation, self.groups)
+        left = torch.eye(sides.rows).to(input) if sides.left is None else sides.left.to(input.dtype)
+        points = left.unflatten(0, (self.groups, -1)).mT.flatten(0, 1)
+        points = points.view(*points.shape, *[1] * len(self.kernel))
+        grads = self._conv(grad.flatten(0, 1), points, groups=self.groups)
+        return self._split_groups_last(grads) @ self._split_groups_last(inputs).mT
+
+    def _split_groups_last(self, images: Tensor) -> Tensor:
+        """`(batch * images, group * k, *points)` to `(batch, k, group * images * points)`."""
+        split = images.reshape(self.batch, self.grad.shape[1], self.groups, -1, images.shape[2:].numel())
+        return split.permute(0, 3, 2, 1, 4).flatten(2)
 
     # ---- library functions ----
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
+from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
 from persample.terms.rounding import add_up_products, find_floor_of_sums
 from persample.terms.sketch import Sketch, TensorSketch
@@ -144,3 +145,9 @@ class Rows(Term):
         if not isinstance(sketch, TensorSketch):
             return super().project(sketch)
         return sketch.project_rows(self.ids, widen(self.grad))
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        if sides.left is None or sides.rows != self.count:
+            return super().multiply_sides(sides)
+        left, right = promote(sides.left[self.ids], sides.multiply_right(widen(self.grad)))
+        return left.mT @ right

@@ -32,7 +32,7 @@ class Sketch(Protocol):
         ...
 
 
-def _make_generator(seed: int, *names: object) -> torch.Generator:
+def make_generator(seed: int, *names: object) -> torch.Generator:
     """A generator that depends on the seed and the names only: all processes draw the same numbers."""
     digest = hashlib.sha256(repr((seed, *names)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -65,7 +65,7 @@ class SparseSketch:
         rows = block if block.dim() > 1 else block.unsqueeze(1)
         total = block.new_zeros(len(block), self.size)
         for i, row in enumerate(rows.unbind(1)):
-            generator = _make_generator(self.seed, self.name, start + i)
+            generator = make_generator(self.seed, self.name, start + i)
             entries = row.reshape(len(block), -1)
             total += _add_to_buckets(
                 entries, *_draw_hash(entries.shape[1], self.size, generator, block.device), self.size
@@ -79,8 +79,8 @@ class TensorSketch:
     def __init__(self, size: int, seed: int, name: str, shape: torch.Size, device: torch.device) -> None:
         self._size = size
         rows, columns = (shape[0] if shape else 1), shape[1:].numel()
-        self._rows = _draw_hash(rows, size, _make_generator(seed, name, "rows"), device)
-        self._columns = _draw_hash(columns, size, _make_generator(seed, name, "columns"), device)
+        self._rows = _draw_hash(rows, size, make_generator(seed, name, "rows"), device)
+        self._columns = _draw_hash(columns, size, make_generator(seed, name, "columns"), device)
 
     @property
     def size(self) -> int:

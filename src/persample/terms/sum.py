@@ -14,6 +14,7 @@ from persample._internal.dtypes import promote
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
+from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
 from persample.terms.rounding import find_floor_of_products
 from persample.terms.rows import Rows
@@ -76,6 +77,9 @@ class Sum(Term):
 
     def project(self, sketch: Sketch) -> Tensor:
         return add_tensors([term.project(sketch) for term in self.terms])
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        return add_tensors([term.multiply_sides(sides) for term in self.terms])
 
 
 def add_terms(terms: Sequence[Term]) -> Term:

@@ -15,6 +15,7 @@ from persample._internal.dtypes import to_double
 from persample.backward.collector import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients.clipping import compute_clip_factors
+from persample.gradients.projection import make_projection
 from persample.recording.record import record
 from persample.rules.registry import Rule, get_rules
 from persample.terms import Dense
@@ -361,7 +362,11 @@ class _Answers:
             sketch = TensorSketch(PROJECTED, 0, name, rows.shape[1:], torch.device("cpu"))
             tensor += Dense(rows).project(sketch)
             sparse += Dense(rows).project(SparseSketch(PROJECTED, 0, name))
-        yield "project()", grads.project(PROJECTED), tensor
+        yield 'project(method="tensor")', grads.project(PROJECTED, method="tensor"), tensor
+        shapes = tuple((name, rows.shape[1:]) for name, rows in self.rows.items())
+        dense = {name: Dense(rows) for name, rows in self.rows.items() if rows.numel()}
+        kronecker = make_projection("kronecker", PROJECTED, 0, shapes, torch.device("cpu")).project(dense, self.batch)
+        yield "project()", grads.project(PROJECTED), kronecker
         yield 'project(method="sparse")', grads.project(PROJECTED, method="sparse"), sparse
 
 

@@ -15,6 +15,7 @@ from persample._internal.dtypes import to_double
 from persample.terms import Dense, Outer, Rows, Term, add_terms
 from persample.terms.base import convert_to_double, find_factors
 from persample.terms.cost import Algorithm, force_algorithm
+from persample.terms.kronecker import KroneckerSketch, Sides, split_shape
 from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
 from persample.testing.comparison import assert_answer, assert_precise
 
@@ -213,6 +214,29 @@ def _check_projection(case: TermCase, method: str) -> None:
     case.compare_wide(f"project({method} sketch)", case.term.project(make_sketch(method, case.term.shape)), expected)
 
 
+def _check_kronecker_projection(case: TermCase, size: int) -> None:
+    """As `_check_projection`. With many numbers to keep, the sides are not projected."""
+    if case.expected.is_complex():
+        return
+    sketch = KroneckerSketch(size, 1, "w", case.term.shape, torch.device("cpu"))
+    expected = sketch.fold(sketch.sides.multiply_dense(case.expected))
+    projected = sketch.fold(case.term.multiply_sides(sketch.sides))
+    case.compare_wide(f"multiply_sides(), folded to {size}", projected, expected)
+
+
+def _check_sides(case: TermCase) -> None:
+    """The product with both sides, where each of them may be the identity."""
+    if case.expected.is_complex():
+        return
+    rows, columns = split_shape(case.term.shape)
+    draw = torch.Generator().manual_seed(3)
+    left, right = (torch.randn(count, 2, generator=draw) for count in (rows, columns))
+    for sides in (Sides(a, b, rows, columns) for a in (left, None) for b in (right, None)):
+        given = [name for name in ("left", "right") if getattr(sides, name) is not None]
+        expected = sides.multiply_dense(case.expected)
+        case.compare_wide(f"multiply_sides() with {given}", case.term.multiply_sides(sides), expected)
+
+
 def make_sketch(method: str, shape: torch.Size) -> Sketch:
     """A random projection to 16 numbers, always the same."""
     return TensorSketch(16, 1, "w", shape, torch.device("cpu")) if method == "tensor" else SparseSketch(16, 1, "w")
@@ -311,6 +335,9 @@ def _list_checks() -> Iterator[tuple[str, Callable[[TermCase], None]]]:
     yield "gram, other classes", _check_gram_of_other_classes
     for method in ("tensor", "sparse"):
         yield f"project, {method}", partial(_check_projection, method=method)
+    for size in (2, 16, 10**4):
+        yield f"project, kronecker to {size}", partial(_check_kronecker_projection, size=size)
+    yield "multiply_sides", _check_sides
     for batch in (1, 0):
         yield f"batch of {batch}", partial(_check_small_batch, batch=batch)
 

@@ -37,7 +37,7 @@ _POINT_PREVIEW_SIDE = 48  # pixels
 _POINT_PREVIEW_LENGTH = 120  # characters
 _POINT_PREVIEW_BYTES = 1_000_000  # for all points, so that the page can be sent by mail
 _READ_AT_ONCE = 32  # examples, which may be large
-_TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "alignment")
+_TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "estimated_alignment", "alignment")
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
 

@@ -80,7 +80,7 @@ class Reasons:
         return [f"{title} {f'{times:.2g}' if times < 99.5 else format_number(round(times))} times the median"]
 
     def _check_alignment(self, i: int) -> list[str]:
-        cosine = self._get_value(i, "alignment")
+        cosine = self._get_value(i, "alignment" if "alignment" in self._columns else "estimated_alignment")
         return [f"points against the mean gradient (cosine −{-cosine:.2f})"] if cosine <= _MAX_COSINE else []
 
     def _check_layers(self, i: int) -> list[str]:
@@ -95,7 +95,7 @@ class Reasons:
         title = get_title(self._by).lower()
         if not math.isfinite(value):
             return f"{title} is not finite"
-        smallest_first = self._by == "alignment"
+        smallest_first = self._by in ("alignment", "estimated_alignment")
         before = np.searchsorted(values, value, side="left" if smallest_first else "right")
         rank = 1 + int(before if smallest_first else len(values) - before)
         return f"{title}: rank {rank:,} of {len(values):,}"

@@ -78,7 +78,7 @@ def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
         remarks=[remarks] if isinstance(remarks, str) else list(remarks),
         about=page.scan.settings["about"],
         ranked_by=get_title(page.by).lower() if page.by else None,
-        smallest_first=page.by == "alignment",
+        smallest_first=page.by in ("alignment", "estimated_alignment"),
         style=Markup(style),
         script=Markup(script),
         digest=digest,

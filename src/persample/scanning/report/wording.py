@@ -20,6 +20,11 @@ _COLUMNS = {
         "The squared gradient norm times the learning rate, summed over the checkpoints. High for examples that no "
         "other example explains, such as wrong labels.",
     ),
+    "estimated_alignment": (
+        "Alignment (estimate)",
+        "The cosine between the gradient of the example and the mean gradient, estimated from projected gradients: 1 "
+        "means the same direction, 0 an unrelated direction, below 0 against the mean.",
+    ),
     "alignment": (
         "Alignment",
         "The cosine between the gradient of the example and the mean gradient: 1 means the same direction, 0 an "

@@ -1,0 +1,74 @@
+"""Random projections of whole rows, with one sketch for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from persample._internal import tracing
+from persample.terms import Term
+from persample.terms.kronecker import KroneckerSketch, allocate
+from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
+
+Method = Literal["tensor", "sparse", "kronecker"]
+METHODS: tuple[Method, ...] = get_args(Method)
+Shapes = tuple[tuple[str, torch.Size], ...]
+
+
+class Projection:
+    """Projects rows to `dim` numbers: the projection of each parameter is added to the slice of the parameter."""
+
+    def __init__(
+        self,
+        dim: int,
+        slices: Mapping[str, slice],
+        sketches: Mapping[str, Sketch | KroneckerSketch],
+        device: torch.device,
+    ) -> None:
+        self._dim, self._slices, self._sketches, self._device = dim, slices, sketches, device
+
+    def project(self, terms: Mapping[str, Term], batch: int) -> Tensor:
+        """`(batch, dim)`: the projection of the rows with these terms by parameter. Missing parameters are zero."""
+        parts = {name: _project_term(term, self._sketches[name]) for name, term in terms.items()}
+        dtype = torch.float32
+        for part in parts.values():
+            dtype = torch.promote_types(dtype, part.dtype)
+        total = torch.zeros(batch, self._dim, device=self._device, dtype=dtype)
+        for name, part in parts.items():
+            total[:, self._slices[name]] += part
+        return total
+
+
+def _project_term(term: Term, sketch: Sketch | KroneckerSketch) -> Tensor:
+    if isinstance(sketch, KroneckerSketch):
+        return sketch.fold(term.multiply_sides(sketch.sides))
+    return term.project(sketch)
+
+
+def make_projection(method: Method, dim: int, seed: int, shapes: Shapes, device: torch.device) -> Projection:
+    """The projection for parameters with these names and shapes. It is always the same for the same arguments."""
+    if tracing.get_trace() is not None:  # the tensors that a compiled step makes are its own
+        return _draw_projection(method, dim, seed, shapes, device)
+    return _get_projection(method, dim, seed, shapes, device)
+
+
+def _draw_projection(method: Method, dim: int, seed: int, shapes: Shapes, device: torch.device) -> Projection:
+    used = {name: shape for name, shape in shapes if shape.numel()}
+    slices = allocate(dim, used) if method == "kronecker" else dict.fromkeys(used, slice(0, dim))
+    sketches: dict[str, Sketch | KroneckerSketch] = {}
+    for name, shape in used.items():
+        if method == "kronecker":
+            size = slices[name].stop - slices[name].start
+            sketches[name] = KroneckerSketch(size, seed, name, shape, device)
+        elif method == "tensor":
+            sketches[name] = TensorSketch(dim, seed, name, shape, device)
+        else:
+            sketches[name] = SparseSketch(dim, seed, name)
+    return Projection(dim, slices, sketches, device)
+
+
+_get_projection = lru_cache(maxsize=2)(_draw_projection)  # drawing takes longer than multiplying
