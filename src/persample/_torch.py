@@ -141,6 +141,10 @@ def find_onednn_product() -> Product | None:
     return lambda a, b: function(a, b, None, "none", [], "")
 
 
+# Copies each tensor of the second list into the tensor of the first, which may have another dtype.
+copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("torch._foreach_copy_", "Joined rows of small terms")
+
+
 # Whether autocast is on for any device.
 is_any_autocast_enabled: Callable[[], bool] = _find("torch._C._is_any_autocast_enabled", "Every recording")
 
@@ -297,6 +301,11 @@ def get_gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any] | None, ...]:
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
+def has_gradient_hooks(parameters: Iterable[Any]) -> bool:
+    """Whether any of some leaves has a hook on its gradient."""
+    return any([p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters])
+
+
 def get_checkpoint_frame(pack: Any) -> Any:
     """What a non-reentrant checkpoint keeps for its recomputation, given its hook for saved tensors, else None."""
     names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
@@ -370,28 +379,17 @@ def get_parameters(module: nn.Module) -> dict[str, Tensor | None]:
     return _read(module, "_parameters", "persample.compile")
 
 
-def get_named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model by name, as `named_parameters` lists them, at a fraction of its time."""
-    if type(model).named_parameters is not nn.Module.named_parameters:
-        return dict(model.named_parameters())
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for prefix, module in _walk_modules(model):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                found[prefix + name] = parameter
-    return found
+def list_own_parameters(modules: Iterable[Any]) -> list[dict[str, Tensor | None]]:
+    """The dicts in which modules keep their own parameters."""
+    return [module._parameters for module in modules]
 
 
-def list_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, each once, at a fraction of the time of `modules()`."""
-    if type(model).named_modules is not nn.Module.named_modules:
-        return list(model.modules())
-    return [module for _, module in _walk_modules(model)]
+def list_children(modules: Iterable[Any]) -> list[dict[str, nn.Module | None]]:
+    """The dicts in which modules keep their children."""
+    return [module._modules for module in modules]
 
 
-def _walk_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def walk_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """All modules, each once, with the prefix of their parameters' names; a module may be its own child."""
     found: dict[int, tuple[str, Any]] = {}
     pending: list[tuple[str, Any]] = [("", model)]

@@ -19,11 +19,13 @@ REGISTRATIONS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook
 
 def has_gradient_hooks(tensors: Iterable[Tensor]) -> bool:
     """Whether any of some leaves has a hook on its gradient, ours included."""
-    return any(hooks for tensor in tensors for hooks in _torch.get_gradient_hooks(tensor))
+    return _torch.has_gradient_hooks(tensors)
 
 
 def refuse_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:
     """Raise if a parameter has a hook of the user's on its gradient."""
+    if not _torch.has_gradient_hooks(parameters.values()):
+        return
     for name, parameter in parameters.items():
         for hooks in _torch.get_gradient_hooks(parameter):
             if hooks:

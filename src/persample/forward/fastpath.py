@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.functions import find_results
+from persample._internal.model_table import list_modules
 from persample._internal.tree import find_tensors
 from persample.layouts import (
     Call,
@@ -39,7 +40,7 @@ class WholeModules:
 
     def __init__(self, tracker: Any) -> None:
         self.tracker = tracker
-        modules = _torch.list_modules(tracker.model)
+        modules = list_modules(tracker.model)
         found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
         for module in found:

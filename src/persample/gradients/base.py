@@ -46,8 +46,12 @@ class RecordedGradients(ABC):
         nonfinite: NonFinite = "raise",
     ) -> None:
         self._nonfinite_mode = nonfinite
-        self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
-        self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
+        if type(processes) is Processes:
+            self._parameters = dict(parameters)
+            self._names = {id(p): name for name, p in parameters.items()}
+        else:
+            self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
+            self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
         self._given_reduction = loss_reduction
         self._found_reduction: Reduction | None = None
         self._noted_pass: int | None = None  # the backward pass for which `note_loss` was called, while it runs

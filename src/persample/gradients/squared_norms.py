@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample.errors import PerSampleError
+from persample.gradients.joined import JoinedRows
 
 # What happens to samples whose gradient is not finite.
 NonFinite = Literal["raise", "zero", "keep"]
@@ -37,6 +38,7 @@ class SquaredNorms:
         self._names: list[str] = []
         self._parts: list[Tensor] = []  # each `(some parameters, batch)`, in the order of the names
         self._floors: list[Tensor | None] = []
+        self._joined: dict[int, JoinedRows] = {}  # by position: parts that have one row for all their parameters
         self._total: Tensor | None = None
         self._settled: dict[int, dict[str, float]] = {}  # by sample and parameter: squared norms from rows in float64
 
@@ -50,6 +52,11 @@ class SquaredNorms:
         self._parts.append(squares)
         self._floors.append(floor)
 
+    def add_joined(self, joined: JoinedRows) -> None:
+        """Take the squared norms of small terms. Those of each parameter's part are computed if they are needed."""
+        self._joined[len(self._parts)] = joined
+        self.add(joined.names, joined.compute_squares().unsqueeze(0), None)
+
     @property
     def names(self) -> list[str]:
         """The parameters that have squared norms."""
@@ -58,6 +65,8 @@ class SquaredNorms:
     def add_up(self) -> Tensor:
         """`(batch,)`: the squared norm of the whole row. In a compiled step, where it is doubtful, an upper bound."""
         if self._total is None:
+            if len(self._parts) == len(self._joined) == 1:
+                return self._parts[0][0]
             # Rounding can leave a part slightly below zero.
             self._total = torch.cat(self._parts).clamp_(min=0).sum(0)
             floor = self._add_floors() if tracing.get_trace() is not None else None
@@ -72,7 +81,9 @@ class SquaredNorms:
     def _list_parts(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """`{name: (squared norms, floor)}`, each `(batch,)`."""
         found: list[tuple[Tensor, Tensor | None]] = []
-        for parts, floors in zip(self._parts, self._floors, strict=True):
+        for i, (parts, floors) in enumerate(zip(self._parts, self._floors, strict=True)):
+            if i in self._joined:
+                parts = self._joined[i].compute_part_squares()
             own_floors = [None] * len(parts) if floors is None else floors.unbind()
             found += zip(parts.unbind(), own_floors, strict=True)
         return dict(zip(self._names, found, strict=True))
@@ -153,6 +164,7 @@ class SquaredNorms:
         if index:
             self._total = None
             self._parts = [part.index_fill(1, torch.tensor(index, device=part.device), 0) for part in self._parts]
+            self._joined = {i: joined.clear_samples(index) for i, joined in self._joined.items()}
             for n in index:
                 self._settled.pop(n, None)
 
@@ -184,6 +196,8 @@ def _find_below(squares: Tensor, floor: Tensor | None, least: float | Tensor | N
     Reads one number from the device, unless some are found.
     """
     if not squares.numel():
+        return []
+    if floor is None and math.isfinite(float(squares.sum())):
         return []
     margin = squares * 0  # NaN if not finite
     if floor is not None:

@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from persample._internal import tracing
 from persample._internal.free_memory import find_free_memory
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients.base import NotKept, RecordedGradients
 from persample.gradients.clipping import Bound, compute_clip_factors
+from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
 from persample.gradients.stack import Stack
@@ -44,12 +46,15 @@ class _Streamed(RecordedGradients):
 
     def _measure(self, stack: Stack, compact: bool = False, summed: bool = False) -> bool:
         """Keep the squared norms of a term; returns whether they have a floor."""
-        for name in self._used.intersection(stack.names):
-            self._refuse_second_pass(name)
-        self._used.update(stack.names)
+        self._note_used(stack)
         squares, floor = stack.measure(compact, summed)
         self._squares.add(stack.names, squares, floor)
         return floor is not None
+
+    def _note_used(self, stack: Stack) -> None:
+        for name in self._used.intersection(stack.names):
+            self._refuse_second_pass(name)
+        self._used.update(stack.names)
 
     def _measure_and_settle(self, stack: Stack, summed: bool = False, least: float = 0.0) -> None:
         """Keep reliable squared norms of a term that will not be kept. Below `least`, they need not be reliable."""
@@ -186,7 +191,8 @@ class StreamedClip(_Streamed):
             wrong = sorted(self.max_norm.keys() ^ self._parameters.keys())
             if wrong:
                 raise PerSampleError(f"max_norm must have a bound for each recorded parameter; it differs in {wrong}.")
-        self._stacks: list[Stack] = []
+        self._stacks: list[Stack | JoinedRows] = []
+        self._small = SmallStacks()
         self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
         self._second_squares = SquaredNorms("keep")  # of the second pass, to be compared with the first
         self._clipped: dict[str, Tensor] = {}
@@ -246,9 +252,11 @@ class StreamedClip(_Streamed):
             self._add_clipped(stack, self._weights)
         elif self.passes == 2:
             self._measure_and_settle(stack, summed=True, least=self._find_least_square(stack.names))
-        else:
+        elif isinstance(self.max_norm, Mapping) or tracing.get_trace() is not None or not self._small.add(stack):
             self._measure(stack, compact=True, summed=True)
             self._stacks.append(stack)
+        else:
+            self._note_used(stack)
 
     def _find_least_square(self, names: Iterable[str]) -> float:
         """A squared norm below which rounding in a parameter's part of a row cannot make the row exceed its bound."""
@@ -272,6 +280,7 @@ class StreamedClip(_Streamed):
             if self.passes == 2:
                 self._squares.note_nonfinite()
             else:
+                self._join_small_terms()
                 self._settle_kept_terms()
             self._clear_nonfinite()
             self._weights = self._compute_weights()
@@ -312,6 +321,12 @@ class StreamedClip(_Streamed):
             return squares.compute_part_norms()
         return {"": squares.compute_norms()} if squares.names else {}
 
+    def _join_small_terms(self) -> None:
+        joined = self._small.join()
+        if joined is not None:
+            self._squares.add_joined(joined)
+            self._stacks.append(joined)
+
     def _settle_kept_terms(self) -> None:
         """Make the squared norms reliable where the bound needs it."""
         squares = self._squares
@@ -340,12 +355,12 @@ class StreamedClip(_Streamed):
         norms = squares.compute_norms() * self._scale
         return dict.fromkeys(squares.names, compute_clip_factors(norms, self.max_norm, stabiliser) * self._scale)
 
-    def _add_clipped(self, stack: Stack, weights: Mapping[str, Tensor]) -> None:
+    def _add_clipped(self, stack: Stack | JoinedRows, weights: Mapping[str, Tensor]) -> None:
         """Compute the clipped sums of the parameters of a stack."""
         squares = self._squares
         if squares.nonfinite and self._nonfinite_mode != "keep":  # zero times infinity would be NaN
             stack = stack.clear_samples(squares.nonfinite)
-        if isinstance(self.max_norm, Mapping):
+        if isinstance(stack, Stack) and isinstance(self.max_norm, Mapping):
             for name, term in stack.split():
                 self._clipped.update(Stack([name], term).sum(weights[name], squares.exact))
         else:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from persample import _torch
+from persample._internal.model_table import get_named_parameters
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import Bound, NonFinite
@@ -105,4 +105,4 @@ class Options:
 
 def get_trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
-    return {name: p for name, p in _torch.get_named_parameters(model).items() if p.requires_grad}
+    return {name: p for name, p in get_named_parameters(model).items() if p.requires_grad}

@@ -79,7 +79,11 @@ class Term(ABC):
 
     def compute_exact_row(self, sample: int) -> Tensor:
         """`weight.shape`: g_n in float64, for a sample n whose norm is below its floor."""
-        return to_double(convert_to_double(self.some(sample, sample + 1)).dense()[0])
+        return to_double(self.some(sample, sample + 1).compute_exact_rows()[0])
+
+    def compute_exact_rows(self) -> Tensor:
+        """The dense form from factors in float64."""
+        return convert_to_double(self).dense()
 
     def clear_samples(self, is_cleared: Tensor) -> Term:
         """The term with rows of zeros where the mask `is_cleared`, `(batch,)`, is true, also if they are not finite."""

@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, widen
+from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import compute_norms_from_dense
@@ -71,6 +71,9 @@ class Outer(Term):
     def dense(self) -> Tensor:
         input, grad = promote(self.input, self.grad)
         return grad.mT @ input.conj()
+
+    def compute_exact_rows(self) -> Tensor:
+        return torch.bmm(*promote(to_double(self.grad).mT, to_double(self.input).conj()))
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         if not self.input.dtype == self.grad.dtype == out.dtype or out.is_complex():
