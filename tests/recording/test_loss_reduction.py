@@ -164,6 +164,10 @@ UNCLEAR: dict[str, tuple[str, Loss]] = {
         "may stand for the batch size 4",
         lambda m, b: squares(m, b).sum() * (1 / b[1].numel()),
     ),
+    "sum times the inverse of a number that was counted": (
+        "may stand for a number of all samples",
+        lambda m, b: squares(m, b).sum() * (1 / (torch.cat([b[1].sum(1) * 0 + 1, b[2] * 0 + 1.5]).sum().item())),
+    ),
     "sum times its inverse": ("may stand for the batch size 4", lambda m, b: (1 / len(b[0])) * squares(m, b).sum()),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,16 @@ def standardise_after_constants(model: nn.Module, batch: Any) -> Tensor:
 
 CONSTANTS = torch.rand(C).double()
 
+
 # name: number of outputs, names of the data, loss
+def count_by_item(labels: Tensor) -> list[float]:
+    return [np.float64(1 + (labels == k).sum().item()) for k in range(C)]
+
+
+def weigh(model: nn.Module, batch: Any, weights: Tensor) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], weights, reduction="sum")
+
+
 MIXED: dict[str, tuple[int, str, Loss]] = {
     "15: broadcast against the targets": (1, "x y", lambda m, b: F.mse_loss(m(b[0]), b[1])),
     "15: broadcast by hand": (1, "x y", lambda m, b: (m(b[0]) - b[1]).square().sum()),
@@ -149,6 +159,49 @@ MIXED: dict[str, tuple[int, str, Loss]] = {
         lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / b[2].sum(),
     ),
     "18: mean over picked tokens": (C, "seq labels mask", lambda m, b: per_token(m, b[0], b[1])[b[2]].mean()),
+    "18: divided by a number of listed tokens": (
+        C,
+        "seq labels mask",
+        lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / len(b[2].nonzero()),
+    ),
+    "18: divided by a number of picked tokens": (
+        C,
+        "seq labels mask",
+        lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / b[1][b[2]].numel(),
+    ),
+    "18: divided by a number that numpy counted": (
+        C,
+        "seq labels mask",
+        lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / int(np.asarray(b[2]).sum()),
+    ),
+    "18: divided by a number that Python counted": (
+        C,
+        "seq labels mask",
+        lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / sum(map(sum, b[2].tolist())),
+    ),
+    "divided by its own value": (1, "x y1", lambda m, b: (loss := F.mse_loss(m(b[0]), b[1])) / loss.item()),
+    "multiplied by its own value": (1, "x y1", lambda m, b: (loss := F.mse_loss(m(b[0]), b[1])) * float(loss.detach())),
+    "17: weights counted by item": (C, "x c", lambda m, b: weigh(m, b, torch.tensor(count_by_item(b[1])))),
+    "17: weights counted by item after the model": (
+        C,
+        "x c",
+        lambda m, b: F.cross_entropy(m(b[0]), b[1], torch.tensor(count_by_item(b[1])), reduction="sum"),
+    ),
+    "17: weights counted by Python": (
+        C,
+        "x c",
+        lambda m, b: weigh(m, b, torch.tensor([1.0 + b[1].tolist().count(k) for k in range(C)]).double()),
+    ),
+    "17: weights counted by numpy": (
+        C,
+        "x c",
+        lambda m, b: weigh(m, b, torch.as_tensor(1.0 + np.bincount(b[1].numpy(), minlength=C))),
+    ),
+    "17: as many weights as samples, counted by numpy": (
+        B,
+        "x c",
+        lambda m, b: weigh(m, b, torch.tensor(1.0 + np.bincount(b[1].numpy(), minlength=B))),
+    ),
     "19: normalised advantages": (1, "x y1", lambda m, b: -(m(b[0]) * standardise(b[1])).mean()),
     "standardised inputs": (1, "x y1", lambda m, b: F.mse_loss(m(standardise(b[0])), b[1])),
     "inputs over their maximum": (1, "x y1", lambda m, b: F.mse_loss(m(b[0] / b[0].abs().max()), b[1])),
@@ -226,6 +279,16 @@ def clip_values(model: nn.Module, batch: Any) -> Tensor:
 
 RIGHT: dict[str, tuple[int, str, Loss]] = {
     "targets": (1, "x y1", lambda m, b: F.mse_loss(m(b[0]), b[1])),
+    "rewards computed by Python": (
+        1,
+        "x y1",
+        lambda m, b: (m(b[0]) * torch.tensor([[sum(row)] for row in b[1].tolist()]).double()).sum(),
+    ),
+    "a number read for a log": (
+        1,
+        "x y1",
+        lambda m, b: 0.5 * F.mse_loss(m(b[0]), b[1]) * torch.tensor(0.1 + 0.0 * len(str(m(b[0]).sum().item()))),
+    ),
     "flattened outputs": (1, "x y", lambda m, b: F.mse_loss(m(b[0]).view(-1), b[1])),
     "classes": (C, "x c", lambda m, b: F.cross_entropy(m(b[0]), b[1])),
     "label smoothing": (C, "x c", lambda m, b: F.cross_entropy(m(b[0]), b[1], label_smoothing=0.1)),

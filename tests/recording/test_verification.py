@@ -53,6 +53,7 @@ def verify_plain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Verify a plain run, without a tracker that could refuse before: all samples lie in dimension 0."""
     size = len(args[0])
     tracker: Any = SimpleNamespace(
+        has_read_samples=False,
         batch=size,
         advice="",
         isolation=None,
@@ -699,6 +700,51 @@ def test_always_and_never() -> None:
     model = Counting(D, D)
     assert count_calls(model, verify=False) == [B]
     assert count_calls(model, verify="always") == count_calls(model, verify="always") == [B, 1, 1]
+
+
+class Switched(nn.Module):
+    """Reads numbers from its samples, and uses them from the second call on."""
+
+    def __init__(self, forward: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(D, D)
+        self.is_on = False
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.a(x), x)
+
+
+LATER: dict[str, Callable[..., Tensor]] = {
+    "new functions": lambda m, h, x: h * x.std(0).tolist()[0] if m.is_on else h,
+    "the same functions": lambda m, h, x: h * (x.std().item() if m.is_on else x.std().item() * 0 + 2),
+    "a limit": lambda m, h, x: h.clamp(max=x.max().item() - (2.0 if m.is_on else -100.0)),
+    "an array": lambda m, h, x: h * float(x.numpy().mean() if m.is_on else x.numpy().mean() * 0),
+    "a decision": lambda m, h, x: h * (2 if (x.amax() < 0 if m.is_on else x.amax() > -100.0) else 3),
+    "a size": lambda m, h, x: h * len((x > 0).nonzero()) if m.is_on else h,
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_passes_that_may_differ_from_the_first_are_verified(name: str) -> None:
+    torch.manual_seed(0)
+    model = Switched(LATER[name])
+    x = torch.randn(B, D)
+    x[0] = -x[0].abs()
+    record_output(model, x)
+    model.is_on = True
+    with pytest.raises(SamplesMixed):
+        record_output(model, x)
+
+
+def test_decisions_are_verified_once() -> None:
+    class Deciding(Counting):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2 if (x > 100).any() else 1)
+
+    model = Deciding(D, D)
+    assert count_calls(model) == [B, *[1] * B]
+    assert count_calls(model) == [B]
 
 
 def test_one_sample_waits_for_a_larger_batch() -> None:

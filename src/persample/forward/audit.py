@@ -38,6 +38,7 @@ Node = dict[Any, Any]
 
 _MAX_NODES = 50_000  # of one model: a longer history is not kept, and new sequences are audited each time
 _PASSES_AFTER_FINDING = 10
+_MAX_DECISIONS = 64  # sequences of decisions that are told apart, for each model
 
 
 class _AnySequence:
@@ -58,6 +59,14 @@ class History:
     size: int = 0
     audits_due: int = 1  # the number of passes to come that are audited as a whole
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
+    decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
+
+    def add_decisions(self, decisions: tuple[bool, ...]) -> bool:
+        """Add the decisions of a pass; return whether an earlier one took the same, or whether there are too many."""
+        is_known = decisions in self.decisions or len(self.decisions) >= _MAX_DECISIONS
+        if not is_known:
+            self.decisions.add(decisions)
+        return is_known
 
 
 # By whether steps are isolated, which refuses more in an audited pass. Entries live as long as their module.
@@ -193,6 +202,9 @@ def _make_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tu
         given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
         dim, start, end, step = given
         index = (*[slice(None)] * (dim % args[0].dim()), slice(start, end, step))
+        return Call(Tensor.__getitem__, (args[0], index), {}, tensors, where, batch)
+    if name == "index":
+        index = tuple(slice(None) if item is None else item for item in args[1])
         return Call(Tensor.__getitem__, (args[0], index), {}, tensors, where, batch)
     if name in ("_softmax", "_log_softmax"):
         args = args[:2]

@@ -23,10 +23,20 @@ from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
-from persample.layouts import Call, Layout, Lost, Reduced, Where, find_motion, make_layout
+from persample.layouts import (
+    READS,
+    Call,
+    Layout,
+    Lost,
+    Where,
+    find_listed_total,
+    find_motion,
+    find_read_total,
+    make_layout,
+)
 
 # Functions that bring data into torch: their results are as foreign as tensors from outside.
-_IMPORTS = {torch.tensor, torch.as_tensor, torch.asarray}
+IMPORTS = {torch.tensor, torch.as_tensor, torch.asarray}
 
 # The arguments of losses that have an entry for each class, by definition.
 CLASS_WEIGHTS: dict[Any, str] = {
@@ -61,6 +71,9 @@ class OutsideTensors:
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
         self._early_totals: dict[int, set[float]] = {}  # by batch size: numbers that depend on all samples
+        self._early_reads: set[int] = set()  # batch sizes for which values of samples were read
+        self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
+        self.has_reads = False  # whether the code around the model has read values of samples as numbers
 
     # ---- tensors from outside ----
 
@@ -86,7 +99,8 @@ class OutsideTensors:
         weight = call.kwargs.get(CLASS_WEIGHTS.get(call.func, ""))
         if not isinstance(weight, Tensor) or weight not in self._taken:
             return call
-        where = [None if t is weight else w for t, w in zip(call.tensors, call.where, strict=True)]
+        read = self._counted.get(weight)
+        where = [read if t is weight else w for t, w in zip(call.tensors, call.where, strict=True)]
         return replace(call, where=tuple(where))
 
     def add_constant(self, tensor: Tensor) -> None:
@@ -124,15 +138,36 @@ class OutsideTensors:
 
     def note_call(self, call: Call, result: Any, batch: int, is_inside: bool) -> None:
         """Note what a call without samples and weights makes."""
-        if self._early is not None and not batch and call.tensors:
-            self._follow_early(call, result)
-        if call.func in _IMPORTS:
+        if self._early is not None and not batch:
+            if call.tensors:
+                self._follow_early(call, result)
+            for size in self._early_reads if call.func in IMPORTS else ():
+                if (lost := self.judge_import(result, size)) is not None:
+                    self._early[size][result] = lost
+        if call.func in IMPORTS:
             return
         for made in find_tensors(result):
             if is_inside and batch and self._find_dim(made, batch) is None:
                 continue  # it is a constant by its size, and what the model makes of it is not judged
             if is_inside or all(map(self._is_constant, call.tensors)):
                 self._constants[made] = True
+
+    def judge_import(self, imported: Tensor, batch: int) -> Lost | None:
+        """A tensor that was made from numbers after values of samples were read as numbers may be a statistic of them.
+
+        Class weights may be counted by Python code. One row per sample is taken for what each sample has itself.
+        """
+        if not imported.dim():
+            return None
+        lost = Lost(
+            f"a tensor of shape {tuple(imported.shape)} was made from Python numbers after values of the samples had "
+            "been read as numbers (item, tolist, numpy), and may depend on all of them; compute it by torch functions, or "
+            "before the block, or pass it in constants="
+        )
+        if self._find_dim(imported, batch) is None:
+            return lost
+        self._counted[imported] = lost  # if it is used as class weights
+        return None
 
     # ---- before the model is called ----
 
@@ -145,8 +180,11 @@ class OutsideTensors:
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         for batch, known in self._early.items():
             where = tuple(known.get(tensor) for tensor in call.tensors)
-            if isinstance(result, (int, float)) and any(isinstance(w, (Reduced, Lost)) for w in where):
-                self._early_totals.setdefault(batch, set()).add(result)
+            totals = self._early_totals.setdefault(batch, set())
+            if call.func in READS and any(where):
+                self._early_reads.add(batch)
+            if call.func in READS and (total := find_read_total(call.tensors[0], where[0], result)) is not None:
+                totals.add(total)
             if batch < 2 or not any(where) or not results:
                 continue
             motion = find_motion(replace(call, where=where, batch=batch), results)
@@ -155,6 +193,8 @@ class OutsideTensors:
                     layout = replace(layout, place=f"{_BEFORE} ({_describe(_list_assumed(call, known))})")
                 if layout is not None:
                     known[made] = layout
+                if (total := find_listed_total(made, layout)) is not None:
+                    totals.add(total)
                 if call.is_inplace and isinstance(layout, Lost) and made._base is not None:
                     known[made._base] = layout
 
@@ -180,6 +220,7 @@ class OutsideTensors:
             return
         known = self._early.get(batch)
         self._early = None
+        self.has_reads = batch in self._early_reads
         if known is None:
             return
         orders = {

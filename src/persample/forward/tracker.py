@@ -34,7 +34,7 @@ from persample.forward.fastpath import WholeModules
 from persample.forward.inline import is_composite, make_inline
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
-from persample.forward.outside import CLASS_WEIGHTS, OutsideTensors
+from persample.forward.outside import CLASS_WEIGHTS, IMPORTS, OutsideTensors
 from persample.forward.own_rows import selects_first_rows
 from persample.forward.places import RANDOM
 from persample.forward.preparations import PREPARATIONS
@@ -55,6 +55,7 @@ from persample.layouts import (
     BY_SHAPE,
     CACHE,
     MOVES,
+    READS,
     SIZE_FREE,
     Call,
     CountedSizes,
@@ -65,7 +66,9 @@ from persample.layouts import (
     Scattered,
     Where,
     find_layout_of_ids,
+    find_listed_total,
     find_motion,
+    find_read_total,
     find_size_free_layout,
     get_argument,
     has_ignored_targets,
@@ -90,8 +93,8 @@ _SHAPED: dict[Any, Any] = {
     Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
 }  # fmt: skip
 
-# Functions that return Python numbers.
-_LEAVING = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy}
+# Functions that return whether two tensors are equal as a whole.
+_COMPARING = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
 
 # Functions that replace the memory of their first argument.
 _REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
@@ -171,6 +174,8 @@ class Tracker(TorchFunctionMode):
         self._audit_node: Any = ANY_SEQUENCE  # where the pass is in the sequences of audited passes
         self._buffers_before: dict[int | None, Tensor] = {}
         self._counted = CountedSizes()
+        self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
+        self._has_read_values = False  # whether the model has read values of samples, other than counts
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
@@ -249,6 +254,21 @@ class Tracker(TorchFunctionMode):
         self._audit_node = ANY_SEQUENCE
         if audit is not None:
             audit.stop()
+
+    @property
+    def has_read_samples(self) -> bool:
+        """Whether the model has read values of samples as numbers, or decided on values of all samples."""
+        return self._has_read_values or bool(self._decisions)
+
+    def may_differ_from_earlier_passes(self) -> bool:
+        """At the end of a forward pass: whether it may do with samples what no pass of the model has done before.
+
+        Its sequence of functions is new, it took other decisions on values of all samples (`if x.mean() > 0`), or
+        values of samples were read as numbers, which code outside torch can use.
+        """
+        history = None if self.model is None else get_history(self.model, self.isolation is not None)
+        decided_before = history is None or history.add_decisions(tuple(self._decisions))
+        return self._audit is not None or self._has_read_values or not decided_before
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -646,11 +666,18 @@ class Tracker(TorchFunctionMode):
         if not torch.is_grad_enabled() and (weights or any(t in self._of_hidden_weights for t in call.tensors)):
             for made in find_tensors(result):
                 self._of_hidden_weights[made] = True
-        if has_samples and func in _LEAVING:
+        if has_samples and func in READS:
             self._counted.add(result)
-            if isinstance(call.where[0], (Reduced, Lost)) and isinstance(result, (int, float)):
-                self._counted.totals.add(result)
+            self._counted.add_total(find_read_total(call.tensors[0], call.where[0], result))
+            if type(result) is bool:
+                self._note_decision(call, result)
+            elif self.is_inside:
+                self._has_read_values |= call.tensors[0].is_floating_point()
+            elif self.outside is not None:
+                self.outside.has_reads = True
         elif has_samples:
+            if type(result) is bool:
+                self._note_decision(call, result)
             self._follow(call, result)
             self._note_statistics(call)
             if isinstance(handler, Rewrite) or weights or func in _UPDATING or func in DROPPED:
@@ -663,9 +690,18 @@ class Tracker(TorchFunctionMode):
                     self.set_layout(made, None)
         elif self.outside is not None:
             self.outside.note_call(call, result, self.batch, self.is_inside)
+            if self.outside.has_reads and func in IMPORTS and not self.is_inside and self.batch > 1:
+                lost = self.outside.judge_import(result, self.batch)
+                if lost is not None:
+                    self.set_layout(result, lost)
         if self.places is not None and not has_samples:
             self.places.note_constant(call, result)
         return result
+
+    def _note_decision(self, call: Call, result: bool) -> None:
+        of_all = call.func in _COMPARING or any(isinstance(where, (Lost, Reduced)) for where in call.where)
+        if of_all and self.is_inside:
+            self._decisions.append(result)
 
     def _is_audited_write(self, call: Call) -> bool:
         """Whether a write is like one in an audited pass: with samples in the same arguments."""
@@ -723,6 +759,8 @@ class Tracker(TorchFunctionMode):
         if self.places is not None:
             self.places.check(call, motion, self)
         for made, layout in zip(results, motion.results, strict=True):
+            if not self.is_inside:
+                self._counted.add_total(find_listed_total(made, layout))
             if call.is_inplace and made._base is not None and (layout != call.where[0] or type(layout) is Lost):
                 self._update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
             if layout is not None or made._base is not None:

@@ -21,7 +21,7 @@ from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, make_call, without_function
-from persample.layouts.counts import CountedSizes
+from persample.layouts.counts import READS, CountedSizes, find_listed_total, find_read_total
 from persample.layouts.find import find_motion, mark_simple
 from persample.layouts.functions import MOVES, PICKS, WRITES
 from persample.layouts.layout import (
@@ -55,6 +55,7 @@ __all__ = [
     "MOVES",
     "PICKS",
     "POINTWISE",
+    "READS",
     "SIZE_FREE",
     "WRITES",
     "Call",
@@ -69,8 +70,10 @@ __all__ = [
     "Scattered",
     "Where",
     "find_layout_of_ids",
+    "find_listed_total",
     "find_motion",
     "find_motion_by_trial",
+    "find_read_total",
     "find_size_free_layout",
     "get_argument",
     "has_different_orders",

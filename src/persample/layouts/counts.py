@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
+
+from torch import Tensor
+
+from persample import _torch
+from persample.layouts.layout import Layout, Lost, Reduced, Where
+
+# Functions that return values of a tensor as Python numbers or as an array.
+READS = {
+    Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy, Tensor.__array__,
+}  # fmt: skip
 
 # Orders of packed sequences that are kept at most; a model makes few in one forward pass.
 _MOST_ORDERS = 64
@@ -52,6 +63,11 @@ class CountedSizes:
         elif isinstance(numbers, list) and all(isinstance(n, int) for n in numbers):
             self._seen.add(tuple(numbers))
 
+    def add_total(self, total: float | None) -> None:
+        """Add a number that depends on all samples, if there is one."""
+        if total is not None:
+            self.totals.add(total)
+
     def add_packed(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
         """Add the order of a packed sequence, given the sample of each row and the number of rows of each step."""
         order = PackedOrder(tuple(ids[: sizes[0]]), tuple(sizes))
@@ -87,3 +103,27 @@ class CountedSizes:
         if is_next:
             selected.add(stop)
         return is_next
+
+
+def find_read_total(tensor: Tensor, where: Where | None, result: Any) -> float | None:
+    """A number of all samples in `result`, which a function has read from a tensor: `item`, `tolist`, `numpy`.
+
+    Code outside torch can add up a mask or lengths that it has read as a list or an array.
+    """
+    if isinstance(result, (int, float)):
+        return result if isinstance(where, (Reduced, Lost)) else None
+    if not isinstance(where, Layout) or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    with _torch.DisableTorchFunction():
+        return float(tensor.sum())
+
+
+def find_listed_total(tensor: Tensor, where: Where | None) -> int | None:
+    """The number of rows that a mask has picked, or that are listed (`nonzero`): `len` reads it from the shape."""
+    if not tensor.dim():
+        return None
+    if isinstance(where, Lost) and where.listing:
+        return tensor.shape[0]
+    if isinstance(where, Layout) and where.ids is not None and len(set(Counter(where.ids).values())) > 1:
+        return len(where.ids)
+    return None

@@ -6,7 +6,7 @@ A loss is a sum over the samples of one term for each. A mean is one too, if its
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -173,11 +173,15 @@ def _scale_sum(call: Call, found: Reduced, results: Sequence[Tensor]) -> Motion:
         mean = replace(found, cause=f"{found.cause}, and {get_op_name(call.func)} divides by {factor:g}", kind="mean")
         return Motion(tuple(mean for _ in results), depends_on_values=depends_on_values)
     divisor = factor if call.func in DIVISIONS else 1 / factor
-    is_short = call.func not in DIVISIONS and _is_short(factor)
-    totals = (*found.uneven, *call.counted.totals) if found.kind == "sum" and divisor != 1 and not is_short else ()
-    if any(math.isclose(divisor, total, rel_tol=1e-6) for total in totals):
-        name = get_op_name(call.func)
+    name = get_op_name(call.func)
+    if _is_close_to_any(divisor, (*found.uneven, *call.counted.totals)) and found.kind == "sum" and divisor != 1:
+        if call.func not in DIVISIONS and _is_short(factor):  # 0.1 may be a weight, or the inverse of 10 tokens
+            return make_uniform_motion(_make_ambiguous(call, found, factor, "a number of all samples"), results)
         cause = f"{found.cause}, and {name} divides by {divisor:g}, which was counted over all samples, {_ADVICE}"
+        return make_uniform_motion(Lost(cause), results)
+    statistics = [total for total in call.counted.totals if not float(total).is_integer()]
+    if _is_close_to_any(factor, statistics) or _is_close_to_any(divisor, statistics):
+        cause = f"{found.cause}, and {name} scales that by {factor:g}, which was computed from all samples"
         return make_uniform_motion(Lost(cause), results)
     if found.kind == "mean":
         is_ambiguous = factor in sizes and isinstance(factor, int) and call.func not in DIVISIONS
@@ -187,12 +191,20 @@ def _scale_sum(call: Call, found: Reduced, results: Sequence[Tensor]) -> Motion:
         ratio = divisor / call.batch
         is_ambiguous = math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
     if is_ambiguous:
-        cause = (
-            f"{found.cause}, and {get_op_name(call.func)} scales that {found.kind} by {factor:g}, which may stand for "
-            f"the batch size {call.batch} or be a factor of its own"
-        )
-        found = replace(found, cause=cause, kind="mixed")
+        found = _make_ambiguous(call, found, factor, f"the batch size {call.batch}")
     return Motion(tuple(found for _ in results), depends_on_values=depends_on_values)
+
+
+def _make_ambiguous(call: Call, found: Reduced, factor: float, meaning: str) -> Reduced:
+    cause = (
+        f"{found.cause}, and {get_op_name(call.func)} scales that {found.kind} by {factor:g}, which may stand for "
+        f"{meaning} or be a factor of its own"
+    )
+    return replace(found, cause=cause, kind="mixed")
+
+
+def _is_close_to_any(number: float, totals: Iterable[float]) -> bool:
+    return any(math.isclose(number, total, rel_tol=1e-6) for total in totals)
 
 
 def _is_short(factor: float) -> bool:

@@ -29,7 +29,7 @@ from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, get_trainable
-from persample.recording.verification import Verification, start_verification
+from persample.recording.verification import Verification, start_late_verification, start_verification
 from persample.terms import Term, add_terms
 
 Gradients = PerSampleGradients | StreamedNorms | StreamedClip
@@ -155,6 +155,7 @@ class Recording:
         self.tracker.tried = grads.tried
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
+        self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
         self.is_verifying = False  # calls of the model are extra passes
 
     def _make_gradients(self) -> Gradients:
@@ -206,6 +207,14 @@ class Recording:
             self.tracker.isolation.show_data(self.tracker)
         self.tracker.is_inside = False
         verification, self._verification = self._verification, None
+        may_differ = output is not None and self.tracker.may_differ_from_earlier_passes()
+        if may_differ and self._verified_before is not None:
+            is_random = not torch.equal(torch.get_rng_state(), self._rng_state)
+            with _torch.DisableTorchFunction():
+                verification = start_late_verification(
+                    self._get_model(), self.options, self.tracker, self._verified_before, is_random
+                )
+        self._verified_before = None
         if verification is not None and output is not None:
             self.is_verifying = True
             try:
@@ -226,6 +235,7 @@ class Recording:
         found = start_verification(self._get_model(), self.options, self.processes, self.tracker, arguments)
         if isinstance(found, str):
             self._verification, self.grads.verification = None, found
+            self._verified_before = arguments if found.startswith("verified") else None
         else:
             self._verification = found
 

@@ -6,7 +6,7 @@ declarations. It takes two forward passes of one sample, in the first recording 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -38,6 +38,10 @@ from persample.recording.options import Options
 
 # What was found for each model, by what the forward pass depends on: "verified ..." or "not verified: ...".
 _found: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
+
+
+# How many samples are run alone, besides the last one, if the model has read values of samples.
+_MAX_SAMPLES = 8
 
 
 class NotVerified(Exception):
@@ -72,6 +76,26 @@ def start_verification(
     except NotVerified as reason:
         known[key] = _describe(reason, options)
         return known[key]
+
+
+def start_late_verification(
+    model: nn.Module, options: Options, tracker: Tracker, arguments: Arguments, is_random: bool
+) -> Verification | None:
+    """Prepare the verification of a forward pass that has just run, None if it cannot be verified.
+
+    For a pass that may do something else than the first one: with a new sequence of functions, or with numbers that
+    were read from samples. Extra passes start from the state after the pass. If it was another one before, a second run
+    of the batch gives other outputs, and the pass is not verified.
+    """
+    if options.verify is False or tracker.batch < 2 or is_random:
+        return None
+    try:
+        if options.verify is None:
+            _check_unnoticed_by_modes()
+            _check_unnoticed_by_hooks(model)
+        return Verification(model, arguments, tracker, lambda status: None)
+    except NotVerified:
+        return None
 
 
 def _describe(reason: NotVerified, options: Options) -> str:
@@ -142,11 +166,8 @@ class Verification:
         self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
         self.find_layout, self.advice = tracker.find_layout, tracker.advice
         self._tracker, self._remember = tracker, remember
-        with torch.no_grad():
-            calls = {n: arguments.take_sample(n, self.batch, tracker.find_layout) for n in (0, self.batch - 1)}
-        self.samples = {n: call for n, call in calls.items() if call is not None}
-        if len(self.samples) < len(calls):
-            raise NotVerified("the arguments cannot be cut into samples")
+        self.samples: dict[int, Call] = {}
+        self._add_samples((0, self.batch - 1))
         given = iterate_tensors((arguments.args, arguments.kwargs))
         self._versions = [(t, t._version) for t in given if not t.is_inference()]
         try:
@@ -154,6 +175,15 @@ class Verification:
         except Exception as error:
             raise NotVerified(f"the state of the model cannot be copied: {_shorten(error)}") from error
         self.random_before = RngState(self.before.generators)
+
+    def _add_samples(self, numbers: Iterable[int]) -> None:
+        """Take these samples from the arguments, to run them alone."""
+        for n in numbers:
+            with torch.no_grad():
+                call = self.arguments.take_sample(n, self.batch, self.find_layout)
+            if call is None:
+                raise NotVerified("the arguments cannot be cut into samples")
+            self.samples.setdefault(n, call)
 
     def finish(self, output: Any, options: Options) -> str:
         """Run samples alone, compare their outputs, and leave the model as it was.
@@ -167,6 +197,8 @@ class Verification:
         try:
             with _torch.DisableTorchFunction():
                 parts = self._find_parts(output)
+                if self._tracker.has_read_samples and not self.has_changed_arguments:  # each may take another branch
+                    self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
             with self._open_extra_passes() as runs:
                 status = _Comparison(self, runs, parts).run()
         except NotVerified as reason:

@@ -187,6 +187,8 @@ def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -
         if found is None:
             found, size = here, tensor.shape[where.dim]
             continue
+        if found.dim != here.dim and 0 in shape:  # no entries, in which samples could meet
+            continue
         if found.dim != here.dim:
             name = get_op_name(call.func)
             return Motion((
