@@ -156,6 +156,14 @@ class Store:
         with self._reading(path):
             return np.load(path, mmap_mode="r", allow_pickle=False)
 
+    def load_rows(self, checkpoint: int, shard: int) -> Array:
+        """The projected gradients of a shard in memory: one read, which is faster than reading a mapped file."""
+        mapped = self.read_rows(checkpoint, shard)
+        if not isinstance(mapped, np.memmap):  # an empty array
+            return mapped
+        rows = np.fromfile(self._get_path(checkpoint, shard, "npy"), mapped.dtype, mapped.size, offset=mapped.offset)
+        return rows.reshape(mapped.shape, order="F" if mapped.flags.f_contiguous and mapped.ndim > 1 else "C")
+
     def _get_path(self, checkpoint: int, shard: int, suffix: Literal["npy", "npz"]) -> Path:
         return self.directory / str(checkpoint) / f"{shard:05d}.{suffix}"
 
