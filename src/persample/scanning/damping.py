@@ -40,7 +40,7 @@ class Whitening:
         self._blocks = list(blocks or [slice(0, len(moment))])
         moments = [moment[block, block] for block in self._blocks]
         if damping == "auto":
-            damping = choose_damping([torch.linalg.eigvalsh(part) for part in moments])
+            damping = choose_damping([_compute_spectrum(part) for part in moments])
         self.damping = float(damping)
         self._factors = [_factorise(part, self.damping) for part in moments]
 
@@ -82,7 +82,13 @@ def choose_damping(spectra: Sequence[Tensor]) -> float:
     return 10**low
 
 
-_TINY, _ROUNDING = torch.finfo(torch.float64).tiny, 1e-6
+_TINY, _ROUNDING, _MANY = torch.finfo(torch.float64).tiny, 1e-6, 1024
+
+
+def _compute_spectrum(moment: Tensor) -> Tensor:
+    """Eigenvalues divided by their sum; in float32 if there are so many that float64 would take much longer."""
+    scaled = moment / moment.trace().clamp(min=_TINY)
+    return torch.linalg.eigvalsh(scaled.float() if len(moment) > _MANY else scaled)
 
 
 def _factorise(moment: Tensor, damping: float) -> Tensor:

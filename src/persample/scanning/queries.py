@@ -14,8 +14,10 @@ from torch import Tensor
 
 from persample._internal.text import format_table
 from persample.scanning.damping import Damping, Whitening
-from persample.scanning.stored_gradients import BLOCK_SIZE, StoredGradients
+from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
+
+BLOCK_SIZE = 4096  # rows and pairs that are compared at once
 
 # Duplicates are first compared in the directions of largest variance. The other directions together hold at most this
 # share of the squared lengths.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample.scanning.store import Array, Store
 
-BLOCK_SIZE = 4096  # rows
+BLOCK_SIZE = 1024  # rows
 
 # The second moment of more rows than this, or than 8 per entry of a row, is estimated from evenly spaced rows.
 ROWS_OF_MOMENT = 32_768
@@ -45,22 +45,22 @@ class StoredGradients:
     def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
         """`(start, rows)`: all rows in float32, in blocks of whole shards with about `BLOCK_SIZE` rows.
 
-        The next block is read while the caller works on this one.
+        The next block is read while the caller works on this one. All blocks share their memory, so a block is valid
+        until the next one, and the caller may change it: new memory for each block would take most of the time.
         """
-        groups, count = [list[int]()], 0
-        for shard in self._shards:
-            groups[-1].append(shard)
-            count += len(self._store.read_rows(self._checkpoint, shard))
-            if count >= BLOCK_SIZE:
-                groups, count = [*groups, []], 0
-        start = 0
+        first = self._store.read_rows(self._checkpoint, 0)
+        shard_size = max(1, len(first))
+        shards_per_block = max(1, BLOCK_SIZE // shard_size)
+        buffers = [np.empty((shards_per_block * shard_size, self.dim), first.dtype) for _ in range(2)]
+        wide = torch.empty(0) if first.dtype == np.float32 else torch.empty(buffers[0].shape)
+        groups = [self._shards[i : i + shards_per_block] for i in range(0, len(self._shards), shards_per_block)]
         with ThreadPoolExecutor(1) as reader:
-            coming = reader.submit(self._load_shards, groups[0])
-            for following in [*groups[1:], []]:
-                block = coming.result()
-                coming = reader.submit(self._load_shards, following)
-                if len(block):
-                    yield start, block.float()
+            coming, start = reader.submit(self._load_shards, groups[0], buffers[0]), 0
+            for i in range(len(groups)):
+                block = torch.from_numpy(coming.result())
+                if i + 1 < len(groups):
+                    coming = reader.submit(self._load_shards, groups[i + 1], buffers[(i + 1) % 2])
+                yield start, wide[: len(block)].copy_(block) if wide.numel() else block
                 start += len(block)
 
     def sample_rows(self, count: int) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ class StoredGradients:
         for shard in (ids // shard_size).unique().tolist():
             here = (ids // shard_size == shard).nonzero().flatten()
             stored = self._store.read_rows(self._checkpoint, shard)
-            rows[here] = _to_tensor(stored[(ids[here] % shard_size).numpy()]).float()
+            rows[here] = torch.from_numpy(np.array(stored[(ids[here] % shard_size).numpy()])).float()
         return rows
 
     def compute_second_moment(self, scale: Tensor | None = None) -> Tensor:
@@ -93,7 +93,7 @@ class StoredGradients:
         seen = 0
         for ids, block in blocks:
             if scale is not None:
-                block = block * scale[ids, None].float()
+                block *= scale[ids, None].float()
             total += (block.T @ block).double()
             seen += len(block)
         return total / seen
@@ -102,10 +102,9 @@ class StoredGradients:
         parts = [self._store.read_columns(self._checkpoint, shard, [name])[name] for shard in self._shards]
         return np.concatenate(parts)
 
-    def _load_shards(self, shards: list[int]) -> Tensor:
-        parts = [_to_tensor(self._store.load_rows(self._checkpoint, shard)) for shard in shards]
-        return torch.cat(parts) if parts else torch.empty(0, 0)
-
-
-def _to_tensor(rows: Array) -> Tensor:
-    return torch.from_numpy(np.array(rows))
+    def _load_shards(self, shards: Sequence[int], buffer: Array) -> Array:
+        """Read some shards into a buffer, and return its part that they fill."""
+        end = 0
+        for shard in shards:
+            end += self._store.load_rows(self._checkpoint, shard, buffer[end:])
+        return buffer[:end]
