@@ -5,7 +5,8 @@
 The rows are synthetic: random numbers with a decaying spectrum, in float16 as a scan stores them. Each number of rows
 is measured in a process of its own, because memory is the highest resident memory of the process. Files are removed
 from the page cache before a query that is called cold. "read" reads the same files into memory and does nothing else:
-the speed of the disk. All in one thread. A million rows of 4,096 numbers take 8 GB in the folder, which is removed at the end.
+the speed of the disk. All in one thread. A million rows of 4,096 numbers take 8 GB in
+the folder, which is removed at the end.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def measure_one(folder: Path, dim: int) -> dict[str, Any]:
     def rank(method: Any, model: StoredModel) -> None:
         make_scores([model], [gradients], method, "auto", of_loss=True).rank(K)
 
-    seconds = {
+    times: dict[str, Times] = {
         "read, cold": time_cold(lambda: read_files(files), files),
         "read, warm": time_call(lambda: read_files(files)),
     }
