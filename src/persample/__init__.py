@@ -13,7 +13,7 @@ from persample.rules import register_rule
 
 if TYPE_CHECKING:
     from persample.compiled import CompiledStep, compile
-    from persample.scanning import Scan, scan
+    from persample.scanning import Scan, evaluate, scan
 
 __all__ = [
     "CompiledStep",
@@ -29,6 +29,7 @@ __all__ = [
     "call_for_per_sample_grads",
     "check",
     "compile",
+    "evaluate",
     "implements_per_sample_grads",
     "record",
     "register_rule",
@@ -38,7 +39,13 @@ __all__ = [
 ]
 
 # Imported when they are first asked for: scanning needs an extra, compiling needs many private names of torch.
-_LAZY = {"CompiledStep": "compiled", "compile": "compiled", "Scan": "scanning", "scan": "scanning"}
+_LAZY = {
+    "CompiledStep": "compiled",
+    "Scan": "scanning",
+    "compile": "compiled",
+    "evaluate": "scanning",
+    "scan": "scanning",
+}
 
 
 def __getattr__(name: str) -> Any:

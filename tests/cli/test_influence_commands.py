@@ -89,3 +89,43 @@ def test_wrong_damping(damping: str, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit, match="2"):
         main(["query", "out", "outliers", f"--damping={damping}"])
     assert "expected a positive number or 'auto'" in capsys.readouterr().err
+
+
+# ---- evaluate ----
+
+
+@pytest.mark.usefixtures("tasks")
+def test_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [
+        "evaluate",
+        "influence_tasks:to_evaluate",
+        "--subsets",
+        "4",
+        "--repeats",
+        "2",
+        "--project",
+        "16",
+        "--quiet",
+    ]
+    assert main([*command, "--methods", "whitened", "tracin"]) == 0
+    output = capsys.readouterr().out
+    assert "LDS over 4 subsets (2 trainings each) and 20 test samples" in output and "Flipped labels" in output
+    assert main([*command, "--flipped", "0", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["lds"].keys() == {"tracin", "cosine", "whitened", "trak"} and not answer["mislabel_auc"]
+    assert answer["lds"]["whitened"].keys() == {"value", "low", "high"}
+
+
+@pytest.mark.usefixtures("tasks")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["influence_tasks:to_scan"], "must return (train, data, test_batch, loss_fn)"),
+        (["influence_tasks:to_evaluate", "--subsets", "2"], "at least 3 subsets"),
+        (["influence_tasks:to_evaluate", "--part", "1"], "part must be between 0 and 1"),
+        (["influence_tasks:to_evaluate", "--methods", "magic", "--subsets", "3"], "method must be one of"),
+    ],
+)
+def test_errors_of_evaluate(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", *command, "--quiet", "--project", "8"]) == 2
+    assert message in capsys.readouterr().err
