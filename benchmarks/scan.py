@@ -31,8 +31,9 @@ from benchmarks.output import write_json
 from benchmarks.timing import compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import make_gpt
 from persample.scanning import queries
-from persample.scanning.queries import StoredGradients
+from persample.scanning.influence import StoredModel, TestGradients, make_scores
 from persample.scanning.store import Store
+from persample.scanning.stored_gradients import StoredGradients
 
 BATCH, ROUNDS = 64, 5
 TIMED_EXAMPLES = 2048
@@ -181,14 +182,14 @@ def write_random_gradients(store: Store, count: int, spectrum: Tensor) -> Stored
 def make_queries(stored: StoredGradients, tests: Tensor) -> dict[str, Callable[[], Any]]:
     """The queries that are timed, by name."""
 
-    def compute_whitened_influence() -> Tensor:
-        whitening = queries.compute_whitening(stored.compute_second_moment(scaled=True))
-        return queries.compute_products(stored, tests @ whitening)
+    def rank(method: Any) -> Any:
+        gradients = TestGradients(tests, torch.ones(len(tests)), 1.0)
+        return make_scores([StoredModel(stored)], [gradients], method, "auto", of_loss=True).rank(10)
 
     return {
         "neighbours of one": lambda: queries.find_neighbours(stored, 5, 10),
-        "influence on 16": lambda: queries.compute_products(stored, tests).topk(10),
-        "influence on 16, whitened": compute_whitened_influence,
+        "influence on 16": lambda: rank("tracin"),
+        "influence on 16, whitened": lambda: rank("whitened"),
         "outliers": lambda: queries.find_outliers(stored, 10),
         "duplicates": lambda: queries.find_duplicates(stored, 0.1),
     }

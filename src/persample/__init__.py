@@ -14,7 +14,7 @@ from persample.rules import register_rule
 if TYPE_CHECKING:
     from persample.compiled import CompiledStep, compile
     from persample.monitoring import ImportanceSampler, Monitor, monitor
-    from persample.scanning import Scan, scan
+    from persample.scanning import Scan, evaluate, scan
 
 __all__ = [
     "CompiledStep",
@@ -32,6 +32,7 @@ __all__ = [
     "call_for_per_sample_grads",
     "check",
     "compile",
+    "evaluate",
     "implements_per_sample_grads",
     "monitor",
     "record",
@@ -48,6 +49,7 @@ _LAZY = {
     "Monitor": "monitoring",
     "Scan": "scanning",
     "compile": "compiled",
+    "evaluate": "scanning",
     "monitor": "monitoring",
     "scan": "scanning",
 }

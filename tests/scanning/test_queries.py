@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import persample
-from persample.scanning import ScanError, queries
+from persample.scanning import ScanError, queries, stored_gradients
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 
@@ -65,7 +65,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
         model, nn.CrossEntropyLoss(), data(), out=tmp_path, checkpoints=scanned, learning_rates=rates, **OPTIONS
     )
     test = data(5, seed=1)
-    scores = found.scores(test)
+    scores = found.scores(test, "tracin")
     exact, projected, slack = torch.zeros(5, N), torch.zeros(5, N), torch.zeros(5, N)
     for rate, state in zip(rates, scanned, strict=True):
         model.load_state_dict(state)
@@ -84,7 +84,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
     assert float(torch.corrcoef(torch.stack([scores.flatten(), exact.flatten()]))[0, 1]) > 0.9
 
     model.load_state_dict(scanned[-1])
-    answer = persample.Scan(tmp_path, model, nn.CrossEntropyLoss(), scanned).influence(test, k=4)
+    answer = persample.Scan(tmp_path, model, nn.CrossEntropyLoss(), scanned).influence(test, 4, "tracin")
     order = scores.argsort(dim=1, descending=True)
     assert torch.equal(answer.for_ids, order[:, :4]) and torch.equal(answer.against_ids, order[:, -4:].flip(1))
     assert torch.equal(answer.for_scores, scores.gather(1, order[:, :4]))
@@ -94,7 +94,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
 def test_sign_of_score_predicts_effect_of_training_step(tmp_path: Path) -> None:
     model, test, rate = make_model(), data(1, seed=1), 1e-3
     found = persample.scan(model, nn.CrossEntropyLoss(), data(), out=tmp_path, **{**OPTIONS, "project": 512})
-    answer = found.influence(test, k=1)
+    answer = found.influence(test, 1, "tracin")
     before = F.cross_entropy(model(test[0]), test[1]).item()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for i, smaller in ((int(answer.for_ids), True), (int(answer.against_ids), False)):
@@ -116,7 +116,7 @@ def test_whitened_scores_match_direct_computation(tmp_path: Path) -> None:
     moment = stored.T @ stored / N
     ridge = 1e-3 * moment.trace() / 64 * torch.eye(64)
     expected = grads.project(64).double() @ torch.linalg.inv(moment + ridge) @ stored.T
-    scores = found.scores(tuple(part[:3] for part in data()), "whitened")
+    scores = found.scores(tuple(part[:3] for part in data()), "whitened", damping=1e-3)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-3)
     assert scores.argmax(1).tolist() == [0, 1, 2], "the best match of an example is the example"
 
@@ -126,7 +126,7 @@ def test_whitened_scores_match_direct_computation(tmp_path: Path) -> None:
     [
         ("no model", "influence needs the model and its loss"),
         ("weights", "The weights of the model differ from the scanned ones"),
-        ("method", "method must be 'tracin' or 'whitened'"),
+        ("method", "method must be one of 'tracin', 'cosine'"),
     ],
 )
 def test_influence_errors(change: str, message: str, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_outliers_have_largest_leverage(tmp_path: Path) -> None:
     plane = torch.randn(N, 2) @ torch.randn(2, 12)
     plane[23] = torch.randn(12)
     rows = store_rows(tmp_path, plane)
-    found = queries.find_outliers(rows, 3)
+    found = queries.find_outliers(rows, 3, damping=1e-3)
     unit = F.normalize(plane.double(), dim=1)
     moment = unit.T @ unit / N
     leverages = (unit @ torch.linalg.inv(moment + 1e-3 * moment.trace() / 12 * torch.eye(12)) * unit).sum(1)
@@ -202,6 +202,7 @@ def test_duplicates_match_brute_force(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(queries, "_COMPARED_AT_ONCE", 7)
         patched.setattr(queries, "BLOCK_SIZE", 16)
+        patched.setattr(stored_gradients, "BLOCK_SIZE", 16)
         assert sorted(queries.find_duplicates(rows, 0.1)) == find_groups_by_brute_force(matrix, 0.1)
 
 

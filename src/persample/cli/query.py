@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import math
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 from persample._internal.text import format_table
@@ -15,7 +17,7 @@ from persample.cli.task import (
     import_scanning,
     load_model_and_loss,
 )
-from persample.cli.user_code import UsageError, call_target
+from persample.cli.user_code import UsageError, call_target, load_function
 
 _DESCRIPTION = """\
 Find examples in a scan. Examples are numbered from 0 in the order of the dataset.
@@ -24,13 +26,15 @@ Find examples in a scan. Examples are numbered from 0 in the order of the datase
     $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
     $ persample query scans/mine duplicates                 # groups of examples with the same gradient
     $ persample query scans/mine outliers                   # the examples with the most unusual gradients
+    $ persample query scans/mine self-influence             # the examples with the most influence on their own loss
 
 The examples that support or oppose the predictions for a batch:
 
     $ persample query scans/mine influence my_model:test --module my_model:to_scan
 
 For `influence`, the first function takes no arguments and returns a batch for the loss. The function of --module is the
-function of the scan; it is called again for the model and the loss.
+function of the scan; it is called again for the model and the loss. --measure names a function of the model and the
+batch that returns one number per sample, to ask for the examples that lower this number instead of the loss.
 """
 
 _EXIT_CODES = {0: "answered", 2: "wrong arguments, or no finished scan", 3: "the model is refused (influence)"}
@@ -57,7 +61,21 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--tolerance", type=float, default=0.1, metavar="T", help="allowed distance of duplicates (default: 0.1)"
     )
     parser.add_argument(
-        "--method", choices=["tracin", "whitened"], default="tracin", help="method of influence (default: tracin)"
+        "--method",
+        choices=["whitened", "trak", "tracin", "cosine"],
+        default="whitened",
+        help="method of influence and self-influence (default: whitened)",
+    )
+    parser.add_argument(
+        "--damping",
+        type=_parse_damping,
+        default="auto",
+        metavar="D",
+        help="damping of whitened, trak and outliers, relative to the mean eigenvalue, or auto (default: auto)",
+    )
+    parser.add_argument("--measure", metavar="module:function", help="function of model and batch instead of the loss")
+    parser.add_argument(
+        "--parameters", nargs="+", metavar="PATTERN", help="only these parameters of influence, such as 'head.*'"
     )
 
 
@@ -83,7 +101,11 @@ def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
 
 
 def _find_outliers(args: Namespace, scanning: Any) -> Rows:
-    return _make_rows(scanning.Scan(args.directory).outliers(args.k), "leverage")
+    return _make_rows(scanning.Scan(args.directory).outliers(args.k, args.damping), "leverage")
+
+
+def _find_self_influence(args: Namespace, scanning: Any) -> Rows:
+    return _make_rows(scanning.Scan(args.directory).self_influence(args.method, args.k, args.damping), "self-influence")
 
 
 def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
@@ -106,7 +128,15 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
     model, loss_fn = load_model_and_loss({**origin, "target": args.module})
     batch = call_target(args.subject)
     scan = scanning.Scan(args.directory, model, loss_fn, origin["checkpoints"])
-    answer = scan.influence(batch, args.k, args.method)
+    patterns = args.parameters
+    answer = scan.influence(
+        batch,
+        args.k,
+        args.method,
+        damping=args.damping,
+        measure=load_function(args.measure, ["model", "batch"]) if args.measure else None,
+        parameters=patterns and (lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)),
+    )
     return [
         {"sample": sample, "pushes": direction, "example": int(i), "score": float(score)}
         for sample in range(len(answer.for_ids))
@@ -123,8 +153,20 @@ _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "neighbours": _find_neighbours,
     "duplicates": _find_duplicates,
     "outliers": _find_outliers,
+    "self-influence": _find_self_influence,
     "influence": _find_influence,
 }
+
+
+def _parse_damping(text: str) -> float | str:
+    """Parse a positive number or 'auto'."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if text != "auto" and not 0 < number < math.inf:
+        raise ArgumentTypeError(f"expected a positive number or 'auto', got '{text}'")
+    return text if text == "auto" else number
 
 
 def _make_rows(found: Any, score: str) -> Rows:

@@ -240,6 +240,29 @@ class PerSampleGradients(RecordedGradients):
 
     @torch.no_grad()
     @without_autocast
+    def scale(self, factors: Mapping[str, Tensor]) -> PerSampleGradients:
+        """The gradients with each entry multiplied by a factor, as dense rows.
+
+        >>> import persample
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with persample.record(model) as grads:
+        ...     model(torch.ones(5, 3)).sum().backward()
+        >>> grads.scale({"bias": torch.tensor([2.0, 0.0])}).dense()["bias"][0]
+        tensor([2., 0.])
+
+        Args:
+            factors: a tensor with the shape of the parameter, by name. Other parameters are not multiplied.
+        """
+        scaled = PerSampleGradients(self._parameters, "sum", Processes(), self._nonfinite_mode)
+        scaled.start(self.batch_size)
+        for name, rows in self.dense().items():
+            wide = widen(rows)
+            scaled._receive(name, Dense(wide * factors[name].to(wide) if name in factors else wide.clone()))
+        scaled.finish()
+        return scaled
+
+    @torch.no_grad()
+    @without_autocast
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean over the rows of each entry's square."""
         count = max(1, self.samples())

@@ -12,9 +12,26 @@ except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
 from persample.scanning.errors import DiskFull, NotFinite, ScanError
+from persample.scanning.evaluation import Evaluation, Trained, evaluate
+from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
-from persample.scanning.results import Influence, Scan
+from persample.scanning.results import Scan
 from persample.scanning.run import scan
+from persample.scanning.statistics import Estimate
 
-__all__ = ["QUANTITIES", "DiskFull", "Influence", "NotFinite", "Ranking", "Scan", "ScanError", "scan"]
+__all__ = [
+    "QUANTITIES",
+    "DiskFull",
+    "Estimate",
+    "Evaluation",
+    "Influence",
+    "NotFinite",
+    "RandomScores",
+    "Ranking",
+    "Scan",
+    "ScanError",
+    "Trained",
+    "evaluate",
+    "scan",
+]

@@ -9,106 +9,79 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from persample.scanning.store import Array, Store
+from persample._internal.text import format_table
+from persample.scanning.damping import Damping, Whitening
+from persample.scanning.stored_gradients import StoredGradients
+from persample.scanning.top import RunningTop
 
-BLOCK_SIZE = 4096  # rows
+BLOCK_SIZE = 4096  # rows and pairs that are compared at once
 
 # Duplicates are first compared in the directions of largest variance. The other directions together hold at most this
 # share of the squared lengths.
 LEFT_OUT_SHARE = 0.3
 
 
-class StoredGradients:
-    """The projected gradients of one checkpoint: rows of length 1, and their original `lengths`."""
-
-    def __init__(self, store: Store, checkpoint: int) -> None:
-        self._store, self._checkpoint = store, checkpoint
-        self._shards = range(store.count_shards(checkpoint))
-        parts = [store.read_columns(checkpoint, shard, ["length"])["length"] for shard in self._shards]
-        self.lengths = torch.from_numpy(np.concatenate(parts))
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
-        """`(start, rows)`: all rows in float32, in blocks of whole shards with about `BLOCK_SIZE` rows."""
-        start, waiting = 0, list[Tensor]()
-        for shard in self._shards:
-            waiting.append(_to_tensor(self._store.read_rows(self._checkpoint, shard)))
-            if sum(map(len, waiting)) >= BLOCK_SIZE or shard == self._shards[-1]:
-                block = torch.cat(waiting)
-                yield start, block
-                start, waiting = start + len(block), []
-
-    def __getitem__(self, ids: Tensor) -> Tensor:
-        """The rows of some examples, in float32."""
-        rows = torch.empty(len(ids), self.dim)
-        shard_size = len(self._store.read_rows(self._checkpoint, 0))
-        for shard in (ids // shard_size).unique().tolist():
-            here = (ids // shard_size == shard).nonzero().flatten()
-            stored = self._store.read_rows(self._checkpoint, shard)
-            rows[here] = _to_tensor(stored[(ids[here] % shard_size).numpy()])
-        return rows
-
-    @property
-    def dim(self) -> int:
-        """The number of entries in a row."""
-        return self._store.read_rows(self._checkpoint, 0).shape[1]
-
-    def compute_second_moment(self, scaled: bool) -> Tensor:
-        """`(dim, dim)`: mean of the outer products of rows with themselves; `scaled`: at their original lengths."""
-        total = torch.zeros(self.dim, self.dim, dtype=torch.float64)
-        for start, block in self.iterate_blocks():
-            if scaled:
-                block = block * self.lengths[start : start + len(block), None].float()
-            total += (block.T @ block).double()
-        return total / len(self)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ranking:
-    """Examples with their scores, best first."""
+    """Examples with their scores, best first. Iterating gives pairs of an id and its score.
+
+    >>> ranking = Ranking(torch.tensor([17, 4]), torch.tensor([0.9, 0.25]))
+    >>> ranking
+    Ranking of 2 examples:
+      example  score
+           17    0.9
+            4   0.25
+    >>> list(ranking)
+    [(17, 0.8999...), (4, 0.25)]
+    """
 
     ids: Tensor
     scores: Tensor
 
+    def __len__(self) -> int:
+        return len(self.ids)
 
-def compute_products(rows: StoredGradients, directions: Tensor) -> Tensor:
-    """`(directions, rows)`: inner products of the gradients, at their original lengths, with some directions."""
-    parts = [directions.float() @ block.T for _, block in rows.iterate_blocks()]
-    return torch.cat(parts, dim=1) * rows.lengths.float()
+    def __iter__(self) -> Iterator[tuple[int, float]]:
+        return zip(self.ids.tolist(), self.scores.tolist(), strict=True)
+
+    def __repr__(self) -> str:
+        pairs = zip(self.ids[:_SHOWN].tolist(), self.scores[:_SHOWN].tolist(), strict=True)
+        rows = [[str(i), f"{score:.4g}"] for i, score in pairs]
+        end = f"\n  ... and {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
+        table = format_table(rows, ["example", "score"], right={0, 1}, indent="  ")
+        return f"Ranking of {len(self)} example{'s' * (len(self) != 1)}:\n{table}{end}"
+
+
+_SHOWN = 10
 
 
 def find_neighbours(rows: StoredGradients, i: int, k: int) -> Ranking:
     """The `k` examples with gradients most similar to that of example `i`, by cosine."""
-    own = rows[torch.tensor([i])][0]
-    cosines = torch.cat([block @ own for _, block in rows.iterate_blocks()])
-    cosines[i] = -torch.inf
-    scores, ids = cosines.topk(min(k, len(rows) - 1))
-    return Ranking(ids, scores)
+    own, top = rows[torch.tensor([i])], RunningTop(min(k, len(rows) - 1))
+    for start, block in rows.iterate_blocks():
+        cosines = own @ block.T
+        if start <= i < start + len(block):
+            cosines[0, i - start] = -torch.inf
+        top.add(start, cosines)
+    return Ranking(top.ids[0], top.scores[0])
 
 
-def find_outliers(rows: StoredGradients, k: int) -> Ranking:
+def find_outliers(rows: StoredGradients, k: int, damping: Damping = "auto") -> Ranking:
     """The `k` examples with the most unusual gradient directions.
 
     The score is the leverage of a row of length 1, as a multiple of the mean leverage.
     """
-    factor = compute_whitening(rows.compute_second_moment(scaled=False))
-    scores = torch.cat([(block @ factor).square().sum(1) for _, block in rows.iterate_blocks()])
-    best = (scores / scores.mean()).topk(min(k, len(rows)))
-    return Ranking(best.indices, best.values)
-
-
-def compute_whitening(moment: Tensor, ridge: float = 1e-3) -> Tensor:
-    """`W` with `W Wᵀ = (moment + λ)⁻¹`. λ is a fraction `ridge` of the mean eigenvalue: `moment` may be singular."""
-    dim = len(moment)
-    regularised = moment + ridge * moment.trace().clamp(min=torch.finfo(torch.float64).tiny) / dim * torch.eye(dim)
-    lower = torch.linalg.cholesky(regularised)
-    return torch.linalg.solve_triangular(lower, torch.eye(dim, dtype=moment.dtype), upper=False).T.float()
+    whitening = Whitening(rows.compute_second_moment(), damping, rows.blocks)
+    top, total = RunningTop(min(k, len(rows))), torch.zeros((), dtype=torch.float64)
+    for start, block in rows.iterate_blocks():
+        leverages = whitening.compute_squares(block)
+        total += leverages.sum()
+        top.add(start, leverages[None])
+    mean = (total / len(rows)).clamp(min=torch.finfo(torch.float64).tiny)
+    return Ranking(top.ids[0], (top.scores[0] / mean).float())
 
 
 # ---- duplicates ----
@@ -152,7 +125,7 @@ _ROUNDING = 1e-4
 
 def _compute_bounds(rows: StoredGradients) -> Tensor:
     """`(rows, directions + 1)`: the inner product of two of these rows is an upper bound on the cosine."""
-    values, vectors = torch.linalg.eigh(rows.compute_second_moment(scaled=False))
+    values, vectors = torch.linalg.eigh(rows.compute_second_moment())
     left_out = values.cumsum(0)  # eigenvalues are in ascending order
     kept = len(values) - int((left_out <= LEFT_OUT_SHARE * left_out[-1]).sum())
     basis = vectors[:, len(values) - kept :].float()
@@ -183,7 +156,3 @@ def _keep_duplicates(rows: StoredGradients, pairs: Tensor, tolerance: float) -> 
         longest = torch.maximum(one.norm(dim=1), other.norm(dim=1))
         kept.append(some[(one - other).norm(dim=1) <= tolerance * longest])
     return torch.cat(kept) if kept else pairs
-
-
-def _to_tensor(rows: Array) -> Tensor:
-    return torch.from_numpy(np.array(rows)).float()

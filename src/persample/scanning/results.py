@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,33 +10,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from persample.batches import Batch, BatchDim
+from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.scanning import queries
-from persample.scanning.checkpoints import Checkpoints, State
+from persample.recording.options import Selection
+from persample.scanning import influence, queries
+from persample.scanning.checkpoints import State
+from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
-from persample.scanning.measure import Measurement, Projection, prepare_model
-from persample.scanning.queries import Ranking, StoredGradients
-from persample.scanning.source import move_to_device
+from persample.scanning.export_rows import write_rows
+from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
+from persample.scanning.probe import Adam, Probe
+from persample.scanning.queries import Ranking
 from persample.scanning.store import Array, Store
+from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.table import get_column_names, read_column, read_table
 
 if TYPE_CHECKING:
     import pyarrow
-
-
-@dataclass(frozen=True)
-class Influence:
-    """The training examples with the most influence on each sample of a test batch: tensors `(samples, k)`, best first.
-
-    A training step on one of `for_ids` lowers the loss of the test sample: its score is positive. A step on one of
-    `against_ids` raises the loss: its score is negative.
-    """
-
-    for_ids: Tensor
-    for_scores: Tensor
-    against_ids: Tensor
-    against_scores: Tensor
 
 
 class Scan:
@@ -73,6 +62,7 @@ class Scan:
         if shards != self.summary["shards"]:
             raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
+        self._stored_models: dict[int, StoredModel] = {}
         self._kept_by = kept_by  # an object that removes the directory when it is collected
 
     @property
@@ -146,75 +136,149 @@ class Scan:
             raise ScanError(f"tolerance must be between 0 and 1, got {tolerance}.")
         return sorted(queries.find_duplicates(self._get_gradients(-1), tolerance), key=len, reverse=True)
 
-    def outliers(self, k: int = 10) -> Ranking:
+    def outliers(self, k: int = 10, damping: Damping = "auto") -> Ranking:
         """The `k` examples with the most unusual gradient directions.
 
-        The score is the leverage of the gradient's direction, as a multiple of the average.
+        The score is the leverage of the gradient's direction, as a multiple of the average. `damping` is explained
+        in `influence`.
         """
-        return queries.find_outliers(self._get_gradients(-1), k)
+        return queries.find_outliers(self._get_gradients(-1), k, damping)
 
-    def influence(self, test_batch: Any, k: int = 10, method: Literal["tracin", "whitened"] = "tracin") -> Influence:
+    def self_influence(self, method: Method = "whitened", k: int | None = None, damping: Damping = "auto") -> Ranking:
+        """The `k` examples (default: all) with the most influence on their own loss, by a method of `influence`.
+
+        With "tracin" this is the column `self_influence` of the table, up to the error of the projection.
+
+        >>> import persample
+        >>> data = torch.randn(80, 3), torch.randint(2, (80,))
+        >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16)
+        >>> len(found.self_influence("whitened", k=5))
+        5
+        """
+        self._check_method(method)
+        scores = influence.compute_self_influence(self._get_models(), self.settings["learning_rates"], method, damping)
+        order = scores.argsort(descending=True, stable=True)[:k]
+        return Ranking(order, scores[order])
+
+    def influence(
+        self,
+        test_batch: Any,
+        k: int = 10,
+        method: Method = "whitened",
+        *,
+        damping: Damping = "auto",
+        measure: LossFunction | None = None,
+        parameters: Selection | None = None,
+        adam: Adam | None = None,
+    ) -> Influence:
         """The `k` training examples with the most influence on each sample of a test batch, for and against it.
 
-        "tracin": the inner product of the two gradients times the learning rate, summed over the checkpoints (Pruthi et
-        al., 2020). "whitened": the inner product after whitening with the second moment of the training gradients, so
-        that common directions count less, as in TRAK (Park et al., 2023) and influence functions. Both use projected
-        gradients: the error of a score is about |g| |g'| / sqrt(project).
-        """
-        scores = self.scores(test_batch, method)
-        best, worst = scores.topk(min(k, len(self))), scores.topk(min(k, len(self)), largest=False)
-        return Influence(best.indices, best.values, worst.indices, worst.values)
+        >>> import persample
+        >>> x, y = torch.randn(80, 3), torch.randint(2, (80,))
+        >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (x, y), project=16)
+        >>> found.influence((x[:2], y[:2]), k=3).for_ids.shape
+        torch.Size([2, 3])
+        >>> logit = lambda model, batch: model(batch[0])[:, 1]  # the examples that lower this output
+        >>> found.influence((x[:2], y[:2]), k=3, measure=logit, parameters=["bias"]).for_ids.shape
+        torch.Size([2, 3])
 
-    def scores(self, test_batch: Any, method: Literal["tracin", "whitened"] = "tracin") -> Tensor:
-        """`(samples, examples)`: the scores that `influence` ranks."""
-        if method not in ("tracin", "whitened"):
-            raise ScanError(f"method must be 'tracin' or 'whitened', got {method!r}.")
-        total = torch.zeros(())
-        for checkpoint, (rate, projected) in enumerate(self._project(test_batch)):
-            gradients = self._get_gradients(checkpoint)
-            if method == "whitened":
-                factor = queries.compute_whitening(gradients.compute_second_moment(scaled=True)).double()
-                projected, rate = projected.double() @ factor @ factor.T, 1 / len(self.settings["checkpoints"])
-            total = total + rate * queries.compute_products(gradients, projected)
-        return total
+        All methods compare projected gradients: the error of an inner product is about |g| |g'| / sqrt(project).
+
+        Args:
+            test_batch: samples with their targets, as the loss of the scan takes them.
+            k: the number of examples for and against each sample.
+            method: "tracin" is the inner product of the two gradients times the learning rate, summed over the
+                checkpoints (Pruthi et al., 2020). "cosine" is their cosine, averaged over the checkpoints with the
+                learning rates as weights. "whitened" is the inner product after whitening with the second moment
+                of the training gradients, averaged over the checkpoints, so that common directions count less, as in
+                influence functions. "trak" is the same with gradients of the margin log(p / (1 - p)), where each
+                training example counts with 1 - p (Park et al., 2023); the loss must be -log p of one label per sample.
+                Checkpoints of independently trained models make an ensemble, which is more precise.
+            damping: what "whitened" and "trak" add to the second moment, relative to its mean eigenvalue. "auto"
+                chooses it such that the effective number of dimensions is 40, or a third of `project` if that is less.
+            measure: a function of the model and the batch, called as the loss, that returns one number per sample. It
+                replaces the loss: a training step on an example with a positive score lowers this number.
+            parameters: only these parameters of the test gradients count, as in `scan`. The scores of groups of
+                parameters add up to the score of all (not with "cosine").
+            adam: the Adam optimizer of the training, or its second moments by parameter name: the inner product is then
+                the effect of a step of Adam without momentum (Xia et al., 2024). Only for "tracin".
+
+        Warns:
+            RandomScores: the scores are on par with random: the projection is too coarse for this model.
+        """
+        return self._make_scores(test_batch, method, damping, measure, parameters, adam).rank(min(k, len(self)))
+
+    def scores(
+        self,
+        test_batch: Any,
+        method: Method = "whitened",
+        *,
+        damping: Damping = "auto",
+        measure: LossFunction | None = None,
+        parameters: Selection | None = None,
+        adam: Adam | None = None,
+    ) -> Tensor:
+        """`(samples, examples)`: the scores that `influence` ranks, with the same arguments."""
+        return self._make_scores(test_batch, method, damping, measure, parameters, adam).compute()
+
+    def export_rows(
+        self, directory: str | Path, checkpoint: int = -1, dtype: Literal["float16", "float32"] = "float32"
+    ) -> Path:
+        """Write the projected gradients of one checkpoint as one file, for programs such as FAISS.
+
+        The directory gets `rows.npy` `(examples, project)`, rows of length 1 in the order of the data, which
+        `numpy.load(..., mmap_mode="r")` maps; `ids.npy`, the ids of the examples; and `lengths.npy`, the original
+        lengths. The inner product of two rows is the cosine that `neighbours` ranks.
+
+        >>> import persample, numpy, tempfile
+        >>> data = torch.randn(80, 3), torch.randint(2, (80,))
+        >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16)
+        >>> directory = tempfile.TemporaryDirectory()
+        >>> numpy.load(found.export_rows(directory.name) / "rows.npy", mmap_mode="r").shape
+        (80, 16)
+        """
+        return write_rows(self._get_gradients(checkpoint), Path(directory), dtype)
 
     # ---- helpers ----
 
     def _get_gradients(self, checkpoint: int) -> StoredGradients:
+        return self._get_models()[checkpoint].stored
+
+    def _get_models(self) -> list[StoredModel]:
+        """The stored gradients of all checkpoints."""
         if self.settings["project"] is None:
             raise ScanError(f"The scan in {self.directory} has no projected gradients: it was made with project=None.")
-        return StoredGradients(self.store, checkpoint % len(self.settings["checkpoints"]))
+        blocks = [(start, stop) for _, start, stop in self.settings.get("blocks") or ()]
+        for checkpoint in range(len(self.settings["checkpoints"])):
+            if checkpoint not in self._stored_models:
+                self._stored_models[checkpoint] = StoredModel(StoredGradients(self.store, checkpoint, blocks))
+        return list(self._stored_models.values())
+
+    def _make_scores(
+        self,
+        test_batch: Any,
+        method: Method,
+        damping: Damping,
+        measure: LossFunction | None,
+        parameters: Selection | None,
+        adam: Adam | None,
+    ) -> InfluenceScores:
+        self._check_method(method)
+        if adam is not None and method != "tracin":
+            raise ScanError(f"adam can be combined with method='tracin' only, not with {method!r}.")
+        if self._model is None or (self._loss_fn is None and measure is None):
+            raise ScanError("influence needs the model and its loss: open the scan as Scan(path, model, loss_fn).")
+        models = self._get_models()
+        probe = Probe(measure or self._loss_fn, parameters, adam)  # type: ignore[arg-type]
+        tests = probe.project_batch(self._model, self._checkpoints, self.settings, self._batch_dim, test_batch)
+        influence.warn_if_random(models, tests, method, damping)
+        return influence.make_scores(models, tests, method, damping, of_loss=measure is None)
+
+    def _check_method(self, method: Method) -> None:
+        influence.check_method(method)
+        if method == "trak":
+            influence.check_label_loss(self.settings["loss"])
 
     def _check_id(self, i: int) -> None:
         if not 0 <= i < len(self):
             raise ScanError(f"There is no example {i}. The scan has examples 0 to {len(self) - 1}.")
-
-    def _project(self, test_batch: Any) -> list[tuple[float, Tensor]]:
-        """For each checkpoint, its learning rate and the projected gradients of the test batch."""
-        if self._model is None or self._loss_fn is None:
-            raise ScanError("influence needs the model and its loss: open the scan as Scan(path, model, loss_fn).")
-        self._get_gradients(0)
-        dim, seed, method = (self.settings[key] for key in ("project", "seed", "projection"))
-        measurement = Measurement(
-            self._model,
-            self._loss_fn,
-            quantities=["loss", "norm"],
-            projection=Projection(dim, seed, method),
-            parameters=list(self.settings["parameters"]),
-            batch_dim=self._batch_dim,
-            loss_reduction=self.settings["loss_reduction"],
-        )
-        states = Checkpoints(self._model, self._checkpoints, self.settings["learning_rates"])
-        if states.compute_digests() != self.settings["checkpoints"]:
-            raise ScanError(
-                "The weights of the model differ from the scanned ones. Load the scanned weights, or pass the "
-                "checkpoints to Scan(...)."
-            )
-        batch = move_to_device(test_batch, measurement.device)
-        size = Batch(batch, self._batch_dim, None, pair=measurement.takes_pairs).size
-        projected = []
-        with prepare_model(measurement, None), states.load_each() as loaded:
-            for checkpoint in loaded:
-                columns = measurement.measure_batch(range(size), batch, None)
-                projected.append((states.learning_rates[checkpoint], columns["projection"]))
-        return projected

@@ -1,0 +1,97 @@
+"""Whitening of projected gradients, and the choice of its damping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from persample.scanning.errors import ScanError
+
+Damping = float | Literal["auto"]
+
+# The effective number of dimensions that "auto" leaves, and its upper bound as a part of the rank. Chosen by the linear
+# datamodeling score over ten tasks and rows of 64 to 1,024 numbers, see docs/scan.md.
+EFFECTIVE_DIMS, EFFECTIVE_PART = 40.0, 1 / 3
+LEAST_DAMPING = 1e-3
+
+
+def check_damping(damping: Damping) -> None:
+    """Raise unless the damping is "auto" or a positive number."""
+    is_number = isinstance(damping, (int, float)) and not isinstance(damping, bool)
+    if damping != "auto" and not (is_number and 0 < float(damping) < float("inf")):
+        raise ScanError(
+            f"damping must be a positive number, relative to the mean eigenvalue, or 'auto', got {damping!r}."
+        )
+
+
+class Whitening:
+    """`(M + λ)⁻¹` for the second moment `M` of gradients, one block of entries after the other.
+
+    `damping` is λ relative to the mean eigenvalue of a block. "auto" chooses it by `choose_damping`; the attribute
+    `damping` has the number.
+    """
+
+    def __init__(self, moment: Tensor, damping: Damping = "auto", blocks: Sequence[slice] | None = None) -> None:
+        check_damping(damping)
+        self._blocks = list(blocks or [slice(0, len(moment))])
+        moments = [moment[block, block] for block in self._blocks]
+        if damping == "auto":
+            damping = choose_damping([_compute_spectrum(part) for part in moments])
+        self.damping = float(damping)
+        self._factors = [_factorise(part, self.damping) for part in moments]
+
+    def solve(self, rows: Tensor) -> Tensor:
+        """`rows (M + λ)⁻¹`, in float64."""
+        result = torch.empty(rows.shape, dtype=torch.float64)
+        for block, lower in zip(self._blocks, self._factors, strict=True):
+            result[:, block] = torch.cholesky_solve(rows[:, block].double().T, lower).T
+        return result
+
+    def compute_squares(self, rows: Tensor) -> Tensor:
+        """`r (M + λ)⁻¹ rᵀ` for each row `r`, in float64."""
+        total = torch.zeros(len(rows), dtype=torch.float64)
+        for block, lower in zip(self._blocks, self._factors, strict=True):
+            solved = torch.linalg.solve_triangular(lower, rows[:, block].double().T, upper=False)
+            total += solved.square().sum(0)
+        return total
+
+
+def choose_damping(spectra: Sequence[Tensor]) -> float:
+    """The damping that leaves an effective number of dimensions `Σ e / (e + λ)` of 40, or of a third of the rank.
+
+    `spectra` are the eigenvalues `e` of each block, and `λ` is the damping times the mean eigenvalue of the block. The
+    smaller of the two numbers counts, and the damping is at least `LEAST_DAMPING`.
+
+    >>> round(choose_damping([torch.ones(90)]), 6)  # 90 / (1 + λ) = 30
+    2.0
+    """
+    clamped = [part.double().clamp(min=0) for part in spectra]  # rounding makes some eigenvalues negative
+    scaled = torch.cat([part / part.mean().clamp(min=_TINY) for part in clamped])
+    wanted = min(EFFECTIVE_DIMS, EFFECTIVE_PART * int((scaled > _ROUNDING * scaled.max()).sum()))
+    low, high = math.log10(LEAST_DAMPING), 12.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if float((scaled / (scaled + 10**middle)).sum()) > wanted:
+            low = middle
+        else:
+            high = middle
+    return 10**low
+
+
+_TINY, _ROUNDING, _MANY = torch.finfo(torch.float64).tiny, 1e-6, 1024
+
+
+def _compute_spectrum(moment: Tensor) -> Tensor:
+    """Eigenvalues divided by their sum; in float32 if there are so many that float64 would take much longer."""
+    scaled = moment / moment.trace().clamp(min=_TINY)
+    return torch.linalg.eigvalsh(scaled.float() if len(moment) > _MANY else scaled)
+
+
+def _factorise(moment: Tensor, damping: float) -> Tensor:
+    """Lower Cholesky factor of `moment + λ`."""
+    mean = (moment.trace() / len(moment)).clamp(min=_TINY**0.5)
+    return torch.linalg.cholesky(moment + damping * mean * torch.eye(len(moment), dtype=moment.dtype))

@@ -1,0 +1,294 @@
+"""Influence of stored gradients on test samples, by several methods.
+
+Every method is a sum over checkpoints of products of test directions with stored rows; the methods differ in the
+directions and in the weights of the rows. So all of them need one pass over the rows, and no matrix of all scores.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from persample._internal.text import format_table
+from persample.scanning.damping import Damping, Whitening, check_damping
+from persample.scanning.errors import ScanError
+from persample.scanning.stored_gradients import StoredGradients
+from persample.scanning.top import RunningTop
+
+Method = Literal["tracin", "cosine", "whitened", "trak"]
+METHODS: tuple[Method, ...] = get_args(Method)
+DAMPED: tuple[Method, ...] = ("whitened", "trak")
+
+# The scores of two halves of the entries of each row are compared on this many examples. A mean correlation below the
+# bound means that the scores are on par with random ones.
+COMPARED_EXAMPLES, LEAST_CORRELATION = 2048, 0.05
+FEWEST_EXAMPLES = 64  # with fewer, the correlation itself is too uncertain
+
+
+class RandomScores(UserWarning):
+    """The scores of a query are on par with random scores."""
+
+
+@dataclass(frozen=True, repr=False)
+class Influence:
+    """The training examples with the most influence on each sample of a test batch: tensors `(samples, k)`, best first.
+
+    A training step on one of `for_ids` lowers the loss of the test sample: its score is positive. A step on one of
+    `against_ids` raises the loss: its score is negative.
+
+    >>> Influence(torch.tensor([[4]]), torch.tensor([[2.5]]), torch.tensor([[7]]), torch.tensor([[-1.0]]))
+    Influence on 1 sample, 1 example for and against:
+      sample  for       against
+           0  4 (+2.5)  7 (-1)
+    """
+
+    for_ids: Tensor
+    for_scores: Tensor
+    against_ids: Tensor
+    against_scores: Tensor
+
+    def __repr__(self) -> str:
+        samples, k = self.for_ids.shape
+        rows = [
+            [
+                str(sample),
+                _format_pairs(self.for_ids[sample], self.for_scores[sample]),
+                _format_pairs(self.against_ids[sample], self.against_scores[sample]),
+            ]
+            for sample in range(min(samples, _SHOWN_SAMPLES))
+        ]
+        table = format_table(rows, ["sample", "for", "against"], right={0}, indent="  ")
+        end = f"\n  ... and {samples - _SHOWN_SAMPLES} more samples" if samples > _SHOWN_SAMPLES else ""
+        title = f"Influence on {samples} sample{'s' * (samples != 1)}, {k} example{'s' * (k != 1)} for and against:"
+        return f"{title}\n{table}{end}"
+
+
+_SHOWN_SAMPLES, _SHOWN_EXAMPLES = 8, 4
+
+
+def _format_pairs(ids: Tensor, scores: Tensor) -> str:
+    pairs = zip(ids.tolist()[:_SHOWN_EXAMPLES], scores.tolist(), strict=False)
+    return ", ".join(f"{i} ({score:+.3g})" for i, score in pairs) + ", ..." * (len(ids) > _SHOWN_EXAMPLES)
+
+
+@dataclass(frozen=True)
+class TestGradients:
+    """The projected gradients and the losses of a test batch with one checkpoint, and its learning rate."""
+
+    __test__ = False  # not a class of tests
+
+    rows: Tensor
+    losses: Tensor
+    learning_rate: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """The contribution of one checkpoint to the scores: `directions @ rows.T`, times the `scale` of each row."""
+
+    stored: StoredGradients
+    directions: Tensor
+    scale: Tensor
+
+
+class InfluenceScores:
+    """The score of every stored example for some test samples, computed in blocks."""
+
+    def __init__(self, parts: Sequence[Part], weights: Tensor | None = None) -> None:
+        self._parts, self._weights = parts, weights
+
+    def iterate_blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """`(start, scores)` with scores of shape `(samples, examples of the block)`."""
+        for blocks in zip(*(part.stored.iterate_blocks() for part in self._parts), strict=True):
+            start, total = blocks[0][0], torch.zeros(())
+            for part, (_, block) in zip(self._parts, blocks, strict=True):
+                scale = part.scale[start : start + len(block)]
+                total = total + (part.directions.float() @ block.T) * scale.float()
+            if self._weights is not None:
+                total = total * self._weights[start : start + total.shape[1]].float()
+            yield start, total
+
+    def compute(self) -> Tensor:
+        """`(samples, examples)`: all scores."""
+        return torch.cat([scores for _, scores in self.iterate_blocks()], dim=1)
+
+    def rank(self, k: int) -> Influence:
+        """The `k` largest and the `k` smallest scores of each sample."""
+        best, worst = RunningTop(k), RunningTop(k, largest=False)
+        for start, scores in self.iterate_blocks():
+            best.add(start, scores)
+            worst.add(start, scores)
+        return Influence(best.ids, best.scores, worst.ids, worst.scores)
+
+
+class StoredModel:
+    """The stored gradients of one checkpoint with what the methods derive from them, computed once."""
+
+    def __init__(self, stored: StoredGradients) -> None:
+        self.stored = stored
+        self._moments: dict[Method, Tensor] = {}
+        self._whitenings: dict[tuple[Method, Damping], Whitening] = {}
+
+    @cached_property
+    def residuals(self) -> Tensor:
+        """`1 - p` for the probability `p` of each example's label."""
+        losses = self.stored.read_losses().double()
+        return compute_residuals(torch.where(self.stored.lengths > 0, losses, 0.0))
+
+    def get_scale(self, method: Method) -> Tensor:
+        """The factor from a stored row to the feature that `method` whitens."""
+        lengths = self.stored.lengths.double()
+        return lengths / self.residuals if method == "trak" else lengths
+
+    def get_whitening(self, method: Method, damping: Damping) -> Whitening:
+        """The whitening of the features of `method`."""
+        key = (method, damping)
+        if key not in self._whitenings:
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks)
+        return self._whitenings[key]
+
+    def _get_moment(self, method: Method) -> Tensor:
+        if method not in self._moments:
+            self._moments[method] = self.stored.compute_second_moment(self.get_scale(method))
+        return self._moments[method]
+
+
+def make_scores(
+    models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: Damping, of_loss: bool
+) -> InfluenceScores:
+    """The scores of a method. `of_loss`: the test gradients are those of the loss, not of another function."""
+    check_method(method)
+    check_damping(damping)
+    total_rate = sum(test.learning_rate for test in tests)
+    parts = []
+    for model, test in zip(models, tests, strict=True):
+        rows, rate = test.rows.double(), test.learning_rate
+        if method in DAMPED:
+            if method == "trak" and of_loss:
+                rows = rows / compute_residuals(test.losses)[:, None]
+            rows, rate = model.get_whitening(method, damping).solve(rows), 1 / len(tests)
+        elif method == "cosine":
+            rows, rate = normalize(rows), rate / total_rate
+        scale = (model.stored.lengths > 0).double() if method == "cosine" else model.get_scale(method)
+        parts.append(Part(model.stored, rate * rows, scale))
+    weights = torch.stack([model.residuals for model in models]).mean(0) if method == "trak" else None
+    return InfluenceScores(parts, weights)
+
+
+def compute_self_influence(
+    models: Sequence[StoredModel], rates: Sequence[float], method: Method, damping: Damping
+) -> Tensor:
+    """`(examples,)`: the score of each stored example for itself."""
+    check_method(method)
+    check_damping(damping)
+    if method == "cosine":
+        raise ScanError("The cosine of a gradient with itself is 1: choose another method for self_influence.")
+    total = torch.zeros(len(models[0].stored), dtype=torch.float64)
+    for model, rate in zip(models, rates, strict=True):
+        scale = model.get_scale(method)
+        if method not in DAMPED:
+            total += rate * scale.square()
+            continue
+        whitening = model.get_whitening(method, damping)
+        squares = torch.cat([whitening.compute_squares(block) for _, block in model.stored.iterate_blocks()])
+        total += squares * scale.square() / len(models)
+    if method == "trak":
+        total *= torch.stack([model.residuals for model in models]).mean(0)
+    return total
+
+
+def check_method(method: str) -> None:
+    """Raise unless there is such a method."""
+    if method not in METHODS:
+        raise ScanError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+
+
+def check_label_loss(name: str) -> None:
+    """Raise if the loss with this name is one of torch that is not `-log p` of a label, which "trak" needs."""
+    is_torch = hasattr(nn, name) or hasattr(nn.functional, name)
+    if is_torch and name not in _LABEL_LOSSES:
+        raise ScanError(
+            f"method='trak' needs a loss that is -log p of each sample's label, such as cross-entropy, but the loss of "
+            f"the scan is {name}. Use method='whitened'."
+        )
+
+
+_LABEL_LOSSES = (
+    "CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "BCELoss", "binary_cross_entropy", "BCEWithLogitsLoss",
+    "binary_cross_entropy_with_logits",
+)  # fmt: skip
+
+
+def compute_residuals(losses: Tensor) -> Tensor:
+    """`1 - p` from the losses `-log p`: what the loss gradient is divided by to get the gradient of the margin.
+
+    The margin is `log(p / (1 - p))`, so its derivative is `-1 / (1 - p)` times that of the loss.
+
+    >>> compute_residuals(torch.tensor([0.0, 0.6931472]))
+    tensor([1.1921e-07, 5.0000e-01])
+    """
+    if bool((losses < 0).any()):
+        raise ScanError(
+            "method='trak' needs losses that are -log p of each sample's label, but some losses of the scan are "
+            "negative. Use method='whitened'."
+        )
+    return (-torch.expm1(-losses)).clamp(min=torch.finfo(torch.float32).eps)
+
+
+# ---- are the scores better than random? ----
+
+
+def warn_if_random(
+    models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: Damping
+) -> float:
+    """Warn if the scores are mostly noise of the projection; return the correlation that shows it.
+
+    The entries of the rows are split into those with even and with odd numbers. Both halves are projections of the
+    same gradients, so that both give scores of the same examples, with independent errors. If the two scores of
+    a sample correlate on average by less than `LEAST_CORRELATION`, their common part, which is what a score is about,
+    is lost in the errors. The examples are `COMPARED_EXAMPLES` evenly spaced ones; fewer than `FEWEST_EXAMPLES` are not
+    compared.
+    """
+    if len(models[0].stored) < FEWEST_EXAMPLES:
+        return 1.0
+    halves = [_score_sample(models, tests, method, damping, first) for first in (0, 1)]
+    correlation = float(_correlate(*halves).mean())
+    if correlation < LEAST_CORRELATION:
+        warnings.warn(
+            f"The influence scores are on par with random: two halves of the projected gradients give scores with a "
+            f"correlation of {correlation:.2f}. Scan with a larger `project`, choose another `method` or a larger "
+            "`damping`, or measure the quality of the scores by persample.evaluate.",
+            RandomScores,
+            stacklevel=4,  # the caller of Scan.influence or Scan.scores
+        )
+    return correlation
+
+
+def _score_sample(
+    models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: Damping, first: int
+) -> Tensor:
+    """Scores from every second entry of the rows, for evenly spaced examples."""
+    half, total = slice(first, None, 2), torch.zeros(())
+    for model, test in zip(models, tests, strict=True):
+        ids, rows = model.stored.sample_rows(COMPARED_EXAMPLES)
+        features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
+        own = test.rows[:, half].double()
+        if method in DAMPED:
+            own = Whitening(features.T @ features / len(features), damping).solve(own)
+            features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
+        total = total + test.learning_rate * own @ features.T
+    return total
+
+
+def _correlate(one: Tensor, other: Tensor) -> Tensor:
+    """Correlation of each row of one matrix with the same row of the other; 1 if either is constant."""
+    one, other = (part - part.mean(1, keepdim=True) for part in (one, other))
+    lengths = one.norm(dim=1) * other.norm(dim=1)
+    return torch.where(lengths > 0, (one * other).sum(1) / lengths.clamp(min=1e-300), 1.0)
