@@ -148,6 +148,7 @@ class StreamedClip(_Streamed):
         self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
         self._second_squares = SquaredNorms("keep")  # of the second pass, to be compared with the first
         self._clipped: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}  # by name, before clipping, if the recording keeps them
         self._totals: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}  # of the totals when they were returned
         self._is_own = False  # whether the totals are of this process only
@@ -303,6 +304,8 @@ class StreamedClip(_Streamed):
         squares = self._squares
         if squares.nonfinite and self._nonfinite_mode != "keep":  # zero times infinity would be NaN
             stack = stack.clear_samples(squares.nonfinite)
+        if self._bound.keeps_rows:
+            self.rows.update({name: term.dense() * self._scale for name, term in stack.split()})
         if isinstance(self.max_norm, Mapping):
             for name, term in stack.split():
                 self._clipped.update(Stack([name], term).sum(weights[name], squares.exact))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -47,6 +48,10 @@ def leave_ended_modes() -> None:
     for mode in _torch.get_dispatch_modes():
         if isinstance(mode, Audit) and mode.is_stopped:
             _torch.remove_dispatch_mode(mode)
+
+
+def _is_recording() -> bool:
+    return any(isinstance(mode, Tracker) for mode in _torch.get_function_modes())
 
 
 class _End:
@@ -109,7 +114,9 @@ class Recording:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
         leave_ended_modes()
-        if any(isinstance(mode, Tracker) for mode in _torch.get_function_modes()):
+        if _is_recording():
+            gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
+        if _is_recording():
             raise PerSampleError(
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."

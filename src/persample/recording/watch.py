@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, NoReturn
 from weakref import ref
@@ -121,6 +121,12 @@ class Watch:
         leave_ended_modes()
         if recording is not None:
             recording.close()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
+        with nullcontext() if self._recording is None else self._recording.tracker.pause():
+            yield
 
     def add_samples(self, batch: Any, batch_dim: int = 0) -> None:
         """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
