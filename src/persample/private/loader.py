@@ -20,9 +20,8 @@ def hand_out_batches(loader: DataLoader[Any], optimizer: PrivateOptimizer) -> An
     """A copy of a loader, of the same class for `isinstance`, whose batches are known to the optimizer."""
     kind: Any = type(loader)
     made: Any = object.__new__(_make_class(kind))
-    vars(made).update(
-        vars(loader), private_optimizer=ref(optimizer)
-    )  # not setattr: a loader refuses some of its attributes
+    # Not setattr: a loader refuses some of its attributes.
+    vars(made).update(vars(loader), private_optimizer=ref(optimizer))
     return made
 
 
