@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -97,6 +98,20 @@ def choose_dim(batch_dim: BatchDim | None, position: int | None, name: Any) -> i
     return batch_dim[position] if position is not None and position < len(batch_dim) else 0
 
 
+def find_state_dim(tensor: Tensor, batch_size: int, dim: int) -> int | None:
+    """The batch dimension of a tensor beside others: `dim`, or else the next one, or else the only one of that size.
+
+    The next one is that of the state of a recurrent layer, `(layers, batch, features)`.
+
+    >>> find_state_dim(torch.ones(2, 5, 5), 5, 0), find_state_dim(torch.ones(7, 3), 5, 0)
+    (1, None)
+    """
+    found = find_sample_dim(tensor, batch_size, dim, search=False)
+    if found is None and tensor.dim() > dim + 1 and tensor.shape[dim + 1] == batch_size:
+        found = dim + 1
+    return find_sample_dim(tensor, batch_size, dim, search=True) if found is None else found
+
+
 # ---- the arguments of a call ----
 
 _ARGUMENTS = "the arguments of the model"
@@ -113,7 +128,9 @@ class _CannotReplace(Exception):
 class Arguments:
     """The arguments of a call of `forward`.
 
-    `constants` are names of arguments that are the same for all samples, and tensors that are.
+    `constants` are names of arguments that are the same for all samples, and tensors that are. `finds_states`: with one
+    `batch_dim` for all arguments, a tensor may have its samples in another dimension, if all tensors then agree on the
+    batch size; see `find_state_dim`.
     """
 
     forward: Callable[..., Any]
@@ -121,6 +138,7 @@ class Arguments:
     kwargs: dict[str, Any]
     batch_dim: BatchDim
     constants: tuple[Tensor | str, ...] = ()
+    finds_states: bool = False
 
     def find_batch_size(self, opens_objects: bool = True) -> int:
         """The number of samples, on which all tensors in the arguments must agree.
@@ -135,9 +153,28 @@ class Arguments:
                 raise
             inside = ((t, dim) for leaf, dim in self._leaves() if has_attributes(leaf) for t in iterate_tensors(leaf))
             return find_batch_size(inside, _ARGUMENTS)
-        except BatchSizesDiffer:
+        except BatchSizesDiffer as error:
             self._refuse_graphs()
-            raise
+            found = next(filter(self._fits, error.sizes), None) if self._can_find_states else None
+            if found is None:
+                raise
+            return found
+
+    @property
+    def _can_find_states(self) -> bool:
+        return self.finds_states and isinstance(self.batch_dim, int)
+
+    def _fits(self, batch_size: int) -> bool:
+        """Whether every leaf with a batch dimension has so many samples in one of its dimensions."""
+
+        def has_samples(leaf: Any, dim: int | None) -> bool:
+            if isinstance(leaf, PackedSequence):
+                return int(leaf.batch_sizes[0]) == batch_size
+            if not isinstance(leaf, Tensor) or dim is None or leaf.dim() <= dim:
+                return True
+            return find_state_dim(leaf, batch_size, dim) is not None
+
+        return all(has_samples(leaf, dim) for leaf, dim in self._leaves())
 
     def add_to(self, tracker: Tracker, search: bool) -> None:
         """Tell the tracker where the samples lie.
@@ -166,6 +203,8 @@ class Arguments:
                 if _torch.has_tangent(tensor):
                     refuse_forward_mode("an argument of the model")
                 found = find_sample_dim(tensor, batch_size, dim, search)
+                if found is None and not search and self._can_find_states and tensor.dim() > dim:
+                    found = find_state_dim(tensor, batch_size, dim)
                 if found is None and search and batch_size == 1 and tensor.numel():  # all of it is the sample
                     tracker.add_input(tensor, Layout(0, len(tensor) if tensor.dim() else 1))
                 elif found is not None:
@@ -180,6 +219,23 @@ class Arguments:
         if not tracker.has_inputs:
             self._refuse_graphs()
             raise NoSamplesFound(_ARGUMENTS)
+
+    def has_known(self, tracker: Tracker) -> bool:
+        """Whether a tensor depends on samples that the tracker follows."""
+        return any(tracker.get_known(tensor) is not None for tensor in self.iterate_tensors())
+
+    def is_constant(self, tracker: Tracker) -> bool:
+        """Whether all tensors are known to be the same for all samples."""
+        return all(map(tracker.is_constant, self.iterate_tensors()))
+
+    def add_unknown_to(self, tracker: Tracker) -> None:
+        """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
+        for leaf, dim in self._leaves():
+            if isinstance(leaf, Tensor) and dim is not None and not tracker.is_known(leaf) and leaf.grad_fn is None:
+                find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
+                found = find(leaf, tracker.batch, dim)
+                if found is not None and not tracker.is_constant(leaf):
+                    tracker.add_input(leaf, _make_layout(leaf, tracker.batch, found, dim))
 
     def iterate_tensors(self) -> Iterator[Tensor]:
         """The tensors in arguments that have a batch dimension."""

@@ -481,9 +481,9 @@ def test_wrong_arguments() -> None:
             max_grad_norm=1.0, data_loader=DataLoader(make_data(), batch_size=8),
         )  # fmt: skip
     with pytest.raises(PerSampleError, match="grad_sample_mode"):
-        make_private(PrivacyEngine(), make_mlp(), grad_sample_mode="no_op")
+        make_private(PrivacyEngine(), make_mlp(), grad_sample_mode="ghost_tp")
     with pytest.raises(PerSampleError, match="clipping must be"):
-        make_private(PrivacyEngine(), make_mlp(), clipping="adaptive")
+        make_private(PrivacyEngine(), make_mlp(), clipping="ghost")
     with pytest.raises(PerSampleError, match="do not belong to the module"):
         PrivateOptimizer(
             torch.optim.SGD(make_mlp().parameters(), lr=0.1), module=make_mlp(), noise_multiplier=1.0,

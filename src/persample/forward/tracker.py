@@ -322,6 +322,10 @@ class Tracker(TorchFunctionMode):
         if self.outside is not None:
             self.outside.add_constant(tensor)
 
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor from outside is known to be the same for all samples."""
+        return self.outside is not None and self.outside.is_declared(tensor)
+
     def find_layout(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None if it does not depend on the batch."""
         return self.find_known_layout(tensor) if self._audit is None else self._audit.find_layout(tensor)

@@ -19,13 +19,14 @@ class Bound:
 
     `max_norm` is the bound on the norm of a row, or on each parameter's part of it, by name. A `stabiliser` selects
     automatic clipping. `passes` is the number of backward passes; None: one, unless its factors take more than `memory`
-    bytes, or more than half of the free memory if that is None.
+    bytes, or more than half of the free memory if that is None. `keeps_rows`: the rows before clipping are kept too.
     """
 
     max_norm: float | Mapping[str, float]
     stabiliser: float | None = None
     passes: Literal[1, 2] | None = None
     memory: int | None = None
+    keeps_rows: bool = False
 
 
 def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:

@@ -196,6 +196,7 @@ class StreamedClip(_Streamed):
         self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
         self._second_squares = SquaredNorms("keep")  # of the second pass, to be compared with the first
         self._clipped: dict[str, Tensor] = {}
+        self.rows: dict[str, Tensor] = {}  # by name, before clipping, if the recording keeps them
         self._totals: dict[str, Tensor] | None = None
         self._versions: dict[str, int] = {}  # of the totals when they were returned
         self._is_own = False  # whether the totals are of this process only
@@ -252,11 +253,16 @@ class StreamedClip(_Streamed):
             self._add_clipped(stack, self._weights)
         elif self.passes == 2:
             self._measure_and_settle(stack, summed=True, least=self._find_least_square(stack.names))
-        elif isinstance(self.max_norm, Mapping) or tracing.get_trace() is not None or not self._small.add(stack):
+        elif not self._can_join or not self._small.add(stack):
             self._measure(stack, compact=True, summed=True)
             self._stacks.append(stack)
         else:
             self._note_used(stack)
+
+    @property
+    def _can_join(self) -> bool:
+        """Whether the rows of small terms may be joined: no answer needs the parts of a row by themselves."""
+        return not (isinstance(self.max_norm, Mapping) or self._bound.keeps_rows or tracing.get_trace() is not None)
 
     def _find_least_square(self, names: Iterable[str]) -> float:
         """A squared norm below which rounding in a parameter's part of a row cannot make the row exceed its bound."""
@@ -360,6 +366,8 @@ class StreamedClip(_Streamed):
         squares = self._squares
         if squares.nonfinite and self._nonfinite_mode != "keep":  # zero times infinity would be NaN
             stack = stack.clear_samples(squares.nonfinite)
+        if isinstance(stack, Stack) and self._bound.keeps_rows:
+            self.rows.update({name: term.dense() * self._scale for name, term in stack.split()})
         if isinstance(stack, Stack) and isinstance(self.max_norm, Mapping):
             for name, term in stack.split():
                 self._clipped.update(Stack([name], term).sum(weights[name], squares.exact))

@@ -66,7 +66,8 @@ def restore_parts(
     module_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Load the parts of a checkpoint in the format of Opacus; return the checkpoint without the loaded states."""
-    module.load_state_dict(checkpoint["module_state_dict"], **(module_options or {}))
+    state = remove_prefix(checkpoint["module_state_dict"], module)
+    module.load_state_dict(state, **(module_options or {}))
     accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
     parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
     for name, part in parts.items():
@@ -77,6 +78,28 @@ def restore_parts(
             missing = "the checkpoint has none" if part is not None else "no optimizer was passed"
             warnings.warn(f"The state of the optimizer is not restored: {missing}.", stacklevel=3)
     return checkpoint
+
+
+_PREFIX = "_module."
+
+
+def remove_prefix(state: Mapping[str, Any], module: Any) -> Mapping[str, Any]:
+    """The state of a module without the names of Opacus' wrapper, unless the module has such names itself."""
+    if not state or not all(name.startswith(_PREFIX) for name in state):
+        return state
+    if any(name.startswith(_PREFIX) for name in module.state_dict()):  # the wrapper itself, or a submodule "_module"
+        return state
+    return {name.removeprefix(_PREFIX): value for name, value in state.items()}
+
+
+class ModuleWithPrefix:
+    """A module whose state has the names of Opacus' wrapper."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def state_dict(self, prefix: str = "", **options: Any) -> dict[str, Any]:
+        return dict(self._module.state_dict(prefix=prefix + _PREFIX, **options))
 
 
 class StateWithoutFunctions:

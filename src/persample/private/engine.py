@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import opacus
 import torch
@@ -19,19 +20,31 @@ from torch.utils.data import DataLoader
 
 from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
-from persample.errors import PerSampleError, SamplesMixed
-from persample.private.checkpoints import StateWithoutFunctions, check_loadable, load_safely, restore_parts
+from persample.batches import BatchDim
+from persample.gradients import NonFinite
+from persample.private.adaptive import AdaptiveOptimizer
+from persample.private.checkpoints import (
+    ModuleWithPrefix,
+    StateWithoutFunctions,
+    check_loadable,
+    load_safely,
+    restore_parts,
+)
 from persample.private.criterion import Criterion
-from persample.private.limit import StepLimit, find_noise_multiplier
+from persample.private.errors import PrivateTrainingError, UnsupportedModule
+from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_multiplier
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import prepare_empty_batches, replace_sampler
+from persample.private.wrapping import Handle, show_as_wrapped
+from persample.recording.options import Constants, Verify
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WITH_CRITERION = ("ghost", "ghost_fsdp")
-_MODES = ("hooks", "functorch", "ew", *_WITH_CRITERION)
+_WITH_ROWS = ("hooks", "functorch", "ew")
+_MODES = (*_WITH_ROWS, *_WITH_CRITERION)
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -71,42 +84,95 @@ class PrivacyEngine(opacus.PrivacyEngine):
         poisson_sampling: bool = True,
         clipping: str = "flat",
         noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str = "hooks",
+        grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
-        **recording: Any,
+        normalize_clipping: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        grad_samples: bool | None = None,
+        batch_dim: BatchDim | None = None,
+        batch_size: int | None = None,
+        constants: Constants = (),
+        passes: Literal[1, 2] | None = None,
+        memory: int | None = None,
+        verify: Verify = "first",
+        nonfinite: NonFinite = "zero",
     ) -> tuple[Any, ...]:
         """Return the module, a private optimizer and a data loader for private training.
 
-        The module is the same object as the argument. `optimizer.release()` ends private training: the model then
-        trains as before.
+        The module is the same object as the argument; `module._module`, the model inside the wrapper of Opacus, is the
+        module itself. `optimizer.release()` ends private training: the model then trains as before.
 
         Args:
             criterion: loss function for `grad_sample_mode="ghost"`; cross entropy by default.
-            clipping: "flat", "per_layer" or "automatic"; see `PrivateOptimizer`.
-            grad_sample_mode: accepted for compatibility with Opacus; the gradients are the same in all modes. With
-                "ghost" or "ghost_fsdp", a criterion is returned between the optimizer and the data loader.
-            wrap_model: accepted for compatibility with Opacus, without effect.
-            recording: options of `persample.record`, such as `batch_dim` for inputs without a batch dimension,
-                `passes=2` for two backward passes with less memory, or `memory`, which decides between one and two.
-                `verify` is "first" by default: two samples of the first batch run alone, and their outputs are
-                compared with those of the batch.
+            clipping: "flat", "per_layer" or "automatic", see `PrivateOptimizer`; "adaptive", see `AdaptiveOptimizer`.
+            grad_sample_mode: the gradients are the same in all modes. With "hooks", "functorch" or "ew" they are also
+                written to `p.grad_sample`, as by Opacus, which takes its memory. With "ghost" or "ghost_fsdp", a
+                criterion is returned between the optimizer and the data loader. "no_op" is the mode of Opacus itself:
+                you fill `p.grad_sample`, and the optimizer of Opacus clips it. By default the fastest: nothing besides
+                the clipped sum.
+            wrap_model: the model is never wrapped. With False, the first result is a handle with `cleanup()`, as in
+                Opacus, instead of the module.
+            normalize_clipping: divide the private gradient by `max_grad_norm`.
+            target_unclipped_quantile, clipbound_learning_rate, max_clipbound, min_clipbound, unclipped_num_std: for
+                `clipping="adaptive"`, see `AdaptiveOptimizer`.
+            grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` are filled; by default as
+                `grad_sample_mode` says.
+            batch_dim, batch_size, constants: where the samples lie in the arguments of the model, as in
+                `persample.record`. `batch_dim` is 0 by default, or 1 with `batch_first=False`. An argument without the
+                batch's size in that dimension has its samples in the only other dimension of that size, as an initial
+                state `(layers, batch, features)` has.
+            passes, memory: two backward passes with less memory, or the memory that decides between one and two.
+            verify: "first": two samples of the first batch run alone, and their outputs are compared with those of the
+                batch. "always": in every batch. False: never.
+            nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").
 
         The other arguments are the arguments of `opacus.PrivacyEngine.make_private`.
         """
         if noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
-        if grad_sample_mode not in _MODES:
-            raise PerSampleError(f"grad_sample_mode must be one of {_MODES}, got {grad_sample_mode!r}")
+        adaptive: dict[str, Any] = {
+            "target_unclipped_quantile": target_unclipped_quantile,
+            "clipbound_learning_rate": clipbound_learning_rate,
+            "max_clipbound": max_clipbound,
+            "min_clipbound": min_clipbound,
+            "unclipped_num_std": unclipped_num_std,
+        }
+        _check_adaptive_arguments(clipping, adaptive)
+        if grad_sample_mode == "no_op":
+            if normalize_clipping:
+                raise PrivateTrainingError("grad_sample_mode='no_op' does not support normalize_clipping.")
+            return self._make_private_by_opacus(
+                module=module,
+                optimizer=optimizer,
+                data_loader=data_loader,
+                noise_multiplier=noise_multiplier,
+                max_grad_norm=max_grad_norm,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                poisson_sampling=poisson_sampling,
+                clipping=clipping,
+                noise_generator=noise_generator,
+                wrap_model=wrap_model,
+                rand_on_empty=rand_on_empty,
+                **(adaptive if clipping == "adaptive" else {}),
+            )
+        if grad_sample_mode not in (None, *_MODES):
+            raise PrivateTrainingError(
+                f"grad_sample_mode must be one of {(*_MODES, 'no_op')}, got {grad_sample_mode!r}"
+            )
         if isinstance(optimizer, PrivateOptimizer):
             optimizer.release()
             optimizer = optimizer.original_optimizer
         own = set(module.parameters())
         if any(p not in own for p in chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-            raise ValueError("Module parameters are different than optimizer Parameters")
+            raise PrivateTrainingError("Module parameters are different than optimizer Parameters")
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
-        recording.setdefault("batch_dim", 0 if batch_first else 1)
         distributed = is_distributed(module)
         data_loader = self._prepare_data_loader(
             data_loader,
@@ -117,60 +183,143 @@ class PrivacyEngine(opacus.PrivacyEngine):
         )
         sample_rate = 1 / len(data_loader)
         expected_batch_size = int(len(data_loader.dataset) * sample_rate)  # type: ignore[arg-type]
-        private = PrivateOptimizer(
-            optimizer,
-            module=module,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=expected_batch_size / (torch.distributed.get_world_size() if distributed else 1),
-            loss_reduction=loss_reduction,
-            clipping=clipping,
-            poisson_sampling=poisson_sampling,
-            distributed=distributed,
-            recording=recording,
-            generator=self.secure_rng if self.secure_mode else noise_generator,
-            secure_mode=self.secure_mode,
-        )
+        common: dict[str, Any] = {
+            "module": module,
+            "noise_multiplier": noise_multiplier,
+            "max_grad_norm": max_grad_norm,
+            "expected_batch_size": expected_batch_size / (torch.distributed.get_world_size() if distributed else 1),
+            "loss_reduction": loss_reduction,
+            "poisson_sampling": poisson_sampling,
+            "distributed": distributed,
+            "normalize_clipping": normalize_clipping,
+            "grad_samples": grad_sample_mode in _WITH_ROWS if grad_samples is None else grad_samples,
+            "recording": {
+                "batch_dim": (0 if batch_first else 1) if batch_dim is None else batch_dim,
+                "batch_size": batch_size,
+                "constants": constants,
+                "passes": passes,
+                "memory": memory,
+                "verify": verify,
+                "nonfinite": nonfinite,
+            },
+            "generator": self.secure_rng if self.secure_mode else noise_generator,
+            "secure_mode": self.secure_mode,
+        }
+        private: PrivateOptimizer
+        if clipping == "adaptive":
+            private = AdaptiveOptimizer(optimizer, **adaptive, **common)
+        else:
+            private = PrivateOptimizer(optimizer, clipping=clipping, **common)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-        data_loader = hand_out_batches(data_loader, private.make_receiver())
+        data_loader = hand_out_batches(data_loader, private)
+        model = Handle(module, private) if not wrap_model else show_as_wrapped(module)
         if grad_sample_mode in _WITH_CRITERION:
-            return module, private, Criterion(criterion or nn.CrossEntropyLoss(), loss_reduction), data_loader
-        return module, private, data_loader
+            return model, private, Criterion(criterion or nn.CrossEntropyLoss(), loss_reduction), data_loader
+        return model, private, data_loader
+
+    def _make_private_by_opacus(self, *, noise_generator: torch.Generator | None, **arguments: Any) -> tuple[Any, ...]:
+        """`make_private` of Opacus for gradients that the user fills in, with noise that no seed reaches."""
+        if noise_generator is None and not self.secure_mode:
+            noise_generator = torch.Generator().manual_seed(secrets.randbits(63))
+        return super().make_private(grad_sample_mode="no_op", noise_generator=noise_generator, **arguments)
 
     def make_private_with_epsilon(
         self,
         *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Callable[..., Any] | None = None,
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
         epochs: float | None = None,
         steps: int | None = None,
-        **others: Any,
+        epsilon_tolerance: float = EPSILON_TOLERANCE,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str | None = None,
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        normalize_clipping: bool = False,
+        target_unclipped_quantile: float | None = None,
+        clipbound_learning_rate: float | None = None,
+        max_clipbound: float | None = None,
+        min_clipbound: float | None = None,
+        unclipped_num_std: float | None = None,
+        grad_samples: bool | None = None,
+        batch_dim: BatchDim | None = None,
+        batch_size: int | None = None,
+        constants: Constants = (),
+        passes: Literal[1, 2] | None = None,
+        memory: int | None = None,
+        verify: Verify = "first",
+        nonfinite: NonFinite = "zero",
     ) -> tuple[Any, ...]:
         """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs or `steps` steps.
 
         What the engine has spent before is part of the target. A step that would exceed it raises an error.
+        `epsilon_tolerance` is how far below the target the search for the noise may end.
         """
         if (epochs is None) == (steps is None):
-            raise PerSampleError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
+            raise PrivateTrainingError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
         if not (steps if epochs is None else epochs) > 0:  # type: ignore[operator]
-            raise PerSampleError(
+            raise PrivateTrainingError(
                 f"epochs must be positive, because the noise for target_epsilon depends on it, got {epochs}"
                 if steps is None
                 else f"steps must be positive, because the noise for target_epsilon depends on it, got {steps}"
             )
-        found = self.make_private(data_loader=data_loader, noise_multiplier=0.0, **others)
-        optimizer, batches = found[1], len(found[-1])
+        found = self.make_private(
+            module=module,
+            optimizer=optimizer,
+            criterion=criterion,
+            data_loader=data_loader,
+            noise_multiplier=0.0,
+            max_grad_norm=max_grad_norm,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            poisson_sampling=poisson_sampling,
+            clipping=clipping,
+            noise_generator=noise_generator,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty,
+            normalize_clipping=normalize_clipping,
+            target_unclipped_quantile=target_unclipped_quantile,
+            clipbound_learning_rate=clipbound_learning_rate,
+            max_clipbound=max_clipbound,
+            min_clipbound=min_clipbound,
+            unclipped_num_std=unclipped_num_std,
+            grad_samples=grad_samples,
+            batch_dim=batch_dim,
+            batch_size=batch_size,
+            constants=constants,
+            passes=passes,
+            memory=memory,
+            verify=verify,
+            nonfinite=nonfinite,
+        )
+        private, batches = found[1], len(found[-1])
         try:
             if steps is None:
                 assert epochs is not None
                 steps = math.ceil(round(epochs * batches, 6))  # a product such as 12.000000000000002 is 12
             budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": 1 / batches}
-            noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, **budget)
-            optimizer.noise_multiplier = noise_multiplier
-            optimizer.check_step = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
+            noise_multiplier = find_noise_multiplier(
+                self.accountant, steps=steps, tolerance=epsilon_tolerance, **budget
+            )
+            private.noise_multiplier = noise_multiplier
+            if isinstance(private, PrivateOptimizer):
+                private.check_noise_multiplier()
+                private.check_step = StepLimit(
+                    self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget
+                )
         except BaseException:
-            optimizer.release()
+            if isinstance(private, PrivateOptimizer):
+                private.release()
             raise
         return found
 
@@ -189,12 +338,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """Raise for modules that are known to mix samples or to keep statistics of samples."""
         for name, found in _find_unsupported(module).items():
             if isinstance(found, _EMBEDDINGS):
-                raise SamplesMixed(
+                raise UnsupportedModule(
                     f"'{name}' ({type(found).__name__}) cannot be trained privately: max_norm scales down the rows of "
                     "the weight that occur in the batch, without noise. Set max_norm=None, for example with "
                     "PrivacyEngine.get_compatible_module(model) before you make the optimizer."
                 )
-            raise SamplesMixed(
+            raise UnsupportedModule(
                 f"'{name}' ({type(found).__name__}) cannot be trained privately: it normalises with statistics of the "
                 "batch, or it keeps statistics of samples. Replace it by GroupNorm, for example with "
                 "PrivacyEngine.get_compatible_module(model) before you make the optimizer, or keep it in eval() mode."
@@ -224,43 +373,82 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     # ---- checkpoints ----
 
-    def save_checkpoint(self, *, path: Any, optimizer: Any = None, checkpoint_dict: Any = None, **kwargs: Any) -> None:
+    def save_checkpoint(
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        checkpoint_dict: dict[str, Any] | None = None,
+        module_state_dict_kwargs: dict[str, Any] | None = None,
+        torch_save_kwargs: dict[str, Any] | None = None,
+        for_opacus: bool = False,
+    ) -> None:
         """Save a checkpoint as Opacus does, atomically and with the state of the noise generator.
 
         Without that state, a script that sets its seed at the start would draw the same noise again after a restart.
         Contents that `load_checkpoint` would refuse raise an error. Functions of schedulers are left out.
+
+        Args:
+            for_opacus: write the names of the module's parameters as the wrapped models of Opacus have them, with
+                "_module." in front. `load_checkpoint` reads both.
         """
-        noise = {"persample_noise_state": get_noise_state(optimizer)}
-        together = {**(checkpoint_dict or {}), **noise}
-        for name in ("noise_scheduler", "grad_clip_scheduler"):
-            if kwargs.get(name) is not None:
-                kwargs[name] = StateWithoutFunctions(kwargs[name])
+        together = {**(checkpoint_dict or {}), **get_private_state(optimizer)}
+        schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
+        contents: dict[str, Any] = {
+            "module": ModuleWithPrefix(module) if for_opacus else module,
+            "optimizer": optimizer,
+            "checkpoint_dict": together,
+            "module_state_dict_kwargs": module_state_dict_kwargs,
+            "torch_save_kwargs": torch_save_kwargs,
+            **{name: part and StateWithoutFunctions(part) for name, part in schedulers.items()},
+        }
         if not isinstance(path, (str, os.PathLike)):
-            super().save_checkpoint(path=path, optimizer=optimizer, checkpoint_dict=together, **kwargs)
+            super().save_checkpoint(path=path, **contents)
             return
         remove_unfinished(path)
         with write_atomically(path) as file:
-            super().save_checkpoint(path=file, optimizer=optimizer, checkpoint_dict=together, **kwargs)
+            super().save_checkpoint(path=file, **contents)
             check_loadable(file)
 
     def load_checkpoint(
-        self, *, path: Any, optimizer: Any = None, module_load_dict_kwargs: Any = None, torch_load_kwargs: Any = None,
-        **parts: Any,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        *,
+        path: Any,
+        module: nn.Module,
+        optimizer: Any = None,
+        noise_scheduler: Any = None,
+        grad_clip_scheduler: Any = None,
+        module_load_dict_kwargs: dict[str, Any] | None = None,
+        torch_load_kwargs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator.
 
-        The file may come from somebody else: objects that could run code are refused (`weights_only=True`).
+        Checkpoints of Opacus itself can be loaded. The file may come from somebody else: objects that could run code
+        are refused (`weights_only=True`).
         """
         checkpoint = restore_parts(
             load_safely(path, torch_load_kwargs),
             accountant=self.accountant,
+            module=module,
             optimizer=optimizer,
+            noise_scheduler=noise_scheduler,
+            grad_clip_scheduler=grad_clip_scheduler,
             module_options=module_load_dict_kwargs,
-            **parts,
         )
-        state = checkpoint.pop("persample_noise_state", None)
-        set_noise_state(optimizer, state)
+        set_private_state(optimizer, checkpoint)
         return checkpoint
+
+
+def _check_adaptive_arguments(clipping: str, given: Mapping[str, float | None]) -> None:
+    missing = [name for name, value in given.items() if value is None]
+    if clipping == "adaptive" and missing:
+        raise PrivateTrainingError(f"clipping='adaptive' requires {', '.join(missing)}.")
+    if clipping != "adaptive" and len(missing) < len(given):
+        names = ", ".join(name for name, value in given.items() if value is not None)
+        raise PrivateTrainingError(f"{names} requires clipping='adaptive', got clipping={clipping!r}.")
 
 
 def is_distributed(module: nn.Module) -> bool:
@@ -284,12 +472,26 @@ def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
 
 def get_noise_state(optimizer: Any) -> torch.Tensor | None:
     """State of the noise of an optimizer; None in secure mode, where it cannot be saved."""
-    if optimizer is None or optimizer.secure_mode:
+    if not isinstance(optimizer, PrivateOptimizer) or optimizer.secure_mode:
         return None
     return (optimizer.noise if optimizer.generator is None else optimizer.generator).get_state()
 
 
 def set_noise_state(optimizer: Any, state: torch.Tensor | None) -> None:
     """Continue the noise of a checkpoint. Without its state, an optimizer without a generator keeps its new key."""
-    if optimizer is not None and state is not None and not optimizer.secure_mode:
+    if isinstance(optimizer, PrivateOptimizer) and state is not None and not optimizer.secure_mode:
         (optimizer.noise if optimizer.generator is None else optimizer.generator).set_state(state)
+
+
+def get_private_state(optimizer: Any) -> dict[str, Any]:
+    """Entries of a checkpoint besides those of Opacus: the noise, and a bound that the training has adapted."""
+    bound = {"persample_max_grad_norm": optimizer.max_grad_norm} if isinstance(optimizer, AdaptiveOptimizer) else {}
+    return {"persample_noise_state": get_noise_state(optimizer), **bound}
+
+
+def set_private_state(optimizer: Any, checkpoint: dict[str, Any]) -> None:
+    """Restore the entries of `get_private_state`, and take them out of the checkpoint."""
+    set_noise_state(optimizer, checkpoint.pop("persample_noise_state", None))
+    bound = checkpoint.pop("persample_max_grad_norm", None)
+    if bound is not None and isinstance(optimizer, AdaptiveOptimizer):
+        optimizer.max_grad_norm = bound

@@ -9,7 +9,7 @@ from opacus.accountants.utils import MAX_SIGMA, get_noise_multiplier
 
 from persample.errors import PerSampleError
 
-_TOLERANCE = 0.01  # of epsilon in the search for the noise, as in Opacus
+EPSILON_TOLERANCE = 0.01  # of epsilon in the search for the noise, as in Opacus
 
 Steps = tuple[float, float, int]  # noise multiplier, sample rate, number of steps
 
@@ -31,9 +31,15 @@ def compute_epsilon(accountant: IAccountant, delta: float, *more: Steps) -> floa
 
 
 def find_noise_multiplier(
-    accountant: IAccountant, *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int
+    accountant: IAccountant,
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    tolerance: float = EPSILON_TOLERANCE,
 ) -> float:
-    """Smallest noise multiplier for further steps with which the total stays within the target, up to 0.01.
+    """Smallest noise multiplier for further steps with which the total stays within the target, up to `tolerance`.
 
     Steps that the accountant has already counted are part of the total. Without them it is the noise of Opacus.
     """
@@ -44,10 +50,10 @@ def find_noise_multiplier(
             sample_rate=sample_rate,
             steps=steps,
             accountant=accountant.mechanism(),
-            epsilon_tolerance=_TOLERANCE,
+            epsilon_tolerance=tolerance,
         )
     spent = compute_epsilon(accountant, target_delta)
-    if spent >= target_epsilon - _TOLERANCE:
+    if spent >= target_epsilon - tolerance:
         raise PerSampleError(
             f"The privacy budget is spent: the steps so far have epsilon {spent:.3f}, and target_epsilon is "
             f"{target_epsilon}. Use a larger target_epsilon, or a new PrivacyEngine for other data."
@@ -57,7 +63,7 @@ def find_noise_multiplier(
         return compute_epsilon(accountant, target_delta, (noise_multiplier, sample_rate, steps))
 
     last = accountant.history[-1][0]  # of a training that is continued
-    if accountant.history[-1][1] == sample_rate and 0 <= target_epsilon - measure(last) <= _TOLERANCE:
+    if accountant.history[-1][1] == sample_rate and 0 <= target_epsilon - measure(last) <= tolerance:
         return last
     if accountant.mechanism() == "gdp":
         raise PerSampleError(
@@ -72,7 +78,7 @@ def find_noise_multiplier(
                 "The privacy budget that is left is too low: the steps so far have epsilon "
                 f"{spent:.3f} of {target_epsilon}."
             )
-    while target_epsilon - epsilon > _TOLERANCE and high - low > 1e-6 * high:
+    while target_epsilon - epsilon > tolerance and high - low > 1e-6 * high:
         middle = (low + high) / 2
         if (found := measure(middle)) <= target_epsilon:
             high, epsilon = middle, found

@@ -6,51 +6,51 @@ the model is called, so that the loss is followed as it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
+from weakref import ref
 
 from torch.utils.data import DataLoader
 
-# Called with each batch before it is yielded.
-Receive = Callable[[Any], None]
+from persample.private.optimizer import PrivateOptimizer
 
 
-def hand_out_batches(loader: DataLoader[Any], receive: Receive) -> Any:
-    """A copy of a loader, of the same class for `isinstance`, that calls `receive(batch)` before it yields a batch."""
+def hand_out_batches(loader: DataLoader[Any], optimizer: PrivateOptimizer) -> Any:
+    """A copy of a loader, of the same class for `isinstance`, whose batches are known to the optimizer."""
     kind: Any = type(loader)
     made: Any = object.__new__(_make_class(kind))
-    vars(made).update(vars(loader), receive_batch=receive)  # not setattr: a loader refuses some of its attributes
+    # Not setattr: a loader refuses some of its attributes.
+    vars(made).update(vars(loader), private_optimizer=ref(optimizer))
     return made
 
 
 class _HandingOut:
     """Base of loaders that hand out their batches. A copy of such a loader, and a saved one, are ordinary loaders."""
 
-    receive_batch: Receive
+    private_optimizer: ref[PrivateOptimizer]
     original_class: type
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(super().__iter__(), self.receive_batch)  # type: ignore[misc]
+        return _Batches(super().__iter__(), self.private_optimizer)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        state = {name: value for name, value in vars(self).items() if name != "receive_batch"}
+        state = {name: value for name, value in vars(self).items() if name != "private_optimizer"}
         return object.__new__, (self.original_class,), state
 
 
 class _Batches:
     """Iterator over the batches of a loader. It has the attributes of the loader's own iterator."""
 
-    def __init__(self, batches: Iterator[Any], receive: Receive) -> None:
-        self._batches, self._receive = batches, receive
+    def __init__(self, batches: Iterator[Any], optimizer: ref[PrivateOptimizer]) -> None:
+        self._batches, self._optimizer = batches, optimizer
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._receive(batch)
-        return batch
+        optimizer = self._optimizer()
+        return next(self._batches) if optimizer is None else optimizer.load(self._batches)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

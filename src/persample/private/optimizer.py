@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,10 +21,12 @@ from persample import _torch
 from persample._internal.dtypes import widen
 from persample.errors import PerSampleError
 from persample.gradients import StreamedClip
+from persample.private.errors import PrivateTrainingError
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
 from persample.recording.watch import Watch
 
+_CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
 
 _log = logging.getLogger("persample.private")
@@ -59,6 +61,11 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             "automatic": every gradient is scaled by `max_grad_norm / (norm + 0.01)`.
         poisson_sampling: whether batches are Poisson samples, which must not be added up before a step.
         distributed: whether the parameters belong to a module under DDP or FSDP2.
+        normalize_clipping: divide the private gradient by `max_grad_norm`, so that a change of the bound does not
+            change the size of the steps.
+        grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` hold the gradient of each sample before
+            clipping, and `p.summed_grad` their clipped sum, until `zero_grad()`. They take the memory of a copy of the
+            parameters for each sample.
         recording: further options of `persample.record`; `verify` is "first" by default.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
             noise comes from the entropy of the operating system, and several threads draw it for large models.
@@ -92,15 +99,18 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         clipping: str = "flat",
         poisson_sampling: bool = True,
         distributed: bool = False,
+        normalize_clipping: bool = False,
+        grad_samples: bool = False,
         recording: Mapping[str, Any] | None = None,
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
-        if clipping not in ("flat", "per_layer", "automatic"):
-            raise PerSampleError(f"clipping must be 'flat', 'per_layer' or 'automatic', got {clipping!r}")
+        if clipping not in _CLIPPING:
+            raise PrivateTrainingError(f"clipping must be one of {_CLIPPING}, got {clipping!r}")
         _refuse_closures(optimizer)
         refuse_inner_module(module)
-        super().__init__(
+        DPOptimizer.__init__(  # not super(): AdaptiveOptimizer has a base with other arguments
+            self,
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,  # a list of bounds is replaced by its norm below
@@ -112,6 +122,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self.noise_multiplier = float(noise_multiplier)
         self.clipping = clipping
         self.poisson_sampling = poisson_sampling
+        self.normalize_clipping = normalize_clipping
+        self._has_grad_samples = grad_samples
         self.noise = Noise()  # unused if a generator is given
         # Called before a step with its noise multiplier; raises if the step is not allowed.
         self.check_step: Callable[[PrivateOptimizer, float], None] | None = None
@@ -122,7 +134,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             self._bounds = self._map_bounds(max_grad_norm)
             self.max_grad_norm = math.hypot(*self._bounds.values())
         elif not isinstance(max_grad_norm, (int, float)):
-            raise PerSampleError(f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}")
+            raise PrivateTrainingError(
+                f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}"
+            )
         self._recording = dict(recording or {})
         self._peers = Peers(distributed)
         self._settings: _Settings | None = None  # of the step that has begun
@@ -143,13 +157,13 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
     def _get_names(self) -> list[str]:
         """Names of the trainable parameters of the optimizer."""
         if any(id(p) not in self._names for p in self.params):
-            raise PerSampleError("The optimizer has parameters that do not belong to the module.")
+            raise PrivateTrainingError("The optimizer has parameters that do not belong to the module.")
         return [self._names[id(p)] for p in self.params]
 
     def _map_bounds(self, bounds: float | Sequence[float]) -> dict[str, float]:
         """Bound of each parameter by its name. `bounds` has the order of the optimizer's parameters."""
         if isinstance(bounds, (int, float)) or len(bounds) != len(self.params):
-            raise PerSampleError(
+            raise PrivateTrainingError(
                 "clipping='per_layer' requires a list as max_grad_norm, with one bound for each of the "
                 f"{len(self.params)} trainable parameters of the optimizer, got {bounds}"
             )
@@ -171,6 +185,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             "verify": "first",
             "nonfinite": "zero",
             "isolate": True,
+            "keep_rows": self._has_grad_samples,
             **self._recording,
         }
 
@@ -189,15 +204,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if not self._is_released:
             self._watch.add_samples(batch, batch_dim)
 
-    def make_receiver(self) -> Callable[[Any], None]:
-        """`add_samples` as a function that does not keep the optimizer."""
-        own = ref(self)
-
-        def receive(batch: Any) -> None:
-            if (optimizer := own()) is not None:
-                optimizer.add_samples(batch)
-
-        return receive
+    def load(self, batches: Iterator[Any]) -> Any:
+        """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""
+        with self._watch.pause():
+            batch = next(batches)
+        self.add_samples(batch)
+        return batch
 
     def release(self) -> None:
         """End private training: from now on the model and this optimizer train without clipping and noise."""
@@ -207,6 +219,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if self._batch is not None:
             self._left = [ref(p.grad) for p in self.params if p.grad is not None]
         self._forget()
+        self._clear_rows()
         self._is_released = True
 
     # ---- backward passes ----
@@ -217,13 +230,13 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if self._is_batch_cleared():
             self._drop_batch()
         if self._arrived and self.poisson_sampling:
-            raise PerSampleError(
+            raise PrivateTrainingError(
                 "A second backward pass before step(): independent Poisson samples must not be added up, because the "
                 "accountant would count the wrong privacy loss. Call step() after each backward pass, split large "
                 "batches with BatchMemoryManager, or set poisson_sampling=False."
             )
         if self._spent and not self._is_grad_cleared():
-            raise PerSampleError(
+            raise PrivateTrainingError(
                 "p.grad still holds the gradients of the last step: call optimizer.zero_grad() before the next "
                 "backward pass."
             )
@@ -233,12 +246,46 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             self.passes = grads.passes
             _log.info("Private training clips in %s", grads.describe_passes())
         found = {id(p): widen(clipped[self._names[id(p)]]).view_as(p) for p in self.params}
-        self._batch = _add(self._batch, found)
+        self._batch = _add(self._batch, {**found, **self._count_samples(grads)})
+        if self._has_grad_samples:
+            self._show_rows(grads)
         self._spent = False
         self._arrived += 1
         for p in self.params:
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
+
+    def _count_samples(self, grads: StreamedClip) -> Sums:
+        """Further sums over the samples of a backward pass; keys are not ids of parameters."""
+        return {}
+
+    def _show_rows(self, grads: StreamedClip) -> None:
+        """Put the gradients of the samples into `p.grad_sample`: a tensor, or one for each backward pass."""
+        for p in self.params:
+            rows = grads.rows.get(self._names[id(p)])
+            rows = p.new_zeros(grads.batch_size, *p.shape) if rows is None else rows.to(p.dtype)
+            before = getattr(p, "grad_sample", None)
+            shown = rows if before is None else [*(before if isinstance(before, list) else [before]), rows]
+            p.grad_sample = shown
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """`(batch, *shape)` for each parameter: the gradient of each sample before clipping, if they were asked for."""
+        return [self._get_flat_grad_sample(p) for p in self.params]
+
+    def _get_flat_grad_sample(self, p: Tensor) -> Tensor:
+        rows = getattr(p, "grad_sample", None)
+        if rows is not None:
+            return torch.cat(rows) if isinstance(rows, list) else rows
+        if self._has_grad_samples:
+            raise PrivateTrainingError(
+                f"'{self._names[id(p)]}' has no grad_sample yet: read it after backward() and before zero_grad()."
+            )
+        raise PrivateTrainingError(
+            "The gradients of single samples are clipped and added up without being written out. To have them in "
+            "p.grad_sample and optimizer.grad_samples, call make_private with grad_samples=True, or with "
+            "grad_sample_mode='hooks'."
+        )
 
     def _is_grad_cleared(self) -> bool:
         """Whether `p.grad` was set to None or zero, for example by `model.zero_grad()`."""
@@ -352,12 +399,26 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         settings = self._settings
         if self.check_step is not None:
             self.check_step(self, settings.noise_multiplier)
-        totals = self._take_noised_sums(settings.noise_multiplier * settings.max_grad_norm)
-        divisor = self._get_divisor()
+        totals = self._take_noised_sums(self._get_noise_scale(settings.noise_multiplier) * settings.max_grad_norm)
+        divisor = self._get_divisor() * (settings.max_grad_norm if self.normalize_clipping else 1)
         for p in self.params:
             total = totals.pop(id(p)).detach()
             p.grad = (total if divisor == 1 else total.div_(divisor)).to(p.dtype)
         self._call_step_hook(settings)
+
+    def _get_noise_scale(self, noise_multiplier: float) -> float:
+        """Standard deviation of the noise relative to the bound."""
+        return noise_multiplier
+
+    def check_noise_multiplier(self) -> None:
+        """Raise if the noise multiplier is not possible."""
+        self._get_noise_scale(self.noise_multiplier)
+
+    def _show_sums(self) -> None:
+        """Put the clipped sums into `p.summed_grad`."""
+        for p in self.params:
+            total = (self._parts or {}).get(id(p))
+            p.summed_grad = torch.zeros_like(p) if total is None else total.to(p.dtype, copy=True)
 
     def _check_parts(self) -> None:
         """Refuse a step after a part that failed, if the manager of Opacus splits the batch."""
@@ -377,7 +438,24 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if self._batch is not None:
             self._parts = _add(self._parts, self._batch)
         self._batch = None
+        if self._has_grad_samples:
+            self._show_sums()
         self._clear_grad()
+
+    def clip_and_accumulate(self) -> None:
+        """As in Opacus; the samples were clipped in the backward pass, so this is `accumulate`."""
+        self.accumulate()
+
+    def add_noise(self) -> NoReturn:
+        """Refused: a sum without noise is never in `p.grad`, so noise is not added to it separately."""
+        raise PrivateTrainingError(
+            "add_noise() and scale_grad() are not separate steps here: pre_step() adds the noise, divides by the "
+            "expected batch size and calls the accountant. Call step()."
+        )
+
+    def scale_grad(self) -> NoReturn:
+        """Refused, as `add_noise` is."""
+        self.add_noise()
 
     def _clear_grad(self) -> None:
         """Set `p.grad` to None for every parameter, also for frozen ones, with gradients from before."""
@@ -393,7 +471,15 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         else:
             self._forget()
         self._spent = False
+        self._clear_rows()
         self.original_optimizer.zero_grad(set_to_none)
+
+    def _clear_rows(self) -> None:
+        if self._has_grad_samples:
+            for p in self.params:
+                p.grad_sample = None
+                if not self._is_last_step_skipped:
+                    p.summed_grad = None
 
     @torch.no_grad()
     def _take_noised_sums(self, std: float) -> Sums:

@@ -69,7 +69,11 @@ class _SplitLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._signals.waiting.clear()
         self._optimizer.begin_batches()
-        for part in super().__iter__():
+        parts = super().__iter__()
+        while True:
+            try:
+                part = self._optimizer.load(parts)
+            except StopIteration:
+                return
             self._optimizer.begin_part(is_last=not self._signals.waiting.popleft())
-            self._optimizer.add_samples(part)
             yield part

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
@@ -29,6 +30,19 @@ class ModuleHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # The method takes any arguments and does nothing. A saved model can be loaded where persample is not installed.
         return getattr, (nullcontext(), "__exit__")
+
+
+class PartHook(ModuleHook):
+    """A hook before the forward of a submodule, with little cost while the model itself is running."""
+
+    def __init__(self, function: Callable[..., None], is_inside: Callable[[nn.Module], bool]) -> None:
+        super().__init__(function)
+        self._is_inside = is_inside
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_inside(module):  # a compiled model is called as a whole
+            return
+        super().__call__(module, *args)
 
 
 def _make_refusal(name: str) -> PerSampleError:

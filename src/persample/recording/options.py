@@ -32,6 +32,7 @@ class Options:
     Attributes:
         isolate: for `watch`: refuse what breaks the bound of private training although it has per-sample gradients:
             results that depend on a sample's number in the batch, and samples that outlive their step.
+        keep_rows: for `watch`: with `keep="clip"`, also keep the rows themselves, before they are clipped.
     """
 
     batch_size: int | None = None
@@ -48,6 +49,7 @@ class Options:
     verify: Verify = None
     nonfinite: NonFinite = "raise"
     isolate: bool = False
+    keep_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_reduction not in (None, "mean", "sum"):
@@ -88,7 +90,7 @@ class Options:
         """How to clip, None without `keep="clip"`."""
         if self.max_norm is None:
             return None
-        return Bound(self.max_norm, self.stabiliser, self.passes, self.memory)
+        return Bound(self.max_norm, self.stabiliser, self.passes, self.memory, self.keep_rows)
 
     def select(self, trainable: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters to record, by name, among the trainable ones of a model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -47,6 +48,10 @@ def leave_ended_modes() -> None:
     for mode in _torch.get_dispatch_modes():
         if isinstance(mode, Audit) and mode.is_stopped:
             _torch.remove_dispatch_mode(mode)
+
+
+def _is_recording() -> bool:
+    return any(isinstance(mode, Tracker) for mode in _torch.get_function_modes())
 
 
 class _End:
@@ -109,7 +114,9 @@ class Recording:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
         leave_ended_modes()
-        if any(isinstance(mode, Tracker) for mode in _torch.get_function_modes()):
+        if _is_recording():
+            gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
+        if _is_recording():
             raise PerSampleError(
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."
@@ -173,19 +180,48 @@ class Recording:
 
     # ---- the forward pass ----
 
-    def start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell the tracker where the samples lie in the arguments of a call of the model that is about to run."""
+    def start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
+        """Tell the tracker where the samples lie in the arguments of a call of the model that is about to run.
+
+        `part` is the submodule that is called in place of the model.
+        """
         if self.is_verifying:
             return
         with _torch.DisableTorchFunction():
             self.processes.start_forward()
-            arguments = self._make_arguments(args, kwargs)
-            arguments.check_names(self._get_model())
+            arguments = self._make_arguments(args, kwargs, part)
+            if part is None:
+                arguments.check_names(self._get_model())
             batch_size = self.grads.start(self._find_batch_size(arguments))
             self.tracker.start_batch(batch_size, arguments.iterate_tensors())
             arguments.add_to(self.tracker, search=self.options.batch_size is not None)
             if _torch.get_backward_pass() < 0:  # else it is a recomputation
-                self._start_verification(arguments)
+                self._start_verification(arguments, part)
+        self._begin_inside()
+
+    def continue_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
+        """Tell the tracker that a submodule is about to run with samples of this step, or with constants made in it.
+
+        False: neither can be said of the arguments.
+        """
+        with _torch.DisableTorchFunction():
+            arguments = self._make_arguments(args, kwargs, part)
+            if arguments.has_known(self.tracker):
+                arguments.add_unknown_to(self.tracker)
+                self._start_verification(arguments, part)
+            elif not arguments.is_constant(self.tracker):
+                return False
+        self._begin_inside()
+        return True
+
+    def start_without_samples(self, batch_size: int) -> None:
+        """Tell the tracker that a submodule is about to run with the same arguments for all samples of the step."""
+        with _torch.DisableTorchFunction():
+            self.processes.start_forward()
+            self.tracker.start_batch(self.grads.start(batch_size), ())
+        self._begin_inside()
+
+    def _begin_inside(self) -> None:
         if self.tracker.isolation is not None:
             self.tracker.isolation.start_forward(self._get_model())
         self.tracker.is_inside = True
@@ -228,11 +264,11 @@ class Recording:
         if not self.is_verifying:
             self._verification, self.grads.verification = None, "not verified: the model calls itself"
 
-    def _start_verification(self, arguments: Arguments) -> None:
+    def _start_verification(self, arguments: Arguments, part: nn.Module | None) -> None:
         if self.tracker.is_inside:
             self.note_nested_call()
             return
-        found = start_verification(self._get_model(), self.options, self.processes, self.tracker, arguments)
+        found = start_verification(part or self._get_model(), self.options, self.processes, self.tracker, arguments)
         if isinstance(found, str):
             self._verification, self.grads.verification = None, found
             self._verified_before = arguments if found.startswith("verified") else None
@@ -245,14 +281,15 @@ class Recording:
             for tensor, dim in declared.items():
                 self.tracker.add_samples(tensor, dim)
 
-    def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples in the arguments of a call of the model."""
+    def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> int:
+        """The number of samples in the arguments of a call of the model, or of a part of it."""
         with _torch.DisableTorchFunction():
-            return self._find_batch_size(self._make_arguments(args, kwargs))
+            return self._find_batch_size(self._make_arguments(args, kwargs, part))
 
-    def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        forward = self.processes.get_called_module(self._get_model()).forward
-        return Arguments(forward, args, kwargs, self.options.batch_dim, tuple(self.options.list_constants()))
+    def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> Arguments:
+        forward = (part or self.processes.get_called_module(self._get_model())).forward
+        constants = tuple(self.options.list_constants())
+        return Arguments(forward, args, kwargs, self.options.batch_dim, constants, finds_states=True)
 
     def _get_model(self) -> nn.Module:
         model = self._model()

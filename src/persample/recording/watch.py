@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Literal, NoReturn
 from weakref import ref
@@ -16,13 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
-from persample.batches import BatchDim, iterate_tensors
-from persample.distributed import find_processes
+from persample.batches import BatchDim, BatchSizesDiffer, NoSamplesFound, iterate_tensors
+from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import NonFinite, StreamedClip
-from persample.recording.hooks import ModuleHook, refuse_unrecorded
+from persample.recording.hooks import ModuleHook, PartHook, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
@@ -58,7 +58,8 @@ def watch(
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
     A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
-    pass. Calls whose outputs go into one loss are one step, and must have the same samples.
+    pass. Calls whose outputs go into one loss are one step, and must have the same samples. In one process, a submodule
+    may be called in place of the model, as in `model.head(model.encoder(x))`.
 
     The samples are followed until the backward pass has ended. A step without a backward pass ends with the next call
     of the model, or with `rest()`. While the model is watched, an ordinary gradient of a recorded parameter is refused:
@@ -131,7 +132,9 @@ class Watch:
         self._step: _Step | None = None
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
-        self._is_inside = False  # whether a call of the model is running
+        self._is_inside = False  # whether a call of the model, or of a part of it, is running
+        self._entry: nn.Module | None = None  # what was called: the model, or a part of it
+        self._first_part: nn.Module | None = None  # the part whose call began the current step
         self._thread = 0  # in which the current step began
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
@@ -139,6 +142,7 @@ class Watch:
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
+            *self._watch_parts(model),
         ]
 
     def stop(self) -> None:
@@ -180,6 +184,12 @@ class Watch:
         if recording is not None:
             recording.close()
 
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
+        with nullcontext() if self._recording is None else self._recording.tracker.pause():
+            yield
+
     def add_samples(self, batch: Any, batch_dim: int = 0) -> None:
         """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
 
@@ -205,6 +215,88 @@ class Watch:
 
     # ---- the forward pass ----
 
+    def _watch_parts(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Hooks for submodules that are called directly. Several processes share the calls of the whole model only."""
+        if type(find_processes(model)) is not Processes:
+            return
+        recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
+        for part in model.modules():
+            if part is not model and any(id(p) in recorded for p in part.parameters()):
+                hook = PartHook(self._before_part, self._is_inside_entry)
+                yield part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+    def _is_inside_entry(self, module: nn.Module) -> bool:
+        # An interrupt may have ended the last call, and torch calls no hook then.
+        return self._is_inside and (module is not self._entry or _torch.is_running(module))
+
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
+    def _before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of a submodule in place of the model."""
+        model, recording = self._model(), self._recording
+        if model is None or (recording is not None and recording.is_verifying):
+            return
+        if _torch.get_backward_pass() >= 0 or not torch.is_grad_enabled():
+            return
+        try:
+            if not self._start_part(model, args, kwargs, module):
+                return
+        except BaseException:
+            self.rest()
+            raise
+        self._is_inside, self._entry = True, module
+        handle = module.register_forward_hook(ModuleHook(lambda *given: leave(*given)), always_call=True)
+
+        def leave(*given: Any) -> None:
+            handle.remove()
+            self._after(*given)
+
+    def _start_part(self, model: nn.Module, args: Any, kwargs: Any, part: nn.Module) -> bool:
+        """Begin or continue a step with the call of a submodule; False if there are no samples that it can belong to.
+
+        A call without samples, such as that of an embedding of positions, belongs to the step of the batch.
+        """
+        recording = self._recording if self._is_step_alive(search=True) else None
+        if recording is not None and recording.continue_forward(args, kwargs, part):
+            return True
+        has_declared = any(t in declared for t in iterate_tensors((args, kwargs)) for declared in self._samples)
+        if recording is None or has_declared or part is self._first_part:
+            self._begin(model)
+            recording, self._first_part = self._recording, part
+            batch_size = self._find_declared_size()
+        else:
+            batch_size = recording.grads.batch_size
+        assert recording is not None
+        try:
+            found = recording.find_batch_size(args, kwargs, part)
+        except (NoSamplesFound, BatchSizesDiffer):
+            found = None
+        if found is not None and (batch_size in (None, found) or has_declared):
+            self._start_forward(args, kwargs, part)
+            return True
+        if batch_size is None:
+            self.rest()
+            return False
+        recording.start_without_samples(batch_size)
+        self._add_declared()
+        return True
+
+    def _find_declared_size(self) -> int | None:
+        """The number of samples in the batch that was declared last."""
+        declared = self._samples[-1].items() if self._samples else ()
+        return next((tensor.shape[dim] for tensor, dim in declared if tensor.dim() > dim), None)
+
+    def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
+        assert self._recording is not None
+        self._recording.start_forward(args, kwargs, part)
+        self._add_declared()
+
+    def _add_declared(self) -> None:
+        assert self._recording is not None
+        for declared in self._samples:
+            self._recording.add_samples(declared)
+        self._recording.hide_earlier_data()
+
     @exclude_from_graph
     @skip_compilation(with_callees=True)
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -222,26 +314,31 @@ class Watch:
         try:
             if not self._continues_step(args, kwargs):
                 self._begin(module)
-            assert self._recording is not None
-            self._recording.start_forward(args, kwargs)
-            for declared in self._samples:
-                self._recording.add_samples(declared)
-            self._recording.hide_earlier_data()
+            self._start_forward(args, kwargs)
         except BaseException:
             self.rest()
             raise
-        self._is_inside = True
+        self._is_inside, self._entry = True, module
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call belongs to the current step: an earlier output is alive, and the batch size is equal."""
-        recording, is_alive = self._recording, any(output() is not None for output in self._outputs)
-        if recording is None or recording.tracker.has_ended or not is_alive or self._thread != get_ident():
+        recording = self._recording
+        if recording is None or not self._is_step_alive():
             return False
         return recording.find_batch_size(args, kwargs) == recording.grads.batch_size
+
+    def _is_step_alive(self, search: bool = False) -> bool:
+        """Whether an output of the current step is alive; with `search`, or something that was computed from it."""
+        if self._recording is None or self._recording.tracker.has_ended or self._thread != get_ident():
+            return False
+        if any(output() is not None for output in self._outputs):
+            return True
+        return search and any(t.requires_grad for t, _ in self._recording.tracker.iterate_known())
 
     def _begin(self, model: nn.Module) -> None:
         self.rest()
         self._outputs = []
+        self._first_part = None
         self._thread = get_ident()
         # torch's stack of modes keeps the recording, which must not keep the watch or the model.
         step = _Step(self)

@@ -1,0 +1,101 @@
+"""Adaptive clipping: the bound follows a quantile of the norms (Andrew et al., 2021, https://arxiv.org/abs/1905.03871)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from opacus.optimizers import AdaClipDPOptimizer
+from torch.optim import Optimizer
+
+from persample.gradients import StreamedClip
+from persample.private.errors import PrivateTrainingError
+from persample.private.optimizer import PrivateOptimizer, Sums
+
+_UNCLIPPED = 0  # key of the count among the sums; no object has this id
+
+
+class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
+    """A private optimizer whose bound is adapted after each step, as in `opacus.optimizers.AdaClipDPOptimizer`.
+
+    Each step also counts the samples whose gradient was not clipped, with noise of its own. The bound is multiplied by
+    `exp(-clipbound_learning_rate * (share - target_unclipped_quantile))`. The gradients get so much more noise that
+    both results together spend what `noise_multiplier` says, which is what the accountant counts.
+
+    The share is relative to the expected batch size. Opacus divides by the number of samples in the batch, which is
+    private under Poisson sampling.
+
+    Args:
+        max_grad_norm: the bound of the first step.
+        target_unclipped_quantile: the share of samples that should not be clipped.
+        clipbound_learning_rate: how fast the bound changes.
+        min_clipbound, max_clipbound: limits of the bound.
+        unclipped_num_std: standard deviation of the noise of the count. `noise_multiplier` must be smaller than twice
+            this value.
+
+    The other arguments are the arguments of `PrivateOptimizer`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        target_unclipped_quantile: float,
+        clipbound_learning_rate: float,
+        max_clipbound: float,
+        min_clipbound: float,
+        unclipped_num_std: float,
+        noise_multiplier: float,
+        expected_batch_size: float,
+        distributed: bool = False,
+        **others: Any,
+    ) -> None:
+        if max_clipbound <= min_clipbound:
+            raise PrivateTrainingError("max_clipbound must be larger than min_clipbound.")
+        if distributed:
+            raise PrivateTrainingError(
+                "clipping='adaptive' supports one process only, as in Opacus. Use 'flat' or 'automatic'."
+            )
+        self.target_unclipped_quantile = target_unclipped_quantile
+        self.clipbound_learning_rate = clipbound_learning_rate
+        self.max_clipbound = max_clipbound
+        self.min_clipbound = min_clipbound
+        self.unclipped_num_std = unclipped_num_std
+        self._get_noise_scale(noise_multiplier)
+        super().__init__(
+            optimizer, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, **others
+        )
+        self.clipping = "adaptive"
+        self.unclipped_num = 0.0  # of the last step, with noise
+
+    def _get_noise_scale(self, noise_multiplier: float) -> float:
+        if noise_multiplier >= 2 * self.unclipped_num_std:
+            raise PrivateTrainingError(
+                f"noise_multiplier ({noise_multiplier:g}) must be smaller than 2 * unclipped_num_std "
+                f"({2 * self.unclipped_num_std:g}): otherwise the count of unclipped samples spends more than that."
+            )
+        if not noise_multiplier:
+            return 0.0
+        return float((noise_multiplier**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5)
+
+    def _count_samples(self, grads: StreamedClip) -> Sums:
+        assert self._settings is not None  # fixed by the call of the model
+        return {_UNCLIPPED: (grads.norms() <= self._settings.max_grad_norm).sum().float()}
+
+    @torch.no_grad()
+    def _take_noised_sums(self, std: float) -> Sums:
+        count = (self._parts or {}).pop(_UNCLIPPED, torch.zeros(()))
+        totals = super()._take_noised_sums(std)
+        count = count.reshape(1).clone()
+        self._draw([count], self.unclipped_num_std)
+        self.unclipped_num = float(count)
+        return totals
+
+    def _prepare_step(self) -> None:
+        arrived = self.accumulated_iterations
+        super()._prepare_step()
+        assert self.expected_batch_size is not None
+        share = self.unclipped_num / (self.expected_batch_size * arrived)
+        bound = self.max_grad_norm * math.exp(-self.clipbound_learning_rate * (share - self.target_unclipped_quantile))
+        self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
