@@ -32,3 +32,7 @@ HOST_TIME = {"MLP": 2.0, "ResNet, 66 parameters": 1.8, "GPT, 12 layers": 1.8}
 
 # Resident memory of the first two steps of a process, clipped sum over plain steps: workload -> upper bound.
 FIRST_STEPS_MEMORY = {"GPT T 64": 1.3, "CNN": 1.5, "bag of words": 2.0}
+
+# A GPT-2 with 124 million parameters: time and peak memory of a step as ratios to a plain step.
+LARGE_TIME = {"norms": 0.95, "clip": 1.15, 'keep="clip"': 1.15, "private": 1.2, "first private step": 1.5}
+LARGE_MEMORY = {"norms": 1.1, "clip": 1.1, 'keep="clip"': 1.1, "private": 1.1}

@@ -143,6 +143,18 @@ def find_onednn_product() -> Product | None:
 
 # Copies each tensor of the second list into the tensor of the first, which may have another dtype.
 copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("torch._foreach_copy_", "Joined rows of small terms")
+# The precision of float32 operations of a backend ("none" and "ieee" are the full one), as it is in effect.
+_get_precision: Callable[[str, str], str] = _find("torch._C._get_fp32_precision_getter", "Every recording")
+set_precision: Callable[[str, str, str], None] = _find("torch._C._set_fp32_precision_setter", "Every recording")
+
+_BACKENDS = ("mkldnn", "cuda") if torch.backends.cuda.is_built() else ("mkldnn",)
+_PRODUCTS = tuple((backend, operation) for backend in _BACKENDS for operation in ("matmul", "conv"))
+
+
+def find_reduced_precision() -> list[tuple[str, str, str]]:
+    """The settings that let products of float32 round their factors: backend, operation, precision."""
+    found = [(*product, _get_precision(*product)) for product in _PRODUCTS]
+    return [setting for setting in found if setting[2] not in ("none", "ieee")]
 
 
 # Whether autocast is on for any device.

@@ -310,6 +310,13 @@ def update_by_detach(m: Any, h: Tensor) -> Tensor:
     return result
 
 
+def update_by_numpy(m: Any, h: Tensor) -> Tensor:
+    result = h - m.mean
+    mean = m.mean.numpy()
+    mean += h.detach().mean(0).numpy()
+    return result
+
+
 def assign(m: Any, h: Tensor) -> Tensor:
     result = h - m.mean
     m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
@@ -361,6 +368,7 @@ STATES: dict[str, Callable[[], nn.Module]] = {
     "a mean, updated after its use": lambda: Model(update_after_use, mean=nn.Buffer(torch.zeros(D))),
     "a mean, through data": lambda: Model(update_by_data, mean=nn.Buffer(torch.zeros(D))),
     "a mean, through detach": lambda: Model(update_by_detach, mean=nn.Buffer(torch.zeros(D))),
+    "a mean, through numpy": lambda: Model(update_by_numpy, mean=nn.Buffer(torch.zeros(D))),
     "a mean, replaced": lambda: Model(assign, mean=nn.Buffer(torch.zeros(D))),
     "a mean, with other data": lambda: Model(assign_data, mean=nn.Buffer(torch.zeros(D))),
     "code book": lambda: Model(use_codes, codes=nn.Buffer(torch.randn(5, D)), counts=nn.Buffer(torch.zeros(5))),
@@ -393,9 +401,36 @@ def test_state_that_samples_write_is_refused(name: str, seen_before: bool) -> No
     for _ in range(3):
         with pytest.raises(SamplesMixed, match=r"(?s)(The (buffer|parameter) '|max_norm=).*every checkpoint"):
             train(model, x, steps=1, verify=False)
-        if name not in ("code book in a table", "a parameter, replaced"):
+        if name not in ("code book in a table", "a parameter, replaced", "a mean, through numpy"):
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(value, before[key], rtol=0, atol=0)
+
+
+def add_number(m: Any, h: Tensor) -> Tensor:
+    m.mean.add_(h.mean().item())
+    return h
+
+
+def replace_by_number(m: Any, h: Tensor) -> Tensor:
+    m.mean = torch.full((D,), float(h.abs().max()))
+    return h
+
+
+@pytest.mark.parametrize("write", [add_number, replace_by_number])
+def test_state_that_only_a_verification_sees(write: Callable[..., Tensor]) -> None:
+    model = Model(write, mean=nn.Buffer(torch.zeros(D)))
+    with pytest.raises(SamplesMixed, match=r"(?s)The buffer 'mean' .*sample 5 alone.*every checkpoint"):
+        train(model, make_flat(), steps=1)
+
+
+def count_steps(m: Any, h: Tensor) -> Tensor:
+    m.steps += 1
+    m.noise.normal_()
+    return h + m.noise
+
+
+def test_state_without_samples_passes_a_verification() -> None:
+    train(Model(count_steps, steps=nn.Buffer(torch.tensor(0)), noise=nn.Buffer(torch.zeros(D))), make_flat(), steps=2)
 
 
 def carry_mean(m: Any, h: Tensor) -> Tensor:

@@ -114,3 +114,34 @@ def test_rows_in_half_precision_are_not_rounded_before_their_norm() -> None:
         with force_algorithm(algorithm):
             torch.testing.assert_close(term.squared_norms().double(), expected, rtol=1e-6, atol=0.0)
             torch.testing.assert_close(term.measure(compact=True)[0].double(), expected, rtol=1e-6, atol=0.0)
+
+
+# ---- many equal contributions: their sum is wrong by more if they are added up one after the other ----
+
+MANY = 40_000
+EQUAL: dict[str, Callable[[], Term]] = {
+    "outer, small": lambda: Outer(torch.full((1, MANY, 1), 0.1), torch.full((1, MANY, 1), 0.7)),
+    "outer": lambda: Outer(torch.full((1, MANY, 8), 0.1), torch.rand(1, 1, 8).expand(1, MANY, 8)),
+    "outer, wide": lambda: Outer(torch.full((1, 2, 30 * MANY), 0.37), torch.full((1, 2, 3), 0.7)),
+    "outer, one position": lambda: Outer(torch.full((1, 1, 30 * MANY), 0.37), torch.full((1, 1, 3), 0.7)),
+    "rows": lambda: Rows(torch.ones(1, MANY, dtype=torch.long), torch.rand(1, 1, 8).repeat(1, MANY, 1), 3),
+    "rows, one gradient": lambda: Rows(
+        torch.ones(1, MANY, dtype=torch.long), torch.rand(1, 1, 8).expand(1, MANY, 8), 3
+    ),
+    "dense": lambda: Dense(torch.full((1, 30 * MANY), 0.37)),
+    "patches": lambda: Patches(
+        torch.rand(1, 1, 8, 1, 1).expand(1, 1, 8, 200, 200), torch.rand(1, 1, 16, 1, 1).expand(1, 1, 16, 200, 200),
+        [3, 3], [1, 1], [(1, 1), (1, 1)], [1, 1], 1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EQUAL, ids=str)
+def test_many_equal_contributions(kind: str) -> None:
+    torch.manual_seed(0)
+    term = EQUAL[kind]()
+    exact = convert_to_double(term).dense()[0]
+    squares, _, _ = term.measure()
+    assert float(squares[0]) == pytest.approx(float(exact.square().sum()), rel=2 * TOLERANCE)
+    error = (term.sum(torch.ones(1)).double() - exact).norm()
+    assert error <= TOLERANCE * exact.norm()

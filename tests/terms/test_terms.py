@@ -316,6 +316,29 @@ def test_channels_last_convolutions_by_every_algorithm(groups: int, each: tuple[
     check_every_algorithm(replace(term, input=last[0], grad=last[1]), expected)
 
 
+@pytest.mark.parametrize("kernel, stride, padding, dilation", [
+    ((3, 2), (1, 1), [(1, 1), (0, 1)], (1, 1)),
+    ((3, 3), (2, 1), [(0, 2), (1, 1)], (2, 1)),
+    ((2, 3), (3, 2), [(-1, 1), (2, -1)], (1, 2)),
+])  # fmt: skip
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions_in_blocks_of_positions(
+    kernel: Any, stride: Any, padding: Any, dilation: Any, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persample.terms.patches._MAX_ADDED", 20)
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 4, 11, 9, dtype=torch.float64)
+    sizes = [
+        (size + sum(widths) - gap * (length - 1) - 1) // step + 1
+        for size, widths, gap, length, step in zip(x.shape[3:], padding, dilation, kernel, stride, strict=True)
+    ]
+    term = Patches(x, torch.randn(3, 2, 6, *sizes, dtype=torch.float64), kernel, stride, padding, dilation, groups)
+    weights = torch.rand(3, dtype=torch.float64)
+    rows = term._compute_by_gemm()
+    torch.testing.assert_close(term.sum(weights), torch.tensordot(weights, rows, 1))
+    torch.testing.assert_close(term._compute_by_groups(), rows)
+
+
 @pytest.mark.parametrize("block_size", [1, 400, 2000])
 @pytest.mark.parametrize(("groups", "each"), [(1, (8, 16)), (1, (3, 5)), (2, (4, 8)), (6, (1, 1))])
 def test_convolutions_in_blocks_of_samples(

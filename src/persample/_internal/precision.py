@@ -1,10 +1,11 @@
-"""Products in the precision of their factors, also where the caller's autocast would round them."""
+"""Float32 products in full precision, also where the caller's settings would round their factors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import wraps
+from threading import Lock
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -16,22 +17,54 @@ R = TypeVar("R")
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu")
 
+_lock = Lock()
+_inside = 0  # running calls, of all threads, for which the settings were changed
+_saved: list[tuple[str, str, str]] = []  # what they were before: backend, operation, precision
 
-def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """The function with autocast turned off.
+
+def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """The function with autocast turned off, and with float32 products that do not round their factors.
 
     Norms, sums and other answers are computed from float32 at least. If backward() or an answer is called where
-    autocast is on, it would round their products to bfloat16: norms would be too small by more than the bound allows.
+    autocast is on, it would round their products to bfloat16. The library would round their factors if
+    `torch.set_float32_matmul_precision` or `torch.backends` allow TF32 or bfloat16, and cuDNN's convolutions do so by
+    default. Norms would then be too small by more than the bound of private training allows.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _torch.is_any_autocast_enabled():
+        if _torch.is_any_autocast_enabled():
+            with ExitStack() as stack:
+                for device in _DEVICES:
+                    if torch.is_autocast_enabled(device):
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                return run(*args, **kwargs)
+        if not _inside and not _torch.find_reduced_precision():
             return function(*args, **kwargs)
-        with ExitStack() as stack:
-            for device in _DEVICES:
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        _force_full_precision()
+        try:
             return function(*args, **kwargs)
+        finally:
+            _restore_precision()
 
     return run
+
+
+def _force_full_precision() -> None:
+    """Change the settings of the process. Calls of several threads may overlap: the last one restores them."""
+    global _inside
+    with _lock:
+        _inside += 1
+        if _inside == 1:
+            _saved[:] = _torch.find_reduced_precision()
+            for backend, operation, _ in _saved:
+                _torch.set_precision(backend, operation, "ieee")
+
+
+def _restore_precision() -> None:
+    global _inside
+    with _lock:
+        _inside -= 1
+        if not _inside:
+            for backend, operation, precision in _saved:
+                _torch.set_precision(backend, operation, precision)

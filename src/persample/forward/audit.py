@@ -701,7 +701,7 @@ class Audit(_Mode):
             return
         if memory.ref in self._history.written_outside or not torch.equal(content, before):
             self._history.written_outside.add(memory.ref)  # the same values may be written in the next pass
-            del self._copies[id(memory)]
+            self._copies.pop(id(memory), None)  # this audit may have seen the comparison, and come here before
             memory.known.clear()
             memory.has_samples = True
             memory.cause = "its memory was written from outside torch (a numpy view, a pointer) after samples had left"

@@ -143,7 +143,7 @@ class Isolation:
                     and buffer not in self._given
                 ):
                     cause = getattr(where, "cause", "they were written into it")
-                    _refuse(f"{path}.{name}" if path else name, cause, model)
+                    refuse_state(f"{path}.{name}" if path else name, cause, model)
         if audit is None:
             return
         named = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
@@ -151,12 +151,13 @@ class Isolation:
             if tensor in self._given or (cause := audit.find_samples(tensor)) is None:
                 continue
             if id(tensor) in named:
-                _refuse(named[id(tensor)], cause, model)
+                refuse_state(named[id(tensor)], cause, model)
             if not tracker.is_known(tensor):
                 tracker.set_layout(tensor, Lost(cause, tracker.place()))
 
 
-def _refuse(name: str, cause: str, model: nn.Module) -> NoReturn:
+def refuse_state(name: str, cause: str, model: nn.Module) -> NoReturn:
+    """Raise: a parameter or a buffer holds values that were computed from samples."""
     kind = "parameter" if name in dict(model.named_parameters()) else "buffer"
     owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
     raise SamplesMixed(

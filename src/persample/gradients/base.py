@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal.dtypes import widen
-from persample._internal.precision import without_autocast
+from persample._internal.precision import in_full_precision
 from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.forward.tried import TriedFunctions
@@ -205,7 +205,7 @@ class RecordedGradients(ABC):
     def norms(self, per_parameter: Literal[True]) -> dict[str, Tensor]: ...
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def norms(self, per_parameter: bool = False) -> Tensor | dict[str, Tensor]:
         """`(batch,)`: the norm of each sample's gradient; with `per_parameter`, `{name: (batch,)}`."""
         if per_parameter:
@@ -220,13 +220,13 @@ class RecordedGradients(ABC):
         return torch.stack(zeros).sum(0) if zeros else torch.zeros(self.batch_size, device=self._device)
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def clip_factors(self, max_norm: float) -> Tensor:
         """`(batch,)`: the factor for each row that makes its norm at most `max_norm`."""
         return compute_clip_factors(self.norms(), max_norm)
 
     @property
-    @without_autocast
+    @in_full_precision
     def nonfinite_count(self) -> int:
         """The number of samples whose gradient is not finite, or so large that its squared norm overflows.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.dtypes import widen
-from persample._internal.precision import without_autocast
+from persample._internal.precision import in_full_precision
 from persample._internal.text import format_bytes
 from persample.distributed import Processes
 from persample.errors import PerSampleError
@@ -92,7 +92,7 @@ class PerSampleGradients(RecordedGradients):
     # ---- answers ----
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def dense(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """`{name: (batch, *shape)}`: the gradients themselves, which take `batch_size` times the memory of the model.
 
@@ -104,7 +104,7 @@ class PerSampleGradients(RecordedGradients):
         return {name: self._compute_dense(name) for name in chosen}
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
         """`{name: shape}`: the gradient of one sample. Negative numbers count from the end.
 
@@ -126,7 +126,7 @@ class PerSampleGradients(RecordedGradients):
         return {name: part[0] for name, part in found.items()}
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def sum(self, weights: Tensor | None = None, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the weighted sum of the rows.
 
@@ -144,14 +144,14 @@ class PerSampleGradients(RecordedGradients):
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, that is the gradient of the mean loss."""
         count = max(1, self.samples())
         return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def clip(self, max_norm: float, per_parameter: bool = False, own: bool = False) -> dict[str, Tensor]:
         """`{name: shape}`: the sum of the rows, each scaled down to a norm of at most `max_norm`.
 
@@ -168,7 +168,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_weighted(lambda stack: stack.sum(factors[stack.names[0]], self._exact), own)
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def dot(self, direction: Mapping[str, Tensor]) -> Tensor:
         """`(batch,)`: the inner product of each row with a direction `{name: shape}`; missing names count as zero."""
         unknown = direction.keys() - self._parameters.keys()
@@ -183,7 +183,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_parts(parts) * self._scale
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def gram(self, other: PerSampleGradients | None = None, memory: int = MEMORY) -> Tensor:
         """`(batch, batch of other)`: the inner products of the rows with the rows of `other`, or with each other.
 
@@ -199,7 +199,7 @@ class PerSampleGradients(RecordedGradients):
         return self._add_parts(parts, other.batch_size) * (self._scale * other._scale)
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def project(self, dim: int, seed: int = 0, method: Method = "kronecker") -> Tensor:
         """`(batch, dim)`: a random projection of the rows that preserves inner products in expectation.
 
@@ -239,7 +239,7 @@ class PerSampleGradients(RecordedGradients):
         return allocate(dim, {name: p.shape for name, p in self._parameters.items()})
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def scale(self, factors: Mapping[str, Tensor]) -> PerSampleGradients:
         """The gradients with each entry multiplied by a factor, as dense rows.
 
@@ -262,7 +262,7 @@ class PerSampleGradients(RecordedGradients):
         return scaled
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean over the rows of each entry's square."""
         count = max(1, self.samples())
@@ -270,7 +270,7 @@ class PerSampleGradients(RecordedGradients):
         return {name: self._add_over_processes(name, part) / count for name, part in squares}
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance over the rows of each entry; unbiased with the default correction."""
         count = self.samples()
@@ -286,7 +286,7 @@ class PerSampleGradients(RecordedGradients):
         return found
 
     @torch.no_grad()
-    @without_autocast
+    @in_full_precision
     def noise_scale(self) -> Tensor:
         """The batch size at which the noise of the mean gradient is as large as the gradient.
 

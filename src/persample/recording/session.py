@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.parameter_hooks import refuse_parameter_hooks
-from persample._internal.precision import without_autocast
+from persample._internal.precision import in_full_precision
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.batches import Arguments
@@ -135,7 +135,7 @@ class Recording:
 
         end = self._end = _End(ended)
 
-        @without_autocast
+        @in_full_precision
         def finish() -> None:
             unrecorded.check()
             grads.finish()
@@ -144,7 +144,7 @@ class Recording:
         used = map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
         streamed = None if isinstance(grads, PerSampleGradients) else grads
-        deliver_stack = None if options.keep_grad else without_autocast(grads.receive_stack)
+        deliver_stack = None if options.keep_grad else in_full_precision(grads.receive_stack)
         self.collector = Collector(used, deliver, finish, early=streamed is not None, deliver_stack=deliver_stack)
         self.tracker = Tracker(
             self.collector,
@@ -366,7 +366,7 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return (args[position] if len(args) > position else kwargs.get("inputs")) is not None
 
 
-@without_autocast
+@in_full_precision
 def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
     term = add_terms(terms)

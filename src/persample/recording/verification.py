@@ -25,6 +25,7 @@ from persample.batches import Arguments, Call, has_attributes, iterate_tensors
 from persample.distributed import Processes
 from persample.errors import PerSampleError, SamplesMixed
 from persample.forward.audit import Audit
+from persample.forward.isolation import refuse_state
 from persample.forward.tracker import Tracker
 from persample.layouts import Layout, replace_samples, take_sample
 from persample.recording.differences import (
@@ -360,8 +361,11 @@ class _Comparison:
             self.parts = self._select_parts(self._run_batch())
             random = self.runs.read_random_state()
         compared = False
+        buffers: dict[str, Tensor] = {}
         for sample, call in self.verification.samples.items():
             found = self._compare_alone(sample, call)
+            if self.verification.checks_places and not self._needs_copies:
+                buffers = self._compare_buffers(buffers, sample)
             if random is not None and not self.runs.can_repeat(random):
                 raise NotVerified("the forward pass draws random numbers other than those of dropout")
             compared |= found is not None
@@ -374,6 +378,20 @@ class _Comparison:
             self._compare_rotated()
             self.verification.is_telling = not self._are_samples_equal()
         return f"verified with {len(self.verification.samples)} samples"
+
+    def _compare_buffers(self, before: Mapping[str, Tensor], sample: int) -> dict[str, Tensor]:
+        """The buffers after a run of one sample; raises if they differ from those after a run of another sample."""
+        model, first = self.verification.model, next(iter(self.verification.samples))
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            for name in buffers.keys() & before.keys():
+                a, b = buffers[name], before[name]
+                if a.layout != torch.strided or a.is_nested or torch.equal(a, b):
+                    continue
+                if a.shape != b.shape or not ((a == b) | ((a != a) & (b != b))).all():
+                    cause = f"the model writes other values into it with sample {sample} alone than with sample {first}"
+                    refuse_state(name, cause, model)
+        return buffers
 
     def _is_finite(self) -> bool:
         """Whether an output of the compared samples has finite entries."""

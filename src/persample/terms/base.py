@@ -17,6 +17,8 @@ from persample.terms.sketch import Sketch
 # Default number of entries in a block of a dense form: 4 MB in float32, which fits into the cache.
 BLOCK_SIZE = 2**20
 
+_PART_SIZE = 2**14  # numbers whose squares are added up one after the other
+
 
 class Term(ABC):
     """The contribution of one use to the per-sample gradients of its weight: `(batch, *weight.shape)`, kept in factors.
@@ -225,8 +227,11 @@ def sum_squares(block: Tensor) -> Tensor:
     sequentially, so a long row is summed in parts to keep the rounding error small.
     """
     rows = _flatten_samples(block)
-    if rows.shape[1] > 2**16:
-        rows = torch.linalg.vector_norm(block.reshape(*block.shape[:2], -1), dim=2)
+    count = rows.shape[1] // _PART_SIZE
+    if count > 1:
+        parts, rest = rows.tensor_split([count * _PART_SIZE], 1)
+        norms = [torch.linalg.vector_norm(parts.unflatten(1, (count, _PART_SIZE)), dim=2)]
+        rows = torch.cat([*norms, torch.linalg.vector_norm(rest, dim=1, keepdim=True)], 1)
     return torch.linalg.vector_norm(rows, dim=1).square()
 
 

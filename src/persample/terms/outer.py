@@ -13,7 +13,7 @@ from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import compute_norms_from_dense
 from persample.terms.kronecker import Sides
-from persample.terms.products import multiply
+from persample.terms.products import multiply, multiply_stacks
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 from persample.terms.sketch import Sketch, TensorSketch
 
@@ -34,7 +34,7 @@ class SharedProducts:
         kept, self._kept = self._kept, None
         if grad is self._grad and kept is not None and kept[1] == grad._version:
             return kept[0]
-        products = grad.conj() @ grad.mT
+        products = multiply_stacks(grad.conj(), grad.mT)
         if grad is self._grad:
             self._kept = products, grad._version
         return products
@@ -70,7 +70,7 @@ class Outer(Term):
 
     def dense(self) -> Tensor:
         input, grad = promote(self.input, self.grad)
-        return grad.mT @ input.conj()
+        return multiply_stacks(grad.mT, input.conj())
 
     def compute_exact_rows(self) -> Tensor:
         return torch.bmm(*promote(to_double(self.grad).mT, to_double(self.input).conj()))
@@ -120,15 +120,15 @@ class Outer(Term):
     def _multiply_own_positions(self) -> tuple[Tensor, Tensor]:
         """`_multiply_positions(self)`, and what their sum can lose to underflow."""
         a, g = self._widen_factors()
-        inputs = a @ a.mH
-        grads = g.conj() @ g.mT if self.shared is None else self.shared.multiply(g)
+        inputs = multiply_stacks(a, a.mH)
+        grads = multiply_stacks(g.conj(), g.mT) if self.shared is None else self.shared.multiply(g)
         squares = [products.diagonal(dim1=1, dim2=2).real.sum(1) * self.positions for products in (inputs, grads)]
         return inputs.mul_(grads), find_lost_squares(squares[0], squares[1], max(self.shape))
 
     def _multiply_positions(self, other: Outer) -> Tensor:
         """`(batch, t, s)`: the inner products of what the positions t of this term and s of the other contribute."""
         a, g, b, h = self._widen_factors(other.input, other.grad)
-        return (a @ b.mH).mul_(g.conj() @ h.mT)
+        return multiply_stacks(a, b.mH).mul_(multiply_stacks(g.conj(), h.mT))
 
     def _can_multiply_positions(self, other: Term) -> TypeGuard[Outer]:
         return (
@@ -160,7 +160,7 @@ class Outer(Term):
     def sum_each(self, weights: Tensor, count: int) -> Tensor:
         input, grad, weights = self._widen_factors(weights)
         parts = grad.unflatten(0, (count, -1)) * weights[:, None, None]
-        return parts.flatten(1, 2).mT @ input.unflatten(0, (count, -1)).flatten(1, 2).conj()
+        return multiply_stacks(parts.flatten(1, 2).mT, input.unflatten(0, (count, -1)).flatten(1, 2).conj())
 
     def dot(self, direction: Tensor) -> Tensor:
         input, grad, direction = self._widen_factors(direction)

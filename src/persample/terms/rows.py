@@ -7,12 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, widen
+from persample._internal import tracing
+from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
+from persample.terms.products import multiply_stacks
 from persample.terms.rounding import add_up_products, find_floor_of_sums
 from persample.terms.sketch import Sketch, TensorSketch
+
+# Rows that are added up one after the other in float32. The relative error of a sum of equal rows grows with their
+# number: measured, 1e-5 for 600 rows and 1e-3 for 100,000.
+_MAX_ADDED = 512
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Rows(Term):
     def _sum_equal_lookups(self, numbers: Tensor) -> Tensor:
         """`(batch * t, width)`: for each number, the sum of the gradients of the lookups with that number."""
         grad = widen(self.grad)
-        return grad.new_zeros(numbers.numel(), grad.shape[2]).index_add_(0, numbers.flatten(), grad.flatten(0, 1))
+        return _add_rows(numbers.numel(), numbers.flatten(), grad.flatten(0, 1), most=numbers.shape[1])
 
     @property
     def _are_ids_shared(self) -> bool:
@@ -103,9 +109,9 @@ class Rows(Term):
         if self._are_ids_shared:
             grad, weights = promote(widen(self.grad), weights)
             rows = torch.tensordot(weights, grad, 1)
-            return rows.new_zeros(self.shape).index_add_(0, self.ids[0], rows)
-        rows = self._scale_samples(weights)
-        return rows.new_zeros(self.shape).index_add_(0, self.ids.flatten(), rows.flatten(0, 1))
+            return _add_rows(self.count, self.ids[0], rows, most=len(rows))
+        rows = self._scale_samples(weights).flatten(0, 1)
+        return _add_rows(self.count, self.ids.flatten(), rows, most=len(rows))
 
     def dot(self, direction: Tensor) -> Tensor:
         grad, direction = promote(widen(self.grad), widen(direction))
@@ -125,7 +131,7 @@ class Rows(Term):
         """`(batch, s, t)`: the inner products of what the lookups t and the positions s of the other contribute."""
         a, h, g = promote(*map(widen, (other.input, other.grad, self.grad)))
         looked_up = h.gather(2, self.ids.unsqueeze(1).expand(-1, h.shape[1], -1))
-        return (a @ g.mT) * looked_up.conj()
+        return multiply_stacks(a, g.mT) * looked_up.conj()
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         if isinstance(other, Rows):  # restrict both to the rows that were looked up: all other rows are zero
@@ -151,3 +157,20 @@ class Rows(Term):
             return super().multiply_sides(sides)
         left, right = promote(sides.left[self.ids], sides.multiply_right(widen(self.grad)))
         return left.mT @ right
+
+
+def _add_rows(count: int, ids: Tensor, rows: Tensor, most: int) -> Tensor:
+    """A table of `count` rows: for each id, the sum of the rows that have it. No id occurs more than `most` times."""
+    total = rows.new_zeros(count, rows.shape[1]).index_add_(0, ids, rows)
+    if most <= _MAX_ADDED or tracing.get_trace() is not None:
+        return total
+    often = (ids.bincount(minlength=count) > _MAX_ADDED).nonzero().squeeze(1)
+    if len(often):
+        places = ids.new_full((count,), -1).index_copy_(0, often, torch.arange(len(often), device=ids.device))
+        exact = to_double(total.new_zeros(len(often), rows.shape[1]))
+        step = max(1, BLOCK_SIZE // max(1, rows.shape[1]))
+        for some_ids, some in zip(places[ids].split(step), rows.split(step), strict=True):
+            is_often = some_ids >= 0
+            exact.index_add_(0, some_ids[is_often], to_double(some[is_often]))
+        total[often] = exact.to(total.dtype)
+    return total
