@@ -201,7 +201,7 @@ def test_two_processes(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.count("self_influence: examples") == 1, output  # only one process prints the result
     assert run_scan() == 0
     one, two = Scan("out"), Scan("two")
-    assert all(np.allclose(one.column(name), two.column(name), rtol=1e-5) for name in one.columns)
+    assert all(np.allclose(one.column(name), two.column(name), rtol=1e-5, equal_nan=True) for name in one.columns)
 
 
 # ---- data from files ----
@@ -341,7 +341,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "a needless subject": (["query", "out", "outliers", "3"], 2, "outliers takes no subject"),
     "no number": (["query", "out", "neighbours", "²"], 2, "takes the number of an example, got '²'"),
     "no such example": (["query", "out", "neighbours", "99"], 2, "no example 99. The scan has examples 0 to 23"),
-    "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'. It has id, label, loss"),
+    "no column": (["query", "out", "top", "--by", "hue"], 2, "no column 'hue'. It has id, label, predicted"),
     "no module for influence": (["query", "out", "influence", "tasks:test"], 2, "add --module 'tasks:plain'"),
     "no such ranking": (["report", "out", "--by", "hue"], 2, "cannot be ranked by 'hue'. Choose from loss"),
     "another scan": (["scan", "tasks:plain", "--out", "out", "--batch-size", "4"], 2, "The batch size changed since"),

@@ -9,11 +9,12 @@ from typing import Any
 from persample._internal.text import format_table
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
 from persample.cli.task import (
-    COMMAND_FILE,
     add_directory_arguments,
     convert_scan_errors,
+    explain_folder,
     import_scanning,
     load_model_and_loss,
+    read_origin,
 )
 from persample.cli.user_code import UsageError, call_target
 
@@ -93,17 +94,18 @@ def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
 
 def _find_influence(args: Namespace, scanning: Any) -> Rows:
     found = scanning.Scan(args.directory)
-    if not (found.directory / COMMAND_FILE).is_file():
+    origin = read_origin(found)
+    if origin is None:
         raise UsageError(
             f"{args.directory} was scanned from Python, so its model is unknown here: use persample.Scan(...) in Python"
         )
-    origin = found.store.read_json(COMMAND_FILE)
     if not args.module:
         raise UsageError(
             "influence calls the function of the scan again for the model and the loss. If you trust it, add --module "
             f"{origin['target']!r}"
         )
-    model, loss_fn = load_model_and_loss({**origin, "target": args.module})
+    with explain_folder(origin):
+        model, loss_fn = load_model_and_loss({**origin, "target": args.module})
     batch = call_target(args.subject)
     scan = scanning.Scan(args.directory, model, loss_fn, origin["checkpoints"])
     answer = scan.influence(batch, args.k, args.method)

@@ -24,6 +24,7 @@ from persample.cli.task import (
     COMMAND_FILE,
     add_task_arguments,
     convert_scan_errors,
+    describe_labels,
     get_origin,
     import_scanning,
     load_task,
@@ -116,6 +117,8 @@ def _run(args: Namespace) -> int:
     with redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
         _check_device(args.device)
         task = load_task(get_origin(args))
+        for line in () if rank else describe_labels(task.data, task.origin):
+            print(line)
         found = scanning.scan(
             task.model,
             task.loss_fn,

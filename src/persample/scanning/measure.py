@@ -29,9 +29,10 @@ from persample.losses import (
 from persample.recording.options import Options, Selection, Verify, get_trainable
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
+from persample.scanning.predictions import Outputs, Predictions
 from persample.scanning.source import find_labels, move_to_device
 
-QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale")
+QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "alignment", "noise_scale", "predictions")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
 
 # Without `groups`, parameters are grouped by module, at the greatest depth that gives at most this many groups.
@@ -84,6 +85,7 @@ class Measurement:
         self.nonfinite, self.has_labels = nonfinite, has_labels
         self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
         self.takes_pairs = takes_outputs(loss_fn)
+        self._predictions = Predictions(loss_fn)
 
     @property
     def needs_mean(self) -> bool:
@@ -96,7 +98,7 @@ class Measurement:
         return next(iter(self.parameters.values())).device
 
     def measure_batch(self, ids: range, batch: Any, direction: Gradient | None) -> Columns:
-        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment` and `projection`.
+        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment`, `projection`, predictions.
 
         `direction` is the mean gradient of all examples, scaled to length 1. Without it there is no `alignment`.
         """
@@ -105,8 +107,11 @@ class Measurement:
         if self.has_labels:
             labels = find_labels(batch, count)
             columns["label"] = torch.full((count,), -1) if labels is None else labels.long()
-        losses, grads = self._record(ids, batch)
+        outputs = Outputs(count, self._batch_dim)
+        losses, grads = self._record(ids, batch, outputs)
         columns["loss"] = widen(losses)
+        if "predictions" in self.quantities:
+            columns |= self._predictions.describe(outputs.get(), batch, losses)
         norms = grads.norms(per_parameter=True) if grads else {name: torch.zeros(count) for name in self.parameters}
         columns["norm"] = _combine_norms(norms, norms)
         columns |= {f"norm/{group}": _combine_norms(norms, names) for group, names in self.groups.items()}
@@ -166,7 +171,9 @@ class Measurement:
 
     # ---- helpers ----
 
-    def _record(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
+    def _record(
+        self, ids: range, batch: Any, outputs: Outputs
+    ) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
         """The losses and gradients of a batch. The gradients are None if the loss depends on no parameter."""
         with record(
             self.model,
@@ -178,7 +185,8 @@ class Measurement:
             verify=self._verify,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
-            loss = self._compute_loss(ids, batch)
+            with outputs.capture(self.model):
+                loss = self._compute_loss(ids, batch)
             if loss.requires_grad:
                 with preserve_grads(loss):  # the loss function may have parameters, too
                     (loss.sum() * self._get_scale(loss, len(ids))).backward()

@@ -20,7 +20,7 @@ from persample.scanning.measure import Measurement, Projection, prepare_model
 from persample.scanning.queries import Ranking, StoredGradients
 from persample.scanning.source import move_to_device
 from persample.scanning.store import Array, Store
-from persample.scanning.table import get_column_names, read_column, read_table
+from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column, read_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -89,7 +89,7 @@ class Scan:
         return self.summary["examples"]
 
     def __repr__(self) -> str:
-        columns = ", ".join(name for name in self.columns if name not in ("id", "label"))
+        columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
         return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
 

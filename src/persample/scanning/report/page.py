@@ -30,6 +30,7 @@ from persample.scanning.report.wording import format_number, get_meaning, get_ti
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
 from persample.scanning.store import Array
+from persample.scanning.table import DESCRIPTIONS
 
 MAX_POINTS = 1500  # in the scatter plot
 _MAX_CLASSES_IN_LEGEND = 40
@@ -57,7 +58,7 @@ class Page:
         columns = {name: scan.column(name) for name in scan.columns}
         self.scan, self._notes, self._source, self._show = scan, notes, source, show or find_content
         self.labels = columns.get("label")
-        self.columns = {name: column for name, column in columns.items() if name not in ("id", "label")}
+        self.columns = {name: column for name, column in columns.items() if name not in DESCRIPTIONS}
         self.by = self._choose_column(by)
         self.suspects: list[int] = scan.ranked(self.by, k).ids.tolist() if self.by else []
         if unknown := [i for i in notes if not 0 <= i < len(scan)]:
