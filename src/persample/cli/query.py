@@ -21,7 +21,9 @@ from persample.cli.user_code import UsageError, call_target
 _DESCRIPTION = """\
 Find examples in a scan. Examples are numbered from 0 in the order of the dataset.
 
-    $ persample query scans/mine top --by loss              # the examples with the largest losses
+    $ persample query scans/mine top                        # the examples whose labels are probably wrong
+    $ persample query scans/mine top --by norm              # the examples with the largest gradients
+    $ persample query scans/mine rankings                   # how much other rankings agree with that of top
     $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
     $ persample query scans/mine duplicates                 # groups of examples with the same gradient
     $ persample query scans/mine outliers                   # the examples with the most unusual gradients
@@ -51,9 +53,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-k", type=parse_positive, default=10, metavar="N", help="number of results to print (default: 10)"
     )
-    parser.add_argument(
-        "--by", default="self_influence", metavar="COLUMN", help="column that ranks top (default: self_influence)"
-    )
+    parser.add_argument("--by", metavar="COLUMN", help="column or score that ranks top (default: mean_loss or loss)")
     parser.add_argument(
         "--tolerance", type=float, default=0.1, metavar="T", help="allowed distance of duplicates (default: 0.1)"
     )
@@ -73,18 +73,26 @@ def _run(args: Namespace) -> int:
 
 
 def _find_top(args: Namespace, scanning: Any) -> Rows:
-    found = scanning.Scan(args.directory).ranked(args.by, args.k)
-    return _make_rows(found, args.by)
+    scan = scanning.Scan(args.directory)
+    by = args.by or scan.default_ranking
+    return _make_rows(scan, scan.ranked(by, args.k), by)
+
+
+def _compare_rankings(args: Namespace, scanning: Any) -> Rows:
+    scan = scanning.Scan(args.directory)
+    return [{"ranking": name, "shared": share} for name, share in scan.compare_rankings().items()]
 
 
 def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
     if not args.subject.isdecimal():
         raise UsageError(f"neighbours takes {_SUBJECTS['neighbours']}, got '{args.subject}'")
-    return _make_rows(scanning.Scan(args.directory).neighbours(int(args.subject), args.k), "cosine")
+    scan = scanning.Scan(args.directory)
+    return _make_rows(scan, scan.neighbours(int(args.subject), args.k), "cosine")
 
 
 def _find_outliers(args: Namespace, scanning: Any) -> Rows:
-    return _make_rows(scanning.Scan(args.directory).outliers(args.k), "leverage")
+    scan = scanning.Scan(args.directory)
+    return _make_rows(scan, scan.outliers(args.k), "leverage")
 
 
 def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
@@ -125,13 +133,22 @@ _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "neighbours": _find_neighbours,
     "duplicates": _find_duplicates,
     "outliers": _find_outliers,
+    "rankings": _compare_rankings,
     "influence": _find_influence,
 }
 
 
-def _make_rows(found: Any, score: str) -> Rows:
-    pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
-    return [{"example": i, score: value} for i, value in pairs]
+def _make_rows(scan: Any, found: Any, score: str) -> Rows:
+    ids = found.ids.tolist()
+    rows = zip(ids, found.scores.tolist(), scan.describe(ids), strict=True)
+    return [{"example": i, score: value, **_select(example)} for i, value, example in rows]
+
+
+def _select(example: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if name in _SHOWN}
+
+
+_SHOWN = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
 
 
 def _format_result(answer: Rows) -> str:
@@ -146,6 +163,8 @@ def _format_result(answer: Rows) -> str:
 def _format_cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value[:12])) + (" ..." if len(value) > 12 else "")
+    if value is None:
+        return ""
     return format_number(value) if isinstance(value, float) else str(value)
 
 

@@ -38,9 +38,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_directory_arguments(parser, "to show the examples")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: DIR/report.html)")
     parser.add_argument("--title", metavar="TEXT", help="title of the report")
-    parser.add_argument("--by", metavar="COLUMN", help="column that ranks the examples (default: self_influence)")
+    parser.add_argument("--by", metavar="COLUMN", help="column or score that ranks (default: mean_loss or loss)")
     parser.add_argument(
-        "-k", type=parse_positive, default=100, metavar="N", help="number of examples to list (default: 100)"
+        "-k", type=parse_positive, metavar="N", help="number of examples to list (default: as many as may be wrong)"
     )
     parser.add_argument("--no-data", action="store_true", help="do not show the examples, only their numbers")
 

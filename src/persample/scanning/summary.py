@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from persample.scanning.estimates import estimate_wrong_labels
 from persample.scanning.store import Array, Store
 from persample.scanning.suggestions import compute_confidence
 from persample.scanning.table import DESCRIPTIONS, check_shards, get_column_names, read_column, read_opinion
@@ -36,6 +38,7 @@ def summarise(store: Store) -> dict[str, Any]:
         summary["confidence"] = {
             str(label): value for label, value in compute_confidence(labels, opinion.given_probability).items()
         }
+        summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion))
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(f"mean-{last}.npz") or {}

@@ -20,6 +20,23 @@ _COLUMNS = {
         "The squared gradient norm times the learning rate, summed over the checkpoints. High for examples that no "
         "other example explains, such as wrong labels.",
     ),
+    "el2n": (
+        "EL2N",
+        "The distance between the predicted probabilities and the given label, averaged over the checkpoints: 0 if the "
+        "model is sure of the label.",
+    ),
+    "normalised_self_influence": (
+        "Normalised self-influence",
+        "The squared gradient norm as a multiple of its mean, averaged over the checkpoints.",
+    ),
+    "whitened_self_influence": (
+        "Whitened self-influence",
+        "The squared length of the gradient, in which directions that all examples have count less.",
+    ),
+    "confident": (
+        "Confident learning",
+        "How much more probable another class is than the given label, relative to what is usual for both classes.",
+    ),
     "alignment": (
         "Alignment",
         "The cosine between the gradient of the example and the mean gradient: 1 means the same direction, 0 an "
