@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 import persample
 from persample.scanning.predictions import Outputs, find_logits
-from persample.scanning.suggestions import Opinion, combine_checkpoints, compute_confidence, suggest_labels
+from persample.scanning.suggestions import (
+    Opinion,
+    choose_checkpoints,
+    combine_checkpoints,
+    compute_confidence,
+    compute_fit,
+    suggest_labels,
+)
 from tests.support.scans import QUICK, assert_near, build, read_files
 
 N = 23
@@ -169,7 +176,10 @@ def test_suggestions_come_from_all_checkpoints(tmp_path: Path) -> None:
         hidden = p.scatter(1, y[:, None], -1.0).max(1)
         given = p[torch.arange(N), y]
         parts.append({"other": hidden.indices, "other_probability": hidden.values, "given_probability": given})
-    opinion = combine_checkpoints([{k: v.numpy() for k, v in part.items()} for part in parts])
+    arrays = [{k: v.numpy() for k, v in part.items()} for part in parts]
+    fits = [compute_fit(part) for part in arrays]
+    assert found.summary["fits"] == pytest.approx(fits)
+    opinion = combine_checkpoints([arrays[i] for i in choose_checkpoints(fits)])
     expected = suggest_labels(opinion, compute_confidence(y.numpy(), opinion.given_probability))
     assert found.column("suggested").tolist() == expected.tolist()
     assert_near(found.column("el2n").mean(), torch.stack([_el2n(net, s, x, y) for s in states]).mean())

@@ -63,7 +63,7 @@ def _compute_confident(store: Store) -> Array:
     class, with all checkpoints (confident learning)."""
     found = read_opinion(store)
     assert found is not None
-    labels, opinion = found
+    labels, opinion, _ = found
     confidence = compute_confidence(labels, opinion.given_probability)
     given, other = (_look_up(confidence, classes) for classes in (labels, opinion.other))
     return (opinion.other_probability - other) - (opinion.given_probability - given)

@@ -158,8 +158,8 @@ class Scan:
     def estimate_wrong_labels(self) -> WrongLabels | None:
         """How many labels are wrong, with an interval; None if the model is no classifier.
 
-        The estimate is the number of examples with a suggested label. It is too low if the model has memorised its
-        labels and no earlier checkpoint was scanned, and too high if the classes overlap.
+        It is too low if the model has memorised its labels and no earlier checkpoint was scanned, and too high if the
+        classes overlap or the model is not trained yet; `warning` says so as far as the scan can tell.
         """
         return read_estimate(self.summary)
 

@@ -2,7 +2,8 @@
 
 The rule is that of confident learning (Northcutt et al., 2021). A class is suggested if its probability is larger than
 that of the given label, and at least the mean probability that the model gives to this class where it is the label. So
-a class that the model is rarely sure of needs less. Probabilities are means over the checkpoints.
+a class that the model is rarely sure of needs less. Probabilities are means over the checkpoints that are trained and
+have not memorised the labels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from persample.scanning.store import Array
 
 Part = Mapping[str, Array]  # columns of one checkpoint
 
+MEMORISED = 0.97  # share of the given labels that a checkpoint predicts, from which on it says little about them
+_TRAINED = 0.6  # of the largest share; a checkpoint below it is not trained yet
+
 
 @dataclass(frozen=True)
 class Opinion:
@@ -29,6 +33,23 @@ class Opinion:
     other: Array
     other_probability: Array
     given_probability: Array
+
+
+def compute_fit(part: Part) -> float:
+    """The share of the given labels that a checkpoint predicts; NaN if there are none."""
+    is_given = np.isfinite(part["given_probability"])
+    fits = part["given_probability"][is_given] >= part["other_probability"][is_given]
+    return float(fits.mean()) if len(fits) else float("nan")
+
+
+def choose_checkpoints(fits: Sequence[float]) -> list[int]:
+    """The checkpoints whose opinion counts: trained, and without memorised labels; else the trained one with least fit.
+
+    >>> choose_checkpoints([0.3, 0.8, 0.9, 1.0]), choose_checkpoints([0.99, 1.0])
+    ([1, 2], [0])
+    """
+    trained = [i for i, fit in enumerate(fits) if fit >= _TRAINED * max(fits)] or [len(fits) - 1]
+    return [i for i in trained if fits[i] < MEMORISED] or [min(trained, key=lambda i: fits[i])]
 
 
 def combine_checkpoints(parts: Sequence[Part]) -> Opinion:

@@ -34,11 +34,12 @@ def summarise(store: Store) -> dict[str, Any]:
             is_finite &= np.isfinite(column) | (name == "el2n")  # without a label there is none
             summary["columns"][name] = _compute_quantiles(column)
     if (found := read_opinion(store)) is not None:
-        labels, opinion = found
+        labels, opinion, fits = found
         summary["confidence"] = {
             str(label): value for label, value in compute_confidence(labels, opinion.given_probability).items()
         }
-        summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion))
+        summary["fits"] = fits
+        summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion, fits))
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(f"mean-{last}.npz") or {}

@@ -15,8 +15,10 @@ from persample.scanning.errors import ScanError
 from persample.scanning.store import Array, Store, write_file
 from persample.scanning.suggestions import (
     Opinion,
+    choose_checkpoints,
     combine_checkpoints,
     compute_confidence,
+    compute_fit,
     describe_last,
     parse_confidence,
     suggest_labels,
@@ -66,15 +68,18 @@ def read_column(store: Store, name: str) -> Array:
     return np.concatenate([shards.read_column(shard, name) for shard in range(shards.count)])
 
 
-def read_opinion(store: Store) -> tuple[Array, Opinion] | None:
-    """The labels of all examples, and what the model says about them; None if the model is no classifier."""
+def read_opinion(store: Store) -> tuple[Array, Opinion, list[float]] | None:
+    """The labels of all examples, what the model says about them, and the share of them that each checkpoint predicts.
+
+    None if the model is no classifier.
+    """
     shards = _Shards(store)
     if "suggested" not in shards.names:
         return None
     parts = [shards.read_opinion(shard) for shard in range(shards.count)]
     fields = ("other", "other_probability", "given_probability")
     opinion = Opinion(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
-    return read_column(store, "label"), opinion
+    return read_column(store, "label"), opinion, shards.fits
 
 
 def check_shards(store: Store) -> int:
@@ -147,8 +152,21 @@ class _Shards:
         return self._read_last(shard, [name])[name]
 
     def read_opinion(self, shard: int) -> Opinion:
-        """What the model says about the labels of a shard, with all checkpoints."""
-        return combine_checkpoints(self._read_each_checkpoint(shard, _OPINION))
+        """What the model says about the labels of a shard, with the checkpoints that count."""
+        checkpoints = choose_checkpoints(self.fits)
+        return combine_checkpoints([self._store.read_columns(c, shard, _OPINION) for c in checkpoints])
+
+    @cached_property
+    def fits(self) -> list[float]:
+        """The share of the given labels that each checkpoint predicts."""
+        if self._store.is_complete:
+            return self._store.read_json("summary.json")["fits"]
+        names = ["given_probability", "other_probability"]
+        fits = []
+        for checkpoint in self._checkpoints:
+            parts = [self._store.read_columns(checkpoint, shard, names) for shard in range(self.count)]
+            fits.append(compute_fit({name: np.concatenate([part[name] for part in parts]) for name in names}))
+        return fits
 
     @cached_property
     def _confidence(self) -> dict[int, float]:

@@ -229,10 +229,11 @@ class Page:
         if found is None:
             count = format_count(self.cut, "example")
             return f"{count} {'lies' if self.cut == 1 else 'lie'} far above all others." if self.by else ""
-        if found.count == 0:
-            return f"No label is estimated to be wrong (at most {found.high:,})."
         noun = "label is" if found.count == 1 else "labels are"
-        return f"About {found.count:,} {noun} estimated to be wrong ({found.low:,} to {found.high:,})."
+        text = f"About {found.count:,} {noun} estimated to be wrong ({found.low:,} to {found.high:,})."
+        if found.count == 0:
+            text = f"No label is estimated to be wrong (at most {found.high:,})."
+        return f"{text} {found.warning}".strip()
 
     @property
     def disagreement(self) -> list[tuple[str, int, int]]:
