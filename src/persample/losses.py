@@ -26,7 +26,7 @@ def takes_outputs(loss_fn: Any) -> bool:
     >>> takes_outputs(nn.MSELoss()), takes_outputs(F.mse_loss), takes_outputs(lambda model, batch: model(batch).sum())
     (True, True, False)
     """
-    func, _ = _split_partial(loss_fn)
+    func = get_function(loss_fn)
     if not callable(func):
         raise PerSampleError(f"loss_fn must be a function or a loss module, got {describe_value(loss_fn)}")
     return isinstance(func, nn.Module) or str(getattr(func, "__module__", "")).partition(".")[0] == "torch"
@@ -74,7 +74,7 @@ def compute_sample_losses(model: nn.Module, batch: Any, loss_fn: LossFunction, d
         return compute_loss(model, batch, loss_fn)
     inputs, targets = batch
     outputs = call_model(model, inputs)
-    if not _is_class_loss(loss_fn):
+    if not is_class_loss(loss_fn):
         _check_shapes(loss_fn, outputs, targets)
     entries = _remove_reduction(loss_fn)(outputs, targets)
     if not entries.dim():  # a module of the user with an attribute `reduction` that its forward() ignores
@@ -83,7 +83,7 @@ def compute_sample_losses(model: nn.Module, batch: Any, loss_fn: LossFunction, d
     entries = _flatten_samples(entries, dim)
     if reduction in ("sum", "batchmean"):
         return entries.sum(1)
-    if not (_is_class_loss(loss_fn) and not targets.is_floating_point()):
+    if not (is_class_loss(loss_fn) and not targets.is_floating_point()):
         return entries.sum(1) / max(1, entries.shape[1])
     return entries.sum(1) / _flatten_samples(_compute_class_weights(loss_fn, outputs, targets), dim).sum(1)
 
@@ -156,9 +156,15 @@ def _remove_reduction(loss_fn: Any) -> Any:
     return unreduced
 
 
-def _is_class_loss(loss_fn: Any) -> bool:
-    func, _ = _split_partial(loss_fn)
+def is_class_loss(loss_fn: Any) -> bool:
+    """Whether a loss compares scores of classes with labels: the cross entropy or the NLL loss of torch."""
+    func = get_function(loss_fn)
     return isinstance(func, (nn.CrossEntropyLoss, nn.NLLLoss)) or func in (F.cross_entropy, F.nll_loss)
+
+
+def get_function(loss_fn: Any) -> Any:
+    """The function or module of a loss, without the arguments that a `functools.partial` adds."""
+    return _split_partial(loss_fn)[0]
 
 
 def _compute_class_weights(loss_fn: Any, outputs: Tensor, targets: Tensor) -> Tensor:

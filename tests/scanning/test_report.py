@@ -96,7 +96,7 @@ def test_page_shows_settings_and_suspects(scan, tmp_path):
     assert headings[0] == 1 and headings.count(1) == 1
     assert all(after <= before + 1 for before, after in pairwise(headings))
     rows = [a["id"] for a in page.all("tr", role="row") if "id" in a]
-    assert rows == [f"example-{i}" for i in scan.ranked("self_influence", 7).ids.tolist()]
+    assert rows == [f"example-{i}" for i in scan.ranked(k=7).ids.tolist()]
     assert len(page.all("circle", **{"class": "suspect"})) == 7
     known = json.loads(page.script)
     assert len(known) == 40 and sorted(one["id"] for one in known) == list(range(40))
@@ -112,7 +112,7 @@ def test_suspects_are_ranked_by_the_given_column(scan, tmp_path, by):
 
 
 def test_notes_are_shown_and_counted(scan, tmp_path):
-    first, last = scan.ranked("self_influence").ids[[0, -1]].tolist()
+    first, last = scan.ranked().ids[[0, -1]].tolist()
     page = write_page(scan, tmp_path, notes={first: "label flipped from 3", last: "fine"}, k=5)
     assert "label flipped from 3" in page.words and "Examples with a note among them: 1 of 2." in page.words
     assert {one["id"]: one.get("note") for one in json.loads(page.script)}[last] == "fine"
@@ -176,11 +176,11 @@ def test_scan_without_labels_has_no_classes(tmp_path):
 @pytest.mark.parametrize(
     "quantities, rows, sections",
     [
-        (["norm"], 40, {"distributions"}),
-        (["loss"], 40, {"distributions"}),
-        (["loss", "norm"], 40, {"distributions"}),
-        (["alignment"], 40, set()),
-        (["group_norms"], 40, {"layers"}),
+        (["norm"], 10, {"distributions"}),
+        (["loss"], 10, {"distributions"}),
+        (["loss", "norm"], 10, {"distributions"}),
+        (["alignment"], 10, set()),
+        (["group_norms"], 10, {"layers"}),
         (["noise_scale"], 0, {"noise"}),
     ],
 )
@@ -405,9 +405,9 @@ def test_examples_without_content_have_no_preview(example):
 
 def test_show_chooses_the_preview(scan, tmp_path):
     page = write_page(
-        scan, tmp_path, data=images_and_labels(), show=lambda example: f"labelled {example[1].item()}!", k=4
+        scan, tmp_path, data=images_and_labels(), show=lambda example: f"shown as {example[1].item()}!", k=4
     )
-    assert page.words.count("labelled") == 4 and not page.all("img")
+    assert page.words.count("shown as") == 4 and not page.all("img")
     assert all(one["preview"][:1] == ["text"] for one in json.loads(page.script) if "rank" not in one)
 
 
@@ -444,9 +444,9 @@ def make_columns(count=200):
     "changed, expected",
     [
         ({"loss": 5.0}, ["highest loss of all"]),
-        ({"norm": 12.0}, ["gradient 12 times the median"]),
-        ({"norm": 12345.0}, ["gradient 12,333 times the median"]),
-        ({"alignment": -0.414}, ["points against the mean gradient (cosine −0.41)"]),
+        ({"norm": 12.0}, ["largest gradient of all, 12 times the median"]),
+        ({"norm": 12345.0}, ["largest gradient of all, 12,333 times the median"]),
+        ({"alignment": -0.414}, ["gradient points against the others: cosine −0.41, lowest 0.5 %"]),
         ({"norm/0": 3.0, "norm/2": 0.3}, ["99 % of the gradient in layer 0 (median 36 %)"]),
         ({"loss": math.nan, "norm": math.inf}, ["loss is not finite", "gradient is not finite"]),
         ({}, ["gradient norm: rank 101 of 200"]),
@@ -456,16 +456,37 @@ def test_reasons_name_unusual_values(changed, expected):
     found = make_columns()
     for name, value in changed.items():
         found[name][99] = value
-    assert Reasons(found, by="norm").find(99) == expected
+    assert Reasons(found, "norm", found["norm"]).find(99) == expected
+
+
+@pytest.mark.parametrize("shift, scale", [(0.0, 1.0), (-3.0, 1.0), (0.0, 100.0), (50.0, 0.01)])
+def test_reasons_depend_on_ranks_and_not_on_the_size_of_values(shift, scale):
+    """Of 200 examples with any values, at most a twentieth has each reason."""
+    generator = np.random.default_rng(0)
+    names = ("loss", "norm", "alignment", "norm/0", "norm/2")
+    found = {name: np.abs(generator.normal(size=200) * scale + shift) for name in names}
+    found["alignment"] = generator.normal(-0.5, 0.1, 200)  # most gradients point against the mean
+    reasons = Reasons(found, "norm", found["norm"])
+    texts = [reason for i in range(200) for reason in reasons.find(i)]
+    for words in ("loss", "gradient in the top", "points against", "in layer"):
+        assert sum(words in text for text in texts) <= 11, words
+    assert sum("rank" in text for text in texts) >= 150
+
+
+def test_the_opinion_of_the_model_comes_first():
+    found = make_columns()
+    found["loss"][99] = 5.0
+    opinion = "labelled circle, model says triangle (0.97)"
+    assert Reasons(found, "loss", found["loss"], {99: opinion}).find(99) == [opinion, "highest loss of all"]
 
 
 def test_number_of_reasons_is_limited_and_shares_are_rounded_up():
     found = make_columns()
     for name, value in {"norm": 9.0, "alignment": -0.5, "norm/0": 3.0, "norm/2": 0.1}.items():
         found[name][197] = value
-    assert len(reasons := Reasons(found, by="norm").find(197)) == 3 and reasons[0] == "loss in the top 2 %"
+    assert len(reasons := Reasons(found, "norm", found["norm"]).find(197)) == 3 and reasons[0] == "loss in the top 2 %"
     found["loss"][:] = 1.0  # all equal: none is in the top
-    assert not any("loss" in reason for reason in Reasons(found, by="norm").find(197))
+    assert not any("loss" in reason for reason in Reasons(found, "norm", found["norm"]).find(197))
 
 
 # ---- charts and plots ----

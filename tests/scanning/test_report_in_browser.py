@@ -24,7 +24,7 @@ def report(tmp_path_factory):
     x *= 10 ** torch.linspace(-2, 1, COUNT)[:, None, None, None]  # so that the numbers have different numbers of digits
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, 4))
     scan = persample.scan(model, nn.CrossEntropyLoss(), (x, y), project=None, classes=CLASSES)
-    first = scan.ranked("self_influence").ids[:3].tolist()
+    first = scan.ranked().ids[:3].tolist()
     notes = {first[0]: "label flipped", first[1]: "<b>bold</b> " + "w" * 120}
     options = {"notes": notes, "k": SUSPECTS, "plots": False, "remarks": ["Long" * 60]}
     folder = tmp_path_factory.mktemp("report")

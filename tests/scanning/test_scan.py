@@ -253,7 +253,7 @@ def test_table_file(kind: Any, tmp_path: Path) -> None:
     found = persample.scan(model, loss_fn, data, out=tmp_path, table=kind, classes=["cat", "dog", "owl"], **QUICK)
     path = tmp_path / f"table.{kind}"
     table = parquet.read_table(path) if kind == "parquet" else csv.read_csv(path)
-    assert table.column_names == [*found.columns, "class"]
+    assert table.column_names == [*found.columns, "class", "predicted_class", "suggested_class"]
     np.testing.assert_allclose(table["norm"].to_numpy(), found.column("norm"))
     assert table["class"].to_pylist() == [["cat", "dog", "owl"][label] for label in data[1].tolist()]
 

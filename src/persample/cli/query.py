@@ -11,18 +11,21 @@ from typing import Any
 from persample._internal.text import format_table
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
 from persample.cli.task import (
-    COMMAND_FILE,
     add_directory_arguments,
     convert_scan_errors,
+    explain_folder,
     import_scanning,
     load_model_and_loss,
+    read_origin,
 )
 from persample.cli.user_code import UsageError, call_target, load_function
 
 _DESCRIPTION = """\
 Find examples in a scan. Examples are numbered from 0 in the order of the dataset.
 
-    $ persample query scans/mine top --by loss              # the examples with the largest losses
+    $ persample query scans/mine top                        # the examples whose labels are probably wrong
+    $ persample query scans/mine top --by norm              # the examples with the largest gradients
+    $ persample query scans/mine rankings                   # how much other rankings agree with that of top
     $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
     $ persample query scans/mine duplicates                 # groups of examples with the same gradient
     $ persample query scans/mine outliers                   # the examples with the most unusual gradients
@@ -54,9 +57,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-k", type=parse_positive, default=10, metavar="N", help="number of results to print (default: 10)"
     )
-    parser.add_argument(
-        "--by", default="self_influence", metavar="COLUMN", help="column that ranks top (default: self_influence)"
-    )
+    parser.add_argument("--by", metavar="COLUMN", help="column or score that ranks top (default: mean_loss or loss)")
     parser.add_argument(
         "--tolerance", type=float, default=0.1, metavar="T", help="allowed distance of duplicates (default: 0.1)"
     )
@@ -90,22 +91,31 @@ def _run(args: Namespace) -> int:
 
 
 def _find_top(args: Namespace, scanning: Any) -> Rows:
-    found = scanning.Scan(args.directory).ranked(args.by, args.k)
-    return _make_rows(found, args.by)
+    scan = scanning.Scan(args.directory)
+    by = args.by or scan.default_ranking
+    return _make_rows(scan, scan.ranked(by, args.k), by)
+
+
+def _compare_rankings(args: Namespace, scanning: Any) -> Rows:
+    scan = scanning.Scan(args.directory)
+    return [{"ranking": name, "shared": share} for name, share in scan.compare_rankings().items()]
 
 
 def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
     if not args.subject.isdecimal():
         raise UsageError(f"neighbours takes {_SUBJECTS['neighbours']}, got '{args.subject}'")
-    return _make_rows(scanning.Scan(args.directory).neighbours(int(args.subject), args.k), "cosine")
+    scan = scanning.Scan(args.directory)
+    return _make_rows(scan, scan.neighbours(int(args.subject), args.k), "cosine")
 
 
 def _find_outliers(args: Namespace, scanning: Any) -> Rows:
-    return _make_rows(scanning.Scan(args.directory).outliers(args.k, args.damping), "leverage")
+    scan = scanning.Scan(args.directory)
+    return _make_rows(scan, scan.outliers(args.k, args.damping), "leverage")
 
 
 def _find_self_influence(args: Namespace, scanning: Any) -> Rows:
-    return _make_rows(scanning.Scan(args.directory).self_influence(args.method, args.k, args.damping), "self-influence")
+    scan = scanning.Scan(args.directory)
+    return _make_rows(scan, scan.self_influence(args.method, args.k, args.damping), "self-influence")
 
 
 def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
@@ -115,17 +125,18 @@ def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
 
 def _find_influence(args: Namespace, scanning: Any) -> Rows:
     found = scanning.Scan(args.directory)
-    if not (found.directory / COMMAND_FILE).is_file():
+    origin = read_origin(found)
+    if origin is None:
         raise UsageError(
             f"{args.directory} was scanned from Python, so its model is unknown here: use persample.Scan(...) in Python"
         )
-    origin = found.store.read_json(COMMAND_FILE)
     if not args.module:
         raise UsageError(
             "influence calls the function of the scan again for the model and the loss. If you trust it, add --module "
             f"{origin['target']!r}"
         )
-    model, loss_fn = load_model_and_loss({**origin, "target": args.module})
+    with explain_folder(origin):
+        model, loss_fn = load_model_and_loss({**origin, "target": args.module})
     batch = call_target(args.subject)
     scan = scanning.Scan(args.directory, model, loss_fn, origin["checkpoints"])
     patterns = args.parameters
@@ -154,6 +165,7 @@ _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "duplicates": _find_duplicates,
     "outliers": _find_outliers,
     "self-influence": _find_self_influence,
+    "rankings": _compare_rankings,
     "influence": _find_influence,
 }
 
@@ -169,9 +181,17 @@ def _parse_damping(text: str) -> float | str:
     return text if text == "auto" else number
 
 
-def _make_rows(found: Any, score: str) -> Rows:
-    pairs = zip(found.ids.tolist(), found.scores.tolist(), strict=True)
-    return [{"example": i, score: value} for i, value in pairs]
+def _make_rows(scan: Any, found: Any, score: str) -> Rows:
+    ids = found.ids.tolist()
+    rows = zip(ids, found.scores.tolist(), scan.describe(ids), strict=True)
+    return [{"example": i, score: value, **_select(example)} for i, value, example in rows]
+
+
+def _select(example: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in example.items() if name in _SHOWN}
+
+
+_SHOWN = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
 
 
 def _format_result(answer: Rows) -> str:
@@ -186,6 +206,8 @@ def _format_result(answer: Rows) -> str:
 def _format_cell(value: Any) -> str:
     if isinstance(value, list):
         return " ".join(map(str, value[:12])) + (" ..." if len(value) > 12 else "")
+    if value is None:
+        return ""
     return format_number(value) if isinstance(value, float) else str(value)
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
 from persample.cli.task import (
-    COMMAND_FILE,
     add_directory_arguments,
     convert_scan_errors,
+    explain_folder,
     has_data_files,
     import_scanning,
     load_data_files,
+    read_origin,
 )
 from persample.cli.user_code import UsageError, load_model_data_and_loss
 
@@ -36,9 +38,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_directory_arguments(parser, "to show the examples")
     parser.add_argument("--out", metavar="FILE", help="file to write (default: DIR/report.html)")
     parser.add_argument("--title", metavar="TEXT", help="title of the report")
-    parser.add_argument("--by", metavar="COLUMN", help="column that ranks the examples (default: self_influence)")
+    parser.add_argument("--by", metavar="COLUMN", help="column or score that ranks (default: mean_loss or loss)")
     parser.add_argument(
-        "-k", type=parse_positive, default=100, metavar="N", help="number of examples to list (default: 100)"
+        "-k", type=parse_positive, metavar="N", help="number of examples to list (default: as many as may be wrong)"
     )
     parser.add_argument("--no-data", action="store_true", help="do not show the examples, only their numbers")
 
@@ -57,13 +59,16 @@ def _run(args: Namespace) -> int:
 
 def _load_data(args: Namespace, found: Any) -> tuple[Any, str]:
     """The examples, of the function that the user names or of the files that were scanned; or None and the reason."""
+    origin = read_origin(found)
     if args.module:
-        return load_model_data_and_loss(args.module, "data")[1], ""
-    if not (found.directory / COMMAND_FILE).is_file():
+        with explain_folder(origin):
+            return load_model_data_and_loss(args.module, "data")[1], ""
+    if origin is None:
         return None, ""
-    origin = found.store.read_json(COMMAND_FILE)
     if not has_data_files(origin):
         return None, f"the examples are not shown; --module {origin['target']!r} would call the function for them"
+    if not Path(origin["images"] or origin["text"]).exists():
+        return None, f"the examples are not shown, because {origin['images'] or origin['text']} is not there any more"
     from persample.scanning.source import Source
 
     # The scan may come from somebody else. The digest shows that they knew the files, and did not only name them.

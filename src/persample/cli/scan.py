@@ -24,6 +24,7 @@ from persample.cli.task import (
     COMMAND_FILE,
     add_task_arguments,
     convert_scan_errors,
+    describe_labels,
     get_origin,
     import_scanning,
     load_task,
@@ -118,6 +119,8 @@ def _run(args: Namespace) -> int:
     with redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
         _check_device(args.device)
         task = load_task(get_origin(args))
+        for line in () if rank else describe_labels(task.data, task.origin):
+            print(line)
         found = scanning.scan(
             task.model,
             task.loss_fn,
@@ -150,6 +153,8 @@ def _run(args: Namespace) -> int:
 
 def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     """The summary as text."""
+    from persample.scanning.examples import say_opinion
+
     summary = found.summary
     yield f"{summary['examples']} examples"
     if summary["columns"]:
@@ -163,8 +168,12 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
         scale = summary["noise_scale"]
         result = f"noise scale {format_number(scale)}" if scale else "the mean gradient is lost in noise"
         yield f"{result}: batches of about {summary['suggested_batch_size']} examples"
-    for by in [name for name in ("self_influence", "norm", "loss") if name in summary["columns"]][:1]:
-        yield f"largest {by}: examples {', '.join(map(str, found.ranked(by, 10).ids.tolist()))}"
+    if (estimate := found.estimate_wrong_labels()) is not None:
+        yield f"labels that are probably wrong: {estimate}"
+    if (by := found.default_ranking) is not None:
+        yield f"first by {by}:"
+        for i, example in zip(ids := found.ranked(by, 5).ids.tolist(), found.describe(ids), strict=True):
+            yield "  ".join(filter(None, [f"  {i}", example.get("name"), say_opinion(example)]))
     for name, path in files.items():
         yield f"{name}: {path}"
 

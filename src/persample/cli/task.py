@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from persample._internal.text import describe_value
+from persample._internal.text import describe_value, format_list
 from persample.cli.command import parse_positive
 from persample.cli.user_code import (
     UsageError,
@@ -31,6 +32,7 @@ COMMAND_FILE = "command.json"
 
 _ORIGIN = (
     "target", "images", "image_size", "channels", "text", "text_column", "label", "tokenizer", "max_length",
+    "id_column", "classes",
 )  # fmt: skip
 
 
@@ -57,6 +59,12 @@ def add_task_arguments(parser: ArgumentParser) -> None:
     data.add_argument("--text", metavar="FILE", help="table with a column of text: .csv, .parquet or .jsonl")
     data.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
     data.add_argument("--label", metavar="NAME", help="column of the class (default: label, if it exists)")
+    data.add_argument("--id-column", metavar="NAME", help="column that names the rows (default: id, if it exists)")
+    data.add_argument(
+        "--classes",
+        metavar="A,B",
+        help="names of the classes in the order of the model's outputs (default: of the model's config, or sorted)",
+    )
     data.add_argument("--tokenizer", metavar="PATH", help="saved tokenizer, or module:function that returns one")
     data.add_argument(
         "--max-length", type=parse_positive, default=128, metavar="T", help="maximum tokens of a text (default: 128)"
@@ -70,12 +78,38 @@ def add_directory_arguments(parser: ArgumentParser, purpose: str) -> None:
 
 
 def get_origin(args: Namespace) -> dict[str, Any]:
-    """The arguments that define the model and the data."""
-    return {name: getattr(args, name) for name in _ORIGIN}
+    """The arguments that define the model and the data, and the folder in which the command runs."""
+    origin = {name: getattr(args, name) for name in _ORIGIN}
+    return origin | {"classes": args.classes.split(",") if args.classes else None, "folder": os.getcwd()}
+
+
+def read_origin(found: Any) -> dict[str, Any] | None:
+    """The arguments of the command that made a scan, with absolute paths; None if it was made from Python."""
+    if not (found.directory / COMMAND_FILE).is_file():
+        return None
+    origin = found.store.read_json(COMMAND_FILE)
+    folder = Path(origin.get("folder", "."))
+    for name in ("images", "text"):
+        origin[name] = origin[name] and str(folder / origin[name])
+    return origin
+
+
+@contextmanager
+def explain_folder(origin: Mapping[str, Any] | None) -> Iterator[None]:
+    """Say in an error of the block in which folder the scan was run, if it was another one."""
+    try:
+        yield
+    except UsageError as error:
+        folder = (origin or {}).get("folder")
+        if folder is None or folder == os.getcwd():
+            raise
+        raise UsageError(f"{error}; the scan was run in {folder}", error.code) from error
 
 
 def load_task(origin: Mapping[str, Any]) -> Task:
     """Call the user's function, and open the files that the arguments name."""
+    from persample.scanning.labels import find_model_classes
+
     target = origin["target"]
     if origin["images"] and origin["text"]:
         raise UsageError("--images and --text cannot be combined")
@@ -83,6 +117,8 @@ def load_task(origin: Mapping[str, Any]) -> Task:
         model, data, loss_fn = load_model_data_and_loss(target, "data")
         return Task(model, data, loss_fn, None, origin)
     model, loss_fn = load_model_and_loss(origin)
+    if not origin["classes"] and (known := find_model_classes(model)) is not None:
+        origin = {**origin, "classes": known}
     data, collate = load_data_files(origin), None
     if origin["text"]:
         from persample.scanning.datasets import TextCollator
@@ -100,9 +136,20 @@ def load_data_files(origin: Mapping[str, Any]) -> Any:
     """The data that the arguments name. Calls none of the user's functions."""
     from persample.scanning.datasets import ImageFolder, TextTable
 
+    classes = origin.get("classes")
     if origin["images"]:
-        return ImageFolder(origin["images"], origin["image_size"], origin["channels"])
-    return TextTable(origin["text"], origin["text_column"], origin["label"])
+        return ImageFolder(origin["images"], origin["image_size"], origin["channels"], classes)
+    return TextTable(origin["text"], origin["text_column"], origin["label"], origin.get("id_column"), classes)
+
+
+def describe_labels(data: Any, origin: Mapping[str, Any]) -> Iterator[str]:
+    """Lines that say which class has which number, and which folders are no classes."""
+    if getattr(data, "classes", None):
+        numbers = format_list([f"{i} {name}" for i, name in enumerate(data.classes)], most=20)
+        order = "in the order of the model" if origin.get("classes") else "in alphabetical order"
+        yield f"classes, {order}: {numbers}"
+    if skipped := getattr(data, "skipped", None):
+        yield f"no classes, because they are hidden or have no images: {format_list(skipped)}"
 
 
 def load_model_and_loss(origin: Mapping[str, Any]) -> tuple[nn.Module, Any]:

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 
 from persample.losses import call_model
 from persample.scanning.errors import ScanError
+from persample.scanning.labels import choose_classes, read_labels
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
 
@@ -27,22 +28,24 @@ _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".t
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """The images in `root/CLASS/...` as pairs `(image, class)`.
 
-    Images are tensors `(channels, size, size)` with values from 0 to 1.
+    Images are tensors `(channels, size, size)` with values from 0 to 1. Classes are numbered in the order of `classes`,
+    by default in alphabetical order. Hidden folders and folders without images are no classes; `skipped` names them.
+    `names` are the paths of the files in `root`.
     """
 
-    def __init__(self, root: str | Path, size: int, channels: int = 3) -> None:
+    def __init__(self, root: str | Path, size: int, channels: int = 3, classes: Sequence[str] | None = None) -> None:
         self.root, self._size, self._mode = Path(root), (size, size), {1: "L", 3: "RGB"}[channels]
         if not self.root.is_dir():
             raise ScanError(f"There is no folder {root}.")
-        self.classes = sorted(path.name for path in self.root.iterdir() if path.is_dir())
-        self.files = [
-            (path, label)
-            for label, name in enumerate(self.classes)
-            for path in sorted((self.root / name).rglob("*"))
-            if path.suffix.lower() in _IMAGE_SUFFIXES
-        ]
-        if not self.files:
+        folders = sorted(path for path in self.root.iterdir() if path.is_dir())
+        files = {path.name: _find_images(path) for path in folders if not _is_hidden(path.name)}
+        self.skipped = [path.name for path in folders if not files.get(path.name)]
+        if not any(files.values()):
             raise ScanError(f"{root} has no images. Put the images of each class in a folder {root}/CLASS.")
+        self.classes = choose_classes([name for name, found in files.items() if found], classes, f"The folder {root}")
+        numbers = {name: i for i, name in enumerate(self.classes)}
+        self.files = [(path, numbers[name]) for name, found in files.items() for path in found]
+        self.names = [path.relative_to(self.root).as_posix() for path, _ in self.files]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -62,31 +65,33 @@ class TextTable(Dataset[dict[str, Any]]):
     """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`.
 
     `text` and `label` are the columns to read; without `label`, a column "label" is used if there is one. Labels are
-    integers from 0, or names, which are numbered in alphabetical order.
+    integers from 0, or names, which are numbered in the order of `classes`, by default in alphabetical order. `names`
+    are the entries of the column `ids`, by default of a column "id" if there is one.
     """
 
-    def __init__(self, path: str | Path, text: str = "text", label: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        text: str = "text",
+        label: str | None = None,
+        ids: str | None = None,
+        classes: Sequence[str] | None = None,
+    ) -> None:
         table = _read_table(Path(path))
-        for name in (text, *([label] if label is not None else [])):
+        for name in (text, *(name for name in (label, ids) if name is not None)):
             if name not in table.column_names:
                 raise ScanError(f"{path} has no column '{name}'. It has {', '.join(table.column_names)}.")
-        label = label or "label"
+        label, ids = label or "label", ids or "id"
         texts = table[text]
         if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
             raise ScanError(f"The column '{text}' of {path} has type {texts.type}; it must contain text.")
         self._texts = texts
         self.classes: list[str] | None = None
         self._labels: list[int] | None = None
+        self.names = [str(name) for name in table[ids].to_pylist()] if ids in table.column_names else None
         if label in table.column_names:
-            values = table[label].to_pylist()
-            if None in values:
-                raise ScanError(f"Row {values.index(None)} of {path} has no '{label}'.")
-            if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-                self._labels = values
-            else:
-                self.classes = sorted({str(value) for value in values})
-                indices = {name: i for i, name in enumerate(self.classes)}
-                self._labels = [indices[str(value)] for value in values]
+            where = f"The column '{label}' of {path}"
+            self._labels, self.classes = read_labels(table[label].to_pylist(), classes, where)
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -145,6 +150,19 @@ def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     mask = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))
     mask = mask[:, 1:] * mask[:, :-1]  # padding may be on either side
     return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file or folder is no data: `.ipynb_checkpoints`, `.DS_Store`, `__MACOSX`."""
+    return name.startswith((".", "__"))
+
+
+def _find_images(folder: Path) -> list[Path]:
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in _IMAGE_SUFFIXES and not any(map(_is_hidden, path.relative_to(folder).parts))
+    ]
 
 
 def _read_table(path: Path) -> pa.Table:

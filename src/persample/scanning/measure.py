@@ -30,10 +30,11 @@ from persample.losses import (
 from persample.recording.options import Options, Selection, Verify, get_trainable
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
+from persample.scanning.predictions import Outputs, Predictions
 from persample.scanning.source import find_labels, move_to_device
 
 # What a scan measures by default. "alignment" is exact, and costs a second pass over the data.
-QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "estimated_alignment", "noise_scale")
+QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "estimated_alignment", "noise_scale", "predictions")
 ALL_QUANTITIES = (*QUANTITIES, "alignment")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
 
@@ -51,6 +52,15 @@ class Projection:
     dim: int
     seed: int = 0
     method: Method = "kronecker"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The losses, gradients and outputs of a batch. The gradients are None if the loss depends on no parameter."""
+
+    losses: Tensor
+    grads: PerSampleGradients | StreamedNorms | None
+    outputs: Outputs
 
 
 class Measurement:
@@ -94,6 +104,7 @@ class Measurement:
         self.nonfinite, self.has_labels = nonfinite, has_labels
         self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
         self.takes_pairs = takes_outputs(loss_fn)
+        self._predictions = Predictions(loss_fn)
 
     @property
     def needs_direction(self) -> bool:
@@ -111,36 +122,31 @@ class Measurement:
         return next(iter(self.parameters.values())).device
 
     def measure_batch(self, ids: Sequence[int], batch: Any, direction: Gradient | None) -> Columns:
-        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment` and `projection`.
+        """The columns of a batch: `id`, `label`, `loss`, `norm`, `norm/GROUP`, `alignment`, `projection`, predictions.
 
         `direction` is the mean gradient of all examples, scaled to length 1. Without it there is no `alignment`.
         """
         batch = self._prepare(batch)
-        return self._measure(ids, batch, *self._record(ids, batch), direction)
+        return self._measure(ids, batch, self._record(ids, batch), direction)
 
     def measure_and_sum(self, ids: Sequence[int], batch: Any) -> tuple[Columns, Gradient, int]:
         """`measure_batch` without a direction, and from the same pass `sum_gradients`."""
         batch = self._prepare(batch)
-        losses, grads = self._record(ids, batch)
-        columns = self._measure(ids, batch, losses, grads, None)
+        recorded = self._record(ids, batch)
+        columns, grads = self._measure(ids, batch, recorded, None), recorded.grads
         if grads is None or isinstance(grads, StreamedNorms) or not _are_finite(columns):
             return columns, *self.sum_gradients(ids, batch)
         return columns, grads.sum(own=True), len(ids)
 
-    def _measure(
-        self,
-        ids: Sequence[int],
-        batch: Any,
-        losses: Tensor,
-        grads: PerSampleGradients | StreamedNorms | None,
-        direction: Gradient | None,
-    ) -> Columns:
-        count = len(ids)
+    def _measure(self, ids: Sequence[int], batch: Any, recorded: Recorded, direction: Gradient | None) -> Columns:
+        count, grads = len(ids), recorded.grads
         columns: Columns = {"id": torch.tensor(list(ids))}
         if self.has_labels:
             labels = find_labels(batch, count)
             columns["label"] = torch.full((count,), -1) if labels is None else labels.long()
-        columns["loss"] = widen(losses)
+        columns["loss"] = widen(recorded.losses)
+        if "predictions" in self.quantities:
+            columns |= self._predictions.describe(recorded.outputs.get(), batch, recorded.losses)
         columns |= self._compute_norms(grads, count)
         self._check_finite(ids, columns)
         if direction is not None and self.needs_direction:
@@ -209,8 +215,8 @@ class Measurement:
 
     # ---- helpers ----
 
-    def _record(self, ids: Sequence[int], batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
-        """The losses and gradients of a batch. The gradients are None if the loss depends on no parameter."""
+    def _record(self, ids: Sequence[int], batch: Any) -> Recorded:
+        outputs = Outputs(len(ids), self._batch_dim)
         with record(
             self.model,
             batch_dim=self._batch_dim,
@@ -221,11 +227,12 @@ class Measurement:
             verify=self._verify,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
-            loss = self._compute_loss(ids, batch)
+            with outputs.capture(self.model):
+                loss = self._compute_loss(ids, batch)
             if loss.requires_grad:
                 with preserve_grads(loss):  # the loss function may have parameters, too
                     (loss.sum() * self._get_scale(loss, len(ids))).backward()
-        return self._get_losses(loss.detach(), ids, batch), grads if loss.requires_grad else None
+        return Recorded(self._get_losses(loss.detach(), ids, batch), grads if loss.requires_grad else None, outputs)
 
     def _prepare(self, batch: Any) -> Any:
         if self.takes_pairs:

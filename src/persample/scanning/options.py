@@ -75,6 +75,7 @@ class ScanOptions:
         return {
             "examples": source.size,
             "data": source.compute_digest(),
+            "names": source.names.compute_digest(),
             "batch_size": source.batch_size,
             "shard_size": max(1, self.shard_size // source.batch_size) * source.batch_size,
             "project": self.project,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from persample.batches import Batch, BatchDim
-from persample.gradients import PerSampleGradients, StreamedNorms
+from persample.gradients import PerSampleGradients
 from persample.losses import LossFunction
 from persample.recording.options import Options, Selection
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
 from persample.scanning.influence import TestGradients
-from persample.scanning.measure import Gradient, Measurement, Projection, prepare_model
+from persample.scanning.measure import Gradient, Measurement, Projection, Recorded, prepare_model
 from persample.scanning.source import move_to_device
 
 Adam = Optimizer | Mapping[str, Tensor]
@@ -78,11 +78,11 @@ class _ScaledMeasurement(Measurement):
 
     factors: Gradient | None = None
 
-    def _record(self, ids: range, batch: Any) -> tuple[Tensor, PerSampleGradients | StreamedNorms | None]:
-        losses, grads = super()._record(ids, batch)
-        if self.factors is not None and isinstance(grads, PerSampleGradients):
-            grads = grads.scale(self.factors)
-        return losses, grads
+    def _record(self, ids: Sequence[int], batch: Any) -> Recorded:
+        recorded = super()._record(ids, batch)
+        if self.factors is not None and isinstance(recorded.grads, PerSampleGradients):
+            return replace(recorded, grads=recorded.grads.scale(self.factors))
+        return recorded
 
 
 def get_step_sizes(adam: Adam, parameters: Mapping[str, Tensor]) -> Gradient:

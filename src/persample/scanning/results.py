@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,17 +13,19 @@ from torch import Tensor, nn
 from persample.batches import BatchDim
 from persample.losses import LossFunction
 from persample.recording.options import Selection
-from persample.scanning import influence, queries
+from persample.scanning import influence, queries, rankings
 from persample.scanning.checkpoints import State
 from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
+from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
+from persample.scanning.examples import Examples
 from persample.scanning.export_rows import write_rows
 from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
 from persample.scanning.probe import Adam, Probe
 from persample.scanning.queries import Ranking
 from persample.scanning.store import Array, Store
 from persample.scanning.stored_gradients import StoredGradients
-from persample.scanning.table import get_column_names, read_column, read_table
+from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column, read_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -84,7 +86,7 @@ class Scan:
         return self.summary["examples"]
 
     def __repr__(self) -> str:
-        columns = ", ".join(name for name in self.columns if name not in ("id", "label"))
+        columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
         return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
 
@@ -98,11 +100,80 @@ class Scan:
             raise ScanError(f"The scan has no column '{name}'. It has {', '.join(self.columns)}.")
         return read_column(self.store, name)
 
-    def ranked(self, by: str = "self_influence", k: int | None = None) -> Ranking:
-        """The `k` examples with the largest values of a column; with the smallest values of an alignment."""
-        values = torch.from_numpy(self.column(by)).double().nan_to_num(nan=torch.inf)
-        order = values.argsort(descending="alignment" not in by, stable=True)[:k]
-        return Ranking(order, values[order])
+    def describe(self, ids: Iterable[int]) -> list[dict[str, Any]]:
+        """What the scan knows about some examples: name, label, what the model predicts and suggests."""
+        examples = Examples(self.store)
+        return [examples.describe(int(i)) for i in ids]
+
+    # ---- rankings ----
+
+    @property
+    def rankings(self) -> list[str]:
+        """What `ranked` can rank by: the measured columns, and scores that are computed from them."""
+        return rankings.list_rankings(self.store, self._measured)
+
+    def ranked(self, by: str | None = None, k: int | None = None) -> Ranking:
+        """The `k` examples that come first by a column or another of `rankings`, most suspicious first.
+
+        That is the largest value, for "alignment" the smallest. The default is the mean loss over the checkpoints, or
+        the loss if there is one checkpoint: `benchmarks/results/rankings.json` compares the rankings.
+        """
+        by = by or self.default_ranking
+        if by is None:
+            raise ScanError("The scan has no column to rank by.")
+        scores = torch.from_numpy(self.scores_by(by)).nan_to_num(nan=torch.inf)
+        order = scores.argsort(descending=True, stable=True)[:k]
+        return Ranking(order, -scores[order] if "alignment" in by else scores[order])
+
+    def scores_by(self, by: str) -> Array:
+        """One score per example, large for the examples that `ranked` puts first."""
+        return rankings.compute_scores(self.store, by, self._measured)
+
+    @property
+    def default_ranking(self) -> str | None:
+        """What `ranked` ranks by unless told; None if nothing was measured."""
+        return rankings.choose_ranking(self._measured)
+
+    def suspects(self, by: str | None = None) -> Ranking:
+        """The examples of a ranking before its cut: as many as labels are estimated to be wrong.
+
+        If the model is no classifier, the cut is behind the examples whose score lies far above all others: three
+        interquartile ranges above the third quartile. Clean data may have no suspects.
+        """
+        return self.ranked(by, self.count_suspects(by))
+
+    def count_suspects(self, by: str | None = None) -> int:
+        """The number of `suspects`."""
+        estimate = self.estimate_wrong_labels()
+        by = by or self.default_ranking
+        if estimate is not None or by is None:
+            return estimate.count if estimate else 0
+        return count_far_out(self.scores_by(by))
+
+    def estimate_wrong_labels(self) -> WrongLabels | None:
+        """How many labels are wrong, with an interval; None if the model is no classifier.
+
+        It is too low if the model has memorised its labels and no earlier checkpoint was scanned, and too high if the
+        classes overlap or the model is not trained yet; `warning` says so as far as the scan can tell.
+        """
+        return read_estimate(self.summary)
+
+    def compare_rankings(self, k: int | None = None) -> dict[str, float]:
+        """For each of `rankings`, the share of its first `k` examples that are among the first `k` by default.
+
+        `k` is the number of suspects, or at least a hundredth of the examples. A small share means that the rankings
+        disagree: look at both.
+        """
+        if self.default_ranking is None:
+            return {}
+        k = max(1, self.count_suspects(), len(self) // 100) if k is None else k
+        own = set(self.ranked(k=k).ids.tolist())
+        names = [name for name in self.rankings if not name.startswith("norm/") and name != self.default_ranking]
+        return {name: len(own & set(self.ranked(name, k).ids.tolist())) / len(own) for name in names}
+
+    @property
+    def _measured(self) -> list[str]:
+        return [name for name in self.columns if name not in DESCRIPTIONS]
 
     @property
     def table_path(self) -> Path:

@@ -24,7 +24,9 @@ from persample.scanning.alignment import write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
 from persample.scanning.gradient_sum import GradientSum
+from persample.scanning.labels import check_classes
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
+from persample.scanning.names import Ids
 from persample.scanning.options import ScanOptions
 from persample.scanning.results import Scan
 from persample.scanning.source import Collate, ShardBatch, Source
@@ -55,6 +57,7 @@ def scan(
     nonfinite: Literal["raise", "keep"] = "raise",
     collate: Collate | None = None,
     classes: Sequence[str] | None = None,
+    ids: Ids | None = None,
     shard_size: int = 1024,
     table: TableKind = "parquet",
     verify: Verify = "first",
@@ -68,7 +71,7 @@ def scan(
     >>> x, y = torch.randn(100, 3), torch.randint(2, (100,))
     >>> found = scan(model, nn.CrossEntropyLoss(), (x, y), project=64)
     >>> found
-    Scan of 100 examples: loss, norm, self_influence, estimated_alignment, norm/0, norm/2; projected to 64
+    Scan of 100 examples: loss, norm, self_influence, el2n, estimated_alignment, norm/0, norm/2; projected to 64
     >>> found.column("norm").shape, len(found.neighbours(7, k=3).ids)
     ((100,), 3)
 
@@ -91,10 +94,15 @@ def scan(
     - "estimated_alignment": the cosine with the mean gradient of all examples, both projected: an estimate with an
       error of about 1 / sqrt(project). Not measured with `project=None`;
     - "alignment": the same cosine, exact. Not measured by default: it needs a second, plain pass over the data;
-    - "noise_scale": not a column but in the summary, with the batch size that it suggests.
+    - "noise_scale": not a column but in the summary, with the batch size that it suggests;
+    - "predictions": what the model says about the example, from the same forward pass. For classifiers: `predicted`,
+      its `probability`, `given_probability` (of the label), `suggested` (a label that fits better, else nothing) and
+      `el2n`; for regression: `prediction` and `target`; for several labels per example: the label that the model
+      contradicts most. Outputs that are none of these give no columns.
 
     `checkpoints` are state dicts or files of state dicts, with `learning_rates` (default 1); without them the model is
-    scanned as it is. All columns except self_influence and mean_loss describe the last checkpoint.
+    scanned as it is. All columns describe the last checkpoint, except self_influence, mean_loss, el2n and
+    suggested, which are computed from all of them.
 
     `project` numbers of each gradient are stored in `dtype` for the queries `Scan.influence`, `neighbours`,
     `duplicates` and `outliers`; with None, none are stored. `PerSampleGradients.project` explains `projection` and
@@ -110,6 +118,9 @@ def scan(
     shard and gives the same result; `resume=False` starts over. The processes of torch.distributed share the work.
     `table` is the format of the table, `classes` are the names of the classes (default: `data.classes`), and `progress`
     shows a progress bar (default: in a terminal). Without `out`, the files are removed with the returned object.
+
+    `ids` gives the examples names, for the column `name`, queries and reports: a sequence with one name per example, or
+    the key of the name in each example. Datasets that know their files, such as those of torchvision, need none.
     """
     options = ScanOptions(
         quantities=quantities,
@@ -126,9 +137,10 @@ def scan(
         shard_size=shard_size,
         table=table,
     )
-    source = Source(data, batch_size, collate)
+    source = Source(data, batch_size, collate, ids)
     if source.size == 0:
         raise ScanError("The data has no examples.")
+    check_classes(source.classes if classes is None else classes, model)
     measurement = options.make_measurement(model, loss_fn, source, verify)
     states = Checkpoints(model, checkpoints, learning_rates)
     settings = options.make_settings(source, measurement, states)
@@ -203,7 +215,10 @@ class _Run:
                     self._measurement.check_losses_alone(batch.ids, batch.batch, found["loss"])
                     is_new = False
                 columns.append(found)
-            self._store.write_shard(checkpoint, shard, *_pack_shard(columns, self._settings["dtype"]))
+            packed, rows = _pack_shard(columns, self._settings["dtype"])
+            if self._source.names.exist:
+                packed["name"] = self._source.names.encode(range(packed["id"][0], packed["id"][-1] + 1))
+            self._store.write_shard(checkpoint, shard, packed, rows)
             if total is not None:
                 total.end_shard(shard)
 

@@ -19,6 +19,7 @@ from persample._internal.rng import preserve_rng, seed_all
 from persample._internal.text import describe_value
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
+from persample.scanning.names import Ids, Names, find_classes
 
 Collate = Callable[[list[Any]], Any]
 
@@ -44,7 +45,9 @@ class Source:
     dimension 0; a DataLoader; or an iterable that can be iterated several times.
     """
 
-    def __init__(self, data: Any, batch_size: int | None = None, collate: Collate | None = None) -> None:
+    def __init__(
+        self, data: Any, batch_size: int | None = None, collate: Collate | None = None, ids: Ids | None = None
+    ) -> None:
         self._loader_options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
             _check_loader(data)
@@ -57,6 +60,7 @@ class Source:
             raise ScanError(f"batch_size must be positive, got {batch_size}.")
         self._data = _make_dataset(data)
         self.collate = collate or default_collate
+        self.names = Names(data, ids, self.size, self.read_examples)
 
     @property
     def size(self) -> int | None:
@@ -65,9 +69,8 @@ class Source:
 
     @property
     def classes(self) -> list[str] | None:
-        """The class names, if the dataset has an attribute `classes`, as the datasets of torchvision do."""
-        names = getattr(self._data, "classes", None)
-        return [str(name) for name in names] if isinstance(names, (list, tuple)) else None
+        """The class names, if the dataset knows them."""
+        return find_classes(self._data)
 
     def iterate_batches(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
         """The batches of the wanted shards. Shard s holds `shard_size` examples from `s * shard_size` on.

@@ -149,6 +149,12 @@ class Store:
         with self._reading(path):
             return _load_arrays(path, names)
 
+    def list_columns(self, checkpoint: int, shard: int) -> list[str]:
+        """The names of the columns of a shard."""
+        path = self._get_path(checkpoint, shard, "npz")
+        with self._reading(path), open_archive(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+
     def read_rows(self, checkpoint: int, shard: int) -> Array:
         """The projected gradients of a shard, each scaled to length 1. The file is mapped, not loaded."""
         path = self._get_path(checkpoint, shard, "npy")
@@ -250,6 +256,7 @@ _SETTINGS = {
     "batch_size": "The batch size",
     "checkpoints": "The weights of the model",
     "data": "The data",
+    "names": "The ids of the examples",
     "code": "The code of the model, the loss or collate",
     "examples": "The number of examples",
     "parameters": "The choice of parameters",

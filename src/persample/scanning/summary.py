@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from persample.scanning.estimates import estimate_wrong_labels
 from persample.scanning.store import Array, Store
-from persample.scanning.table import check_shards, get_column_names, read_column
+from persample.scanning.suggestions import compute_confidence
+from persample.scanning.table import DESCRIPTIONS, check_shards, get_column_names, read_column, read_opinion
 
 MAX_CLASSES = 1000  # with more labels, they are not taken for classes
 
@@ -26,10 +29,17 @@ def summarise(store: Store) -> dict[str, Any]:
             labels, counts = np.unique(read_column(store, name), return_counts=True)
             if len(labels) <= MAX_CLASSES:
                 summary["labels"] = {str(label): int(count) for label, count in zip(labels, counts, strict=True)}
-        elif name != "id":
+        elif name not in DESCRIPTIONS:
             column = read_column(store, name)
-            is_finite &= np.isfinite(column)
+            is_finite &= np.isfinite(column) | (name == "el2n")  # without a label there is none
             summary["columns"][name] = _compute_quantiles(column)
+    if (found := read_opinion(store)) is not None:
+        labels, opinion, fits = found
+        summary["confidence"] = {
+            str(label): value for label, value in compute_confidence(labels, opinion.given_probability).items()
+        }
+        summary["fits"] = fits
+        summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion, fits))
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(f"mean-{last}.npz") or {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -13,6 +14,16 @@ from pyarrow import csv, parquet
 from persample.scanning.alignment import read_alignment
 from persample.scanning.errors import ScanError
 from persample.scanning.store import Array, Store, write_file
+from persample.scanning.suggestions import (
+    Opinion,
+    choose_checkpoints,
+    combine_checkpoints,
+    compute_confidence,
+    compute_fit,
+    describe_last,
+    parse_confidence,
+    suggest_labels,
+)
 
 TableKind = Literal["parquet", "csv"]
 
@@ -20,58 +31,67 @@ _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
+# Columns that describe an example and what the model says about it. All other columns are measured quantities.
+DESCRIPTIONS = (
+    "id", "name", "label", "predicted", "probability", "given_probability", "suggested", "suggested_probability",
+    "worst_label", "worst_given", "worst_probability", "prediction", "target",
+)  # fmt: skip
+_OPINION = ("other", "other_probability", "given_probability")  # stored for classifiers
+
+
 def write_table(store: Store) -> None:
     """Write `table.parquet` or `table.csv`, one shard at a time."""
-    settings = store.read_settings()
-    kind: TableKind = settings["table"]
-    first = _make_arrow_table(next(_iterate_shards(store)), settings)
+    shards = _Shards(store)
+    kind: TableKind = shards.settings["table"]
+    first = _make_arrow_table(shards.read(0), shards.settings)
     with write_file(store.directory / f"table.{kind}", store.directory) as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
-            for columns in _iterate_shards(store):
-                part = _make_arrow_table(columns, settings)
+            for shard in range(shards.count):
+                part = _make_arrow_table(shards.read(shard), shards.settings)
                 table.write_table(_escape_formulas(part) if kind == "csv" else part)
 
 
 def read_table(store: Store) -> pa.Table:
     """The table, from the shards: the file of the table is for other programs, and its texts may be escaped."""
-    settings = store.read_settings()
-    return pa.concat_tables(_make_arrow_table(columns, settings) for columns in _iterate_shards(store))
+    shards = _Shards(store)
+    return pa.concat_tables(_make_arrow_table(shards.read(s), shards.settings) for s in range(shards.count))
 
 
 def get_column_names(store: Store) -> list[str]:
     """The columns of the table, in order."""
-    settings = store.read_settings()
-    quantities, has_several_checkpoints = settings["quantities"], len(settings["checkpoints"]) > 1
-    columns = {
-        "id": True,
-        "label": settings["labelled"],
-        "loss": "loss" in quantities,
-        "norm": "norm" in quantities,
-        "mean_loss": "loss" in quantities and has_several_checkpoints,
-        "self_influence": "self_influence" in quantities,
-        "estimated_alignment": "estimated_alignment" in quantities,
-        "alignment": "alignment" in quantities,
-    }
-    names = [name for name, is_present in columns.items() if is_present]
-    return [*names, *(f"norm/{group}" for group in settings["groups"])]
+    return _Shards(store).names
 
 
 def read_column(store: Store, name: str) -> Array:
     """One column, for all examples."""
-    settings = store.read_settings()
-    return np.concatenate([_read_part(store, settings, shard, name) for shard in range(_count_shards(store, settings))])
+    shards = _Shards(store)
+    return np.concatenate([shards.read_column(shard, name) for shard in range(shards.count)])
+
+
+def read_opinion(store: Store) -> tuple[Array, Opinion, list[float]] | None:
+    """The labels of all examples, what the model says about them, and the share of them that each checkpoint predicts.
+
+    None if the model is no classifier.
+    """
+    shards = _Shards(store)
+    if "suggested" not in shards.names:
+        return None
+    parts = [shards.read_opinion(shard) for shard in range(shards.count)]
+    fields = ("other", "other_probability", "given_probability")
+    opinion = Opinion(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
+    return read_column(store, "label"), opinion, shards.fits
 
 
 def check_shards(store: Store) -> int:
     """Check that the shards hold consecutive examples, and return the number of examples."""
-    settings, count = store.read_settings(), 0
-    for shard in range(_count_shards(store, settings)):
-        ids = _read_part(store, settings, shard, "id")
+    shards, count = _Shards(store), 0
+    for shard in range(shards.count):
+        ids = shards.read_column(shard, "id")
         if ids[0] != count or (count := count + len(ids)) != ids[-1] + 1:
             break
     else:
-        if count and settings["examples"] in (None, count):
+        if count and shards.settings["examples"] in (None, count):
             return count
     raise ScanError(
         f"The shards in {store.directory} do not contain consecutive examples: the data has no examples, or changed "
@@ -79,29 +99,93 @@ def check_shards(store: Store) -> int:
     )
 
 
-def _iterate_shards(store: Store) -> Iterator[dict[str, Array]]:
-    settings, names = store.read_settings(), get_column_names(store)
-    for shard in range(_count_shards(store, settings)):
-        yield {name: _read_part(store, settings, shard, name) for name in names}
+class _Shards:
+    """The columns of the shards: those of the last checkpoint, or computed from all checkpoints."""
 
+    def __init__(self, store: Store) -> None:
+        self._store, self.settings = store, store.read_settings()
+        self._checkpoints = range(len(self.settings["checkpoints"]))
+        self.count = store.count_shards(self._checkpoints[-1])
 
-def _count_shards(store: Store, settings: dict[str, Any]) -> int:
-    return store.count_shards(len(settings["checkpoints"]) - 1)
+    @cached_property
+    def names(self) -> list[str]:
+        """The columns of the table, in order."""
+        stored = self._store.list_columns(self._checkpoints[-1], 0) if self.count else ()
+        quantities = self.settings["quantities"]
+        is_classifier = set(_OPINION) <= set(stored)
+        columns = {
+            **{name: name in stored for name in ("id", "name", "label")},
+            **dict.fromkeys(("predicted", "probability", "given_probability"), is_classifier),
+            **dict.fromkeys(("suggested", "suggested_probability"), is_classifier),
+            **{name: name in stored for name in ("worst_label", "worst_given", "worst_probability")},
+            **{name: name in stored for name in ("prediction", "target")},
+            "loss": "loss" in quantities,
+            "norm": "norm" in quantities,
+            "mean_loss": "loss" in quantities and len(self._checkpoints) > 1,
+            "self_influence": "self_influence" in quantities,
+            "el2n": is_classifier,
+            "estimated_alignment": "estimated_alignment" in quantities,
+            "alignment": "alignment" in quantities,
+        }
+        names = [name for name, is_present in columns.items() if is_present]
+        return [*names, *(f"norm/{group}" for group in self.settings["groups"])]
 
+    def read(self, shard: int) -> dict[str, Array]:
+        """All columns of a shard."""
+        return {name: self.read_column(shard, name) for name in self.names}
 
-def _read_part(store: Store, settings: dict[str, Any], shard: int, name: str) -> Array:
-    """One column of a shard: that of the last checkpoint, or computed from all checkpoints."""
-    checkpoints = range(len(settings["checkpoints"]))
-    if name == "mean_loss":
-        losses = [store.read_columns(c, shard, ["loss"])["loss"] for c in checkpoints]
-        return np.stack(losses).mean(axis=0, dtype=np.float64)
-    if name == "self_influence":
-        squares = (store.read_columns(c, shard, ["norm"])["norm"].astype(np.float64) ** 2 for c in checkpoints)
-        return sum(rate * part for rate, part in zip(settings["learning_rates"], squares, strict=True))
-    if name == "estimated_alignment":
-        ids = store.read_columns(checkpoints[-1], shard, ["id"])["id"]
-        return read_alignment(store, int(ids[0]), int(ids[-1]) + 1)
-    return store.read_columns(checkpoints[-1], shard, [name])[name]
+    def read_column(self, shard: int, name: str) -> Array:
+        """One column of a shard."""
+        if name in ("mean_loss", "el2n"):
+            parts = self._read_each_checkpoint(shard, [name.removeprefix("mean_")])
+            return np.stack([next(iter(part.values())) for part in parts]).mean(axis=0, dtype=np.float64)
+        if name == "self_influence":
+            squares = (part["norm"].astype(np.float64) ** 2 for part in self._read_each_checkpoint(shard, ["norm"]))
+            return sum(rate * part for rate, part in zip(self.settings["learning_rates"], squares, strict=True))
+        if name == "estimated_alignment":
+            ids = self._read_last(shard, ["id"])["id"]
+            return read_alignment(self._store, int(ids[0]), int(ids[-1]) + 1)
+        if name == "name":
+            return np.char.decode(self._read_last(shard, ["name"])["name"], "utf-8")
+        if name in ("predicted", "probability", "given_probability") and "predicted" in self.names:
+            part = self._read_last(shard, ["label", *_OPINION])
+            return describe_last(part["label"], part)[name]
+        if name in ("suggested", "suggested_probability"):
+            opinion = self.read_opinion(shard)
+            suggested = suggest_labels(opinion, self._confidence)
+            return suggested if name == "suggested" else np.where(suggested < 0, np.nan, opinion.other_probability)
+        return self._read_last(shard, [name])[name]
+
+    def read_opinion(self, shard: int) -> Opinion:
+        """What the model says about the labels of a shard, with the checkpoints that count."""
+        checkpoints = choose_checkpoints(self.fits)
+        return combine_checkpoints([self._store.read_columns(c, shard, _OPINION) for c in checkpoints])
+
+    @cached_property
+    def fits(self) -> list[float]:
+        """The share of the given labels that each checkpoint predicts."""
+        if self._store.is_complete:
+            return self._store.read_json("summary.json")["fits"]
+        names = ["given_probability", "other_probability"]
+        fits = []
+        for checkpoint in self._checkpoints:
+            parts = [self._store.read_columns(checkpoint, shard, names) for shard in range(self.count)]
+            fits.append(compute_fit({name: np.concatenate([part[name] for part in parts]) for name in names}))
+        return fits
+
+    @cached_property
+    def _confidence(self) -> dict[int, float]:
+        if self._store.is_complete:
+            return parse_confidence(self._store.read_json("summary.json").get("confidence"))
+        given = [self.read_opinion(shard).given_probability for shard in range(self.count)]
+        labels = [self.read_column(shard, "label") for shard in range(self.count)]
+        return compute_confidence(np.concatenate(labels), np.concatenate(given))
+
+    def _read_each_checkpoint(self, shard: int, names: Sequence[str]) -> list[dict[str, Array]]:
+        return [self._store.read_columns(checkpoint, shard, names) for checkpoint in self._checkpoints]
+
+    def _read_last(self, shard: int, names: Sequence[str]) -> dict[str, Array]:
+        return self._store.read_columns(self._checkpoints[-1], shard, names)
 
 
 def escape_formula(text: str) -> str:
@@ -116,14 +200,35 @@ def escape_formula(text: str) -> str:
 def _escape_formulas(table: pa.Table) -> pa.Table:
     for i, field in enumerate(table.schema):
         if pa.types.is_string(field.type):
-            table = table.set_column(i, field, pa.array([escape_formula(text) for text in table[i].to_pylist()]))
+            table = table.set_column(
+                i, field, pa.array([text and escape_formula(text) for text in table[i].to_pylist()], field.type)
+            )
     return table
 
 
 def _make_arrow_table(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:
+    """Add the names of classes after the columns that hold their numbers."""
     arrow = {name: pa.array(column) for name, column in columns.items()}
+    for name in ("suggested", "suggested_probability"):
+        if name in arrow:
+            arrow[name] = pa.array(columns[name], mask=columns["suggested"] < 0)
     names = settings["classes"]
-    if names and "label" in columns:
-        labels = columns["label"].tolist()
-        arrow["class"] = pa.array([names[label] if 0 <= label < len(names) else str(label) for label in labels])
+    if names:
+        for name, title in _CLASS_COLUMNS.items():
+            if name in columns:
+                arrow[title] = pa.array([get_class_name(names, label) for label in columns[name].tolist()], pa.string())
     return pa.table(arrow)
+
+
+_CLASS_COLUMNS = {"label": "class", "predicted": "predicted_class", "suggested": "suggested_class"}
+
+
+def get_class_name(names: Sequence[str] | None, label: int) -> str | None:
+    """The name of a class, or its number as a text; None for no class.
+
+    >>> get_class_name(["cat", "dog"], 1), get_class_name(None, 7), get_class_name(["cat"], -1)
+    ('dog', '7', None)
+    """
+    if label < 0:
+        return None
+    return str(names[label]) if names and label < len(names) else str(label)

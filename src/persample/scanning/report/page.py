@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from persample._internal.text import format_count, format_list
 from persample.scanning.errors import ScanError
+from persample.scanning.examples import say_opinion
 from persample.scanning.report.charts import (
     PALETTE,
     choose_axis,
@@ -30,14 +31,18 @@ from persample.scanning.report.wording import format_number, get_meaning, get_ti
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
 from persample.scanning.store import Array
+from persample.scanning.table import DESCRIPTIONS, get_class_name
 
 MAX_POINTS = 1500  # in the scatter plot
+MIN_ROWS, MAX_ROWS = 10, 200  # of the table
 _MAX_CLASSES_IN_LEGEND = 40
 _POINT_PREVIEW_SIDE = 48  # pixels
 _POINT_PREVIEW_LENGTH = 120  # characters
 _POINT_PREVIEW_BYTES = 1_000_000  # for all points, so that the page can be sent by mail
 _READ_AT_ONCE = 32  # examples, which may be large
 _TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "estimated_alignment", "alignment")
+_COMPARED = ("loss", "confident", "el2n", "normalised_self_influence", "whitened_self_influence")  # rankings
+_MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
 
@@ -49,7 +54,7 @@ class Page:
         self,
         scan: Scan,
         by: str | None,
-        k: int,
+        k: int | None,
         notes: dict[int, str],
         source: Source | None,
         show: Callable[[Any], Any] | None,
@@ -57,24 +62,32 @@ class Page:
         columns = {name: scan.column(name) for name in scan.columns}
         self.scan, self._notes, self._source, self._show = scan, notes, source, show or find_content
         self.labels = columns.get("label")
-        self.columns = {name: column for name, column in columns.items() if name not in ("id", "label")}
-        self.by = self._choose_column(by)
-        self.suspects: list[int] = scan.ranked(self.by, k).ids.tolist() if self.by else []
+        self.columns = {name: column for name, column in columns.items() if name not in DESCRIPTIONS}
+        self.by = self._choose_ranking(by)
+        self.scores = scan.scores_by(self.by) if self.by else np.zeros(len(scan))
+        self.cut = scan.count_suspects(self.by)
+        self.suspects: list[int] = scan.ranked(self.by, self._count_rows(k)).ids.tolist() if self.by else []
         if unknown := [i for i in notes if not 0 <= i < len(scan)]:
             raise ScanError(f"notes contains example {unknown[0]}, but the scan has examples 0 to {len(scan) - 1}.")
 
-    def _choose_column(self, by: str | None) -> str | None:
-        if by is not None and by not in self.columns:
-            raise ScanError(f"Suspects cannot be ranked by {by!r}. Choose from {', '.join(self.columns) or 'nothing'}.")
-        names = (name for name in ("self_influence", "norm", "loss", *self.columns) if name in self.columns)
-        return by or next(names, None)
+    def _choose_ranking(self, by: str | None) -> str | None:
+        if by is not None and by not in (names := self.scan.rankings):
+            raise ScanError(f"Suspects cannot be ranked by {by!r}. Choose from {', '.join(names) or 'nothing'}.")
+        return by or self.scan.default_ranking
+
+    def _count_rows(self, k: int | None) -> int:
+        """The number of examples to list: up to the largest plausible number of wrong labels, and some to compare."""
+        if k is not None:
+            return k
+        estimate = self.scan.estimate_wrong_labels()
+        plausible = max(self.cut, estimate.high if estimate else 0)
+        return min(MAX_ROWS, max(MIN_ROWS, plausible))
 
     # ---- classes ----
 
     def get_class_name(self, label: int) -> str:
         """The name of a class, or its number."""
-        names = self.scan.settings["classes"]
-        return str(names[label]) if names and 0 <= label < len(names) else str(label)
+        return get_class_name(self.scan.settings["classes"], label) or str(label)
 
     @cached_property
     def classes(self) -> list[dict[str, Any]]:
@@ -173,6 +186,11 @@ class Page:
 
     # ---- table of suspects ----
 
+    @cached_property
+    def descriptions(self) -> dict[int, dict[str, Any]]:
+        """What the scan knows about each listed example: name, label, prediction."""
+        return dict(zip(self.suspects, self.scan.describe(self.suspects), strict=True))
+
     @property
     def table_columns(self) -> list[dict[str, str]]:
         """The measured columns of the table, including the one that suspects are ranked by."""
@@ -182,21 +200,50 @@ class Page:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The suspects."""
-        reasons = Reasons(self.columns, self.by) if self.by else None
+        """The listed examples."""
+        opinions = {i: say_opinion(example) for i, example in self.descriptions.items()}
+        reasons = Reasons(self.columns, self.by, self.scores, opinions) if self.by else None
         names = [column["name"] for column in self.table_columns]
+        values = {name: self.columns.get(name, self.scores) for name in names}
         return [
             {
                 "rank": rank,
                 "id": i,
+                "name": self.descriptions[i].get("name"),
                 "label": self._get_class(i),
-                "values": [(_format_sort_key(self.columns[n][i]), format_number(self.columns[n][i])) for n in names],
+                "model": _format_prediction(self.descriptions[i]),
+                "suggested": self.descriptions[i].get("suggested"),
+                "values": [(_format_sort_key(values[n][i]), format_number(values[n][i])) for n in names],
                 "why": reasons.find(i) if reasons else [],
                 "note": self._notes.get(i, ""),
                 "preview": self.previews.get(i),
+                "is_suspect": rank <= self.cut,
             }
             for rank, i in enumerate(self.suspects, 1)
         ]
+
+    @property
+    def estimate(self) -> str:
+        """A sentence on how many labels are estimated to be wrong, or how many examples stand out."""
+        found = self.scan.estimate_wrong_labels()
+        if found is None:
+            count = format_count(self.cut, "example")
+            return f"{count} {'lies' if self.cut == 1 else 'lie'} far above all others." if self.by else ""
+        noun = "label is" if found.count == 1 else "labels are"
+        text = f"About {found.count:,} {noun} estimated to be wrong ({found.low:,} to {found.high:,})."
+        if found.count == 0:
+            text = f"No label is estimated to be wrong (at most {found.high:,})."
+        return f"{text} {found.warning}".strip()
+
+    @property
+    def disagreement(self) -> list[tuple[str, int, int]]:
+        """Rankings that share less than half of their first examples with this one: title, shared, of how many."""
+        if self.by != self.scan.default_ranking or self.by is None:
+            return []
+        k = max(1, self.cut, len(self.scan) // 100)
+        shares = self.scan.compare_rankings(k)
+        chosen = [name for name in _COMPARED if shares.get(name, 1.0) < _MIN_SHARED]
+        return [(get_title(name), round(shares[name] * k), k) for name in chosen]
 
     @property
     def noted(self) -> str:
@@ -340,6 +387,15 @@ class Page:
             )
             meanings.append(("Layers", text))
         return meanings
+
+
+def _format_prediction(example: dict[str, Any]) -> str:
+    """The prediction of the model, with its probability."""
+    if example.get("predicted") is not None:
+        return f"{example['predicted']} ({example['probability']:.2f})"
+    if "prediction" in example:
+        return f"{format_number(example['prediction'])} (target {format_number(example['target'])})"
+    return ""
 
 
 def _describe_scatter(losses: Array, norms: Array) -> str:

@@ -1,9 +1,9 @@
-"""Explains in words why an example stands out."""
+"""Explains in words why an example stands out: what is unusual about it among the examples of this scan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -13,34 +13,38 @@ from persample.scanning.store import Array
 
 MAX_REASONS = 3
 
-# Thresholds from which on a value is worth mentioning.
-_TOP_SHARE = 0.05  # of the examples by loss
-_MIN_TIMES_MEDIAN = 3.0  # for gradient norms
-_MAX_COSINE = -0.1  # with the mean gradient
-_MIN_LAYER_SHARE = 0.5  # of a squared gradient norm
-_MIN_EXTRA_SHARE = 0.15  # above the median share of the layer
+# A value is mentioned if at most this share of all examples has a value as extreme. There are no limits on the values
+# themselves: what is a large loss or a negative cosine depends on the data.
+RARE_SHARE = 0.05
 
 
 class Reasons:
     """Compares an example with all examples.
 
-    >>> reasons = Reasons({"loss": np.array([0.1] * 50 + [2.0]), "norm": np.array([1.0] * 50 + [12.0])}, by="norm")
+    `scores` are what the examples are ranked `by`; `opinions` says what the model says about some examples.
+
+    >>> columns = {"loss": np.array([0.1] * 50 + [2.0]), "norm": np.array([1.0] * 50 + [12.0])}
+    >>> reasons = Reasons(columns, by="norm", scores=columns["norm"])
     >>> reasons.find(50), reasons.find(0)
-    (['highest loss of all', 'gradient 12 times the median'], ['gradient norm: rank 2 of 51'])
+    (['highest loss of all', 'largest gradient of all, 12 times the median'], ['gradient norm: rank 2 of 51'])
     """
 
-    def __init__(self, columns: Mapping[str, Array], by: str) -> None:
-        self._columns, self._by = columns, by
+    def __init__(
+        self, columns: Mapping[str, Array], by: str, scores: Array, opinions: Mapping[int, str] | None = None
+    ) -> None:
+        self._columns, self._by, self._opinions = columns, by, opinions or {}
+        self._scores, self._sorted_scores = scores, np.sort(keep_finite(scores))
         self._sorted = {name: np.sort(keep_finite(column)) for name, column in columns.items()}
-        self._medians = {name: _compute_median(column) for name, column in columns.items()}
         self._shares = _compute_layer_shares(columns)
-        self._median_shares = {layer: _compute_median(share) for layer, share in self._shares.items()}
+        self._sorted_shares = {layer: np.sort(keep_finite(share)) for layer, share in self._shares.items()}
 
     def find(self, i: int) -> list[str]:
         """At most three reasons why example `i` stands out, the strongest first; its rank if there is no other."""
-        loss = self._check_high(i, "loss", "loss") or self._check_high(i, "mean_loss", "mean loss")
+        loss = self._check_loss(i, "loss", "loss") or self._check_loss(i, "mean_loss", "mean loss")
+        opinion = self._opinions.get(i)
         reasons = [
             *self._check_finite(i),
+            *([opinion] if opinion else []),
             *loss,
             *self._check_length(i),
             *self._check_alignment(i),
@@ -60,45 +64,75 @@ class Reasons:
             if name in self._columns and not math.isfinite(self._get_value(i, name))
         ]
 
-    def _check_high(self, i: int, name: str, title: str) -> list[str]:
+    def _check_loss(self, i: int, name: str, title: str) -> list[str]:
         value = self._get_value(i, name)
-        if not math.isfinite(value):
+        if not math.isfinite(value) or (share := _compute_share_above(self._sorted[name], value)) > self._limit:
             return []
-        values = self._sorted[name]
-        count = len(values) - int(np.searchsorted(values, value))  # examples with this value or a higher one
-        if count == 1 and len(values) > 1:
-            return [f"highest {title} of all"]
-        share = count / len(values)
-        return [f"{title} in the top {_format_percent(share)}"] if share <= _TOP_SHARE else []
+        return [f"highest {title} of all" if share < 1.5 / len(self._sorted[name]) else f"{title} {_say_top(share)}"]
 
     def _check_length(self, i: int) -> list[str]:
         name, title = ("norm", "gradient") if "norm" in self._columns else ("self_influence", "self-influence")
-        value, median = self._get_value(i, name), self._medians.get(name, math.nan)
-        if not (math.isfinite(value) and median > 0 and value >= _MIN_TIMES_MEDIAN * median):
+        value = self._get_value(i, name)
+        if not math.isfinite(value) or (share := _compute_share_above(self._sorted[name], value)) > self._limit:
             return []
-        times = value / median
-        return [f"{title} {f'{times:.2g}' if times < 99.5 else format_number(round(times))} times the median"]
+        text = f"largest {title} of all" if share < 1.5 / len(self._sorted[name]) else f"{title} {_say_top(share)}"
+        median = float(np.median(self._sorted[name]))
+        times = value / median if median > 0 else math.inf
+        if not 1.05 <= times < 1e6:
+            return [text]
+        return [f"{text}, {f'{times:.2g}' if times < 99.5 else format_number(round(times))} times the median"]
 
     def _check_alignment(self, i: int) -> list[str]:
-        cosine = self._get_value(i, "alignment" if "alignment" in self._columns else "estimated_alignment")
-        return [f"points against the mean gradient (cosine −{-cosine:.2f})"] if cosine <= _MAX_COSINE else []
+        name = "alignment" if "alignment" in self._columns else "estimated_alignment"
+        cosine = self._get_value(i, name)
+        if not math.isfinite(cosine):
+            return []
+        values = self._sorted[name]
+        share = int(np.searchsorted(values, cosine, side="right")) / len(values)
+        if share > self._limit:
+            return []
+        return [f"gradient points against the others: cosine {_format_cosine(cosine)}, lowest {_format_percent(share)}"]
 
     def _check_layers(self, i: int) -> list[str]:
+        """The layer with the most unusual share. Each further layer makes an unusual share in one of them likelier."""
+        found = []
         for layer, shares in self._shares.items():
-            share, median = float(shares[i]), self._median_shares[layer]
-            if share >= _MIN_LAYER_SHARE and share >= median + _MIN_EXTRA_SHARE:
-                return [f"{share:.0%} of the gradient in layer {layer} (median {median:.0%})".replace("%", " %")]
-        return []
+            if math.isfinite(shares[i]):
+                rarity = _compute_share_above(self._sorted_shares[layer], float(shares[i]))
+                found.append((rarity, layer, float(shares[i])))
+        if not found:
+            return []
+        rarity, layer, share = min(found)
+        if rarity > self._limit / len(found):
+            return []
+        median = float(np.median(self._sorted_shares[layer]))
+        text = f"{share:.0%} of the gradient in layer {layer} (median {median:.0%})"
+        return [text.replace("%", " %")]
+
+    @property
+    def _limit(self) -> float:
+        """At least one example of a small dataset can be unusual."""
+        return max(RARE_SHARE, 1 / max(1, len(self._scores)))
 
     def _describe_rank(self, i: int) -> str:
-        values, value = self._sorted[self._by], self._get_value(i, self._by)
-        title = get_title(self._by).lower()
+        title, value = get_title(self._by).lower(), float(self._scores[i])
         if not math.isfinite(value):
             return f"{title} is not finite"
-        smallest_first = self._by in ("alignment", "estimated_alignment")
-        before = np.searchsorted(values, value, side="left" if smallest_first else "right")
-        rank = 1 + int(before if smallest_first else len(values) - before)
-        return f"{title}: rank {rank:,} of {len(values):,}"
+        rank = 1 + len(self._sorted_scores) - int(np.searchsorted(self._sorted_scores, value, side="right"))
+        return f"{title}: rank {rank:,} of {len(self._sorted_scores):,}"
+
+
+def _compute_share_above(values: Sequence[float] | Array, value: float) -> float:
+    """The share of sorted values that are this value or larger."""
+    return (len(values) - int(np.searchsorted(values, value))) / len(values)
+
+
+def _say_top(share: float) -> str:
+    return f"in the top {_format_percent(share)}"
+
+
+def _format_cosine(cosine: float) -> str:
+    return f"{cosine:.2f}".replace("-", "−")
 
 
 def _compute_layer_shares(columns: Mapping[str, Array]) -> dict[str, Array]:
@@ -109,12 +143,6 @@ def _compute_layer_shares(columns: Mapping[str, Array]) -> dict[str, Array]:
     total = np.sum(list(squares.values()), axis=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         return {layer: square / total for layer, square in squares.items()}
-
-
-def _compute_median(values: Array) -> float:
-    """Median of the finite values; 0 if there are none."""
-    finite = keep_finite(values)
-    return float(np.median(finite)) if len(finite) else 0.0
 
 
 def _format_percent(share: float) -> str:

@@ -33,15 +33,16 @@ def write_report(
     by: str | None = None,
     notes: Mapping[int, str] | None = None,
     remarks: Sequence[str] = (),
-    k: int = 100,
+    k: int | None = None,
     plots: bool = True,
 ) -> Path:
     """Write a report as one HTML file without external resources, with PNG plots in a folder `plots` beside it.
 
     `path` is the file, by default `report.html` in the directory of the scan. `data` is the scanned data, or the same
     examples in another form, for previews. `show` is a function from an example to its preview: a text, or an image as
-    an array, a tensor or a PIL image. The `k` suspects are the first examples by the column `by`, by default
-    self_influence, norm or loss. `notes` are remarks on examples by id, and `remarks` are sentences for the summary.
+    an array, a tensor or a PIL image. Examples are ranked by `by`, one of `scan.rankings`, by default the mean loss or
+    the loss. The first `k` are listed: by default as many as may be wrong (see `Scan.estimate_wrong_labels`), and at
+    least 10. `notes` are remarks on examples by id, and `remarks` are sentences for the summary.
 
     >>> import persample, torch
     >>> x, y = torch.rand(40, 8, 8), torch.randint(3, (40,))
@@ -50,7 +51,7 @@ def write_report(
     >>> write_report(found, data=(x, y), notes={7: "blurred"}, plots=False).name
     'report.html'
     """
-    if k < 0:
+    if k is not None and k < 0:
         raise ScanError(f"k must be a number of suspects, got {k}.")
     source = None if data is None else Source(data)
     if source is not None and source.size not in (None, len(scan)):

@@ -25,6 +25,23 @@ _COLUMNS = {
         "The cosine between the gradient of the example and the mean gradient, estimated from projected gradients: 1 "
         "means the same direction, 0 an unrelated direction, below 0 against the mean.",
     ),
+    "el2n": (
+        "EL2N",
+        "The distance between the predicted probabilities and the given label, averaged over the checkpoints: 0 if the "
+        "model is sure of the label.",
+    ),
+    "normalised_self_influence": (
+        "Normalised self-influence",
+        "The squared gradient norm as a multiple of its mean, averaged over the checkpoints.",
+    ),
+    "whitened_self_influence": (
+        "Whitened self-influence",
+        "The squared length of the gradient, in which directions that all examples have count less.",
+    ),
+    "confident": (
+        "Confident learning",
+        "How much more probable another class is than the given label, relative to what is usual for both classes.",
+    ),
     "alignment": (
         "Alignment",
         "The cosine between the gradient of the example and the mean gradient: 1 means the same direction, 0 an "
