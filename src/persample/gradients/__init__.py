@@ -2,7 +2,7 @@
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
 answer; `RecordedGradients`, what the three have in common; `Bound`, how to clip; `NonFinite`, what happens to samples
-whose gradient is not finite; and `release_memory`.
+whose gradient is not finite; `UnitOptions`, how samples are combined to units; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
@@ -11,6 +11,7 @@ from persample.gradients.clipping import Bound
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite
 from persample.gradients.streamed import StreamedClip, StreamedNorms
+from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 
 __all__ = [
     "Bound",
@@ -19,5 +20,8 @@ __all__ = [
     "RecordedGradients",
     "StreamedClip",
     "StreamedNorms",
+    "UnitIds",
+    "UnitOptions",
+    "UnitReduction",
     "release_memory",
 ]

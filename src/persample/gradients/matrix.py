@@ -20,7 +20,8 @@ from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
-from persample.terms import Dense, Term, add_terms
+from persample.gradients.units import UnitOptions, Units, combine_units
+from persample.terms import Dense, Term, add_terms, merge_samples
 from persample.terms.base import convert_to_double
 from persample.terms.sketch import SparseSketch, TensorSketch
 
@@ -44,8 +45,9 @@ class PerSampleGradients(RecordedGradients):
         loss_reduction: str | None,
         processes: Processes,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
         self._exact: set[int] = set()  # samples with rows that are added up in float64
         self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
@@ -72,9 +74,9 @@ class PerSampleGradients(RecordedGradients):
     def __repr__(self) -> str:
         if self._is_empty:
             return "PerSampleGradients(nothing recorded yet)"
-        numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
+        numbers = self.row_count * sum(p.numel() for p in self._parameters.values())
         size = format_bytes(4 * numbers)
-        described = f"batch_size={self.batch_size}, {self._describe_reduction()}, dense() would take {size}"
+        described = f"{self._describe_rows()}, {self._describe_reduction()}, dense() would take {size}"
         described += self._describe_nonfinite(len(self._cleared))
         lines = [f"PerSampleGradients({described}"]
         for name, p in self._parameters.items():
@@ -105,10 +107,10 @@ class PerSampleGradients(RecordedGradients):
             own: sum over the rows of this process only, without communication.
         """
         if weights is None:
-            weights = torch.ones(self.batch_size, device=self._device, dtype=torch.float32)
-        if weights.shape != (self.batch_size,):
+            weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
+        if weights.shape != (self.row_count,):
             raise PerSampleError(
-                f"sum() needs one weight for each of {self.batch_size} samples, got shape {tuple(weights.shape)}."
+                f"sum() needs one weight for each of {self.row_count} rows, got shape {tuple(weights.shape)}."
             )
         weights = weights.to(self._device) * self._scale
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
@@ -117,7 +119,7 @@ class PerSampleGradients(RecordedGradients):
     @without_autocast
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, that is the gradient of the mean loss."""
-        count = max(1, self.samples())
+        count = max(1, self._count_rows())
         return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
@@ -166,7 +168,7 @@ class PerSampleGradients(RecordedGradients):
             raise PerSampleError("gram() needs two recordings of the same parameters; these differ.")
         others = other._terms()
         parts = (term.gram(others[name], memory // 4) for name, term in self._terms().items())
-        return self._add_parts(parts, other.batch_size) * (self._scale * other._scale)
+        return self._add_parts(parts, other.row_count) * (self._scale * other._scale)
 
     @torch.no_grad()
     @without_autocast
@@ -188,7 +190,7 @@ class PerSampleGradients(RecordedGradients):
         for name, term in self._terms().items():
             if self._parameters[name].is_complex():
                 raise PerSampleError(f"'{name}' is complex, and project() is defined for real parameters only.")
-            if not self.batch_size or not self._parameters[name].numel():
+            if not self.row_count or not self._parameters[name].numel():
                 continue
             sketch: TensorSketch | SparseSketch
             if method == "tensor":
@@ -202,7 +204,7 @@ class PerSampleGradients(RecordedGradients):
     @without_autocast
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean over the rows of each entry's square."""
-        count = max(1, self.samples())
+        count = max(1, self._count_rows())
         squares = ((name, term.square_sum(memory // 4) * self._scale**2) for name, term in self._terms().items())
         return {name: self._add_over_processes(name, part) / count for name, part in squares}
 
@@ -210,9 +212,9 @@ class PerSampleGradients(RecordedGradients):
     @without_autocast
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance over the rows of each entry; unbiased with the default correction."""
-        count = self.samples()
+        count = self._count_rows()
         factor = 1 / (count - correction) if count > correction else torch.nan
-        scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
+        scales = torch.full((self.row_count,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
         for name, term in self._terms().items():
             exact = convert_to_double(term)  # the difference of squares below cancels in float32
@@ -229,14 +231,62 @@ class PerSampleGradients(RecordedGradients):
 
         This is the simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both parts.
         """
-        size = self.samples()
+        size = self._count_rows()
         if size < 2:
-            raise PerSampleError("noise_scale() needs at least two samples.")
+            raise PerSampleError("noise_scale() needs at least two rows.")
         noise = self._sum_entries(self.variance())
         of_mean = self._sum_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self.norms().dtype)
 
+    @torch.no_grad()
+    @without_autocast
+    def combine(self, *others: PerSampleGradients) -> PerSampleGradients:
+        """The rows of several recordings with units, added up by unit: for units whose samples are in several batches.
+
+        All recordings must have the same parameters. The rows are those of all units, in the order of the sorted ids.
+        The factors of all recordings are kept; none is made dense.
+
+        >>> from torch import nn
+        >>> import persample
+        >>> model, found = nn.Linear(3, 2), []
+        >>> for users in ([0, 0, 1], [1, 2]):
+        ...     with persample.record(model, units=users) as grads:
+        ...         model(torch.randn(len(users), 3)).square().sum().backward()
+        ...     found.append(grads)
+        >>> found[0].combine(found[1]).norms().shape
+        torch.Size([3])
+        """
+        recordings = [self, *others]
+        if any(recording.names != self.names for recording in others):
+            raise PerSampleError("combine() needs recordings of the same parameters; these differ.")
+        if self._processes_differ(recordings):
+            raise PerSampleError("combine() is not available under several processes.")
+        found = PerSampleGradients(self._parameters, "sum", Processes(), self._nonfinite_mode)
+        units, parts = combine_units([recording._get_units() for recording in recordings])
+        found._units, found._batch_size = units, sum(recording.batch_size for recording in recordings)
+        for name in self.names:
+            terms = []
+            for recording, groups in zip(recordings, parts, strict=True):
+                term = recording._find_term(name)
+                if term is not None:
+                    recording._check_done()
+                    terms.append(merge_samples(term, groups.scale(recording._scale)))
+            if terms:
+                found._receive(name, add_terms(terms))
+        found._is_backward_done = True
+        found.verification = self.verification
+        return found
+
     # ---- inside ----
+
+    @staticmethod
+    def _processes_differ(recordings: Iterable[PerSampleGradients]) -> bool:
+        return any(type(recording._processes) is not Processes for recording in recordings)
+
+    def _get_units(self) -> Units:
+        if self._units is None or not self._units.are_named:
+            raise PerSampleError("combine() needs recordings with the unit of each sample: record(model, units=ids).")
+        return self._units
 
     def _sum_entries(self, parts: Mapping[str, Tensor]) -> Tensor:
         sums = [self._processes.gather(part.sum(dtype=torch.float64)) for part in parts.values()]
@@ -244,7 +294,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _add_parts(self, parts: Iterable[Tensor], *more: int) -> Tensor:
         """The sum of tensors of shape `(batch, *more)`; zeros if there are none."""
-        total = torch.zeros(self.batch_size, *more, device=self._device, dtype=torch.float32)
+        total = torch.zeros(self.row_count, *more, device=self._device, dtype=torch.float32)
         for part in parts:
             total = total + part
         return total
@@ -282,7 +332,7 @@ class PerSampleGradients(RecordedGradients):
         self._check_done()
         self._clear_nonfinite()
         p, term = self._parameters[name], self._find_term(name)
-        return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape)) if term is None else term
+        return Dense(p.new_zeros(()).expand(self.row_count, *p.shape)) if term is None else term
 
     def _find_term(self, name: str) -> Term | None:
         """What was found for a parameter so far, None if it was not used."""
@@ -295,7 +345,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _compute_dense(self, name: str) -> Tensor:
         term, p = self._term(name), self._parameters[name]
-        result = buffers.empty((self.batch_size, *p.shape), p.dtype, p.device)
+        result = buffers.empty((self.row_count, *p.shape), p.dtype, p.device)
         term.write(result, self._scale)
         return result
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import Bound, NonFinite
+from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction
 
 Keep = Literal["everything", "norms", "clip"]
 
@@ -47,9 +47,14 @@ class Options:
     constants: Constants = ()
     verify: Verify = None
     nonfinite: NonFinite = "raise"
+    units: UnitIds | Callable[[int], UnitIds] | None = None
+    num_units: int | None = None
+    unit_reduction: UnitReduction = "sum"
     isolate: bool = False
 
     def __post_init__(self) -> None:
+        if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
+            raise PerSampleError("num_units and unit_reduction require units.")
         if self.loss_reduction not in (None, "mean", "sum"):
             raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
         if self.keep not in ("everything", "norms", "clip"):
@@ -84,6 +89,13 @@ class Options:
         if self.max_norm is None:
             return None
         return Bound(self.max_norm, self.stabiliser, self.passes, self.memory)
+
+    @property
+    def unit_options(self) -> UnitOptions | None:
+        """How samples are combined to units, None without units."""
+        if self.units is None:
+            return None
+        return UnitOptions(self.units, self.num_units, self.unit_reduction)
 
     def select(self, trainable: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters to record, by name, among the trainable ones of a model."""

@@ -11,7 +11,14 @@ from torch import nn
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import NonFinite, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import (
+    NonFinite,
+    PerSampleGradients,
+    StreamedClip,
+    StreamedNorms,
+    UnitIds,
+    UnitReduction,
+)
 from persample.recording.hooks import ModuleHook, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify
 from persample.recording.session import Recording
@@ -30,6 +37,9 @@ def record(
     keep: Literal["everything"] = "everything",
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> AbstractContextManager[PerSampleGradients]: ...
 
 
@@ -46,6 +56,9 @@ def record(
     keep: Literal["norms"],
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> AbstractContextManager[StreamedNorms]: ...
 
 
@@ -66,6 +79,9 @@ def record(
     memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> AbstractContextManager[StreamedClip]: ...
 
 
@@ -88,6 +104,9 @@ def record(
     memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
@@ -132,6 +151,13 @@ def record(
             `clip_factors()` raise. "zero": the sample is left out, as if its gradient were zero, and the others are
             what they are without it; `grads.nonfinite_count` and `repr(grads)` tell how many there are. A gradient
             whose squared norm overflows counts, too. "keep": infinities and NaN are part of the answers.
+        units: rows of units, such as users, in place of rows of samples: the unit of each sample, of shape (B,), or the
+            number of consecutive samples of each unit, such as augmentations of one example. Every answer then has one
+            row for each unit, in the order of the sorted ids (`grads.units`). Norms come from the same structures as
+            those of samples. Under several processes, all samples of a unit must be in one of them.
+        num_units: the number of rows; the ids in `units` must be numbers below it. Units without samples have rows of
+            zeros, which count in means.
+        unit_reduction: whether the row of a unit is the "sum" or the "mean" of its samples' gradients.
 
     Raises:
         PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
@@ -160,6 +186,9 @@ def record(
         memory=memory,
         verify=verify,
         nonfinite=nonfinite,
+        units=units,
+        num_units=num_units,
+        unit_reduction=unit_reduction,
     )
     recording = Recording(model, options)
 

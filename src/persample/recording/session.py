@@ -161,9 +161,9 @@ class Recording:
         options = self.options
         common = (self.recorded, options.loss_reduction, self.processes)
         if options.bound is not None:
-            return StreamedClip(*common, options.bound, options.nonfinite)
+            return StreamedClip(*common, options.bound, options.nonfinite, options.unit_options)
         kind = StreamedNorms if options.keep == "norms" else PerSampleGradients
-        return kind(*common, options.nonfinite)
+        return kind(*common, options.nonfinite, options.unit_options)
 
     def _make_outside(self) -> OutsideTensors:
         batch_dim, given = self.options.batch_dim, self.options.list_constants()

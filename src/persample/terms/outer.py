@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from persample.terms.dense import compute_norms_from_dense
 from persample.terms.products import multiply
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 from persample.terms.sketch import Sketch, TensorSketch
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 
 class SharedProducts:
@@ -85,6 +88,9 @@ class Outer(Term):
 
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
+
+    def merge_samples(self, groups: Groups) -> Outer:
+        return Outer(groups.gather(self.input), groups.gather_weighted(self.grad))
 
     def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
         if self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import Algorithm, choose_patch_dense_algorithm, choose_patch_norm_algorithm
 from persample.terms.dense import Dense, compute_norms_from_dense
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ class Patches(Term):
         )
         whole_groups = start == first * outputs and stop == last * outputs
         return term if whole_groups else RowSlice(term, start - first * outputs, stop - first * outputs)
+
+    def merge_samples(self, groups: Groups) -> Patches:
+        return replace(self, input=groups.gather(self.input), grad=groups.gather_weighted(self.grad))
 
     # ---- dense gradients ----
 
@@ -301,6 +308,10 @@ class RowSlice(Term):
 
     def dense(self) -> Tensor:
         return self.term.dense()[:, self.start : self.stop]
+
+    def merge_samples(self, groups: Groups) -> RowSlice | None:
+        merged = self.term.merge_samples(groups)
+        return None if merged is None else RowSlice(merged, self.start, self.stop)
 
     def some(self, start: int, stop: int) -> RowSlice:
         return RowSlice(self.term.some(start, stop), self.start, self.stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.outer import Outer
 from persample.terms.rounding import add_up_products, find_floor_of_sums
 from persample.terms.sketch import Sketch, TensorSketch
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class Rows(Term):
         inside = (self.ids >= start) & (self.ids < stop)
         ids = torch.where(inside, self.ids - start, 0)
         return Rows(ids, self.grad.masked_fill(~inside.unsqueeze(-1), 0), stop - start)
+
+    def merge_samples(self, groups: Groups) -> Rows:
+        return Rows(groups.gather(self.ids), groups.gather_weighted(self.grad), self.count)
 
     def _number_lookups(self) -> Tensor:
         """`(batch, t)`: numbers below batch * t, equal only for lookups of the same row by the same sample."""
