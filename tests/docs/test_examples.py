@@ -57,9 +57,15 @@ def run_private_lightning(example: Any, monkeypatch: pytest.MonkeyPatch) -> None
     example.main()
 
 
+def run_private_augmentations(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    assert 0 < example.train(2) < 1
+
+
 # How the example is run, and what it prints.
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
+    "private_augmentations": (run_private_augmentations, r"2 augmentations +accuracy +\d+\.\d%   epsilon [34]\.\d\d"),
     "private_digits": (run_private, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_trainer": (run_private_trainer, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import opacus
 import torch
 from opacus.validators.module_validator import ModuleValidator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -26,6 +26,7 @@ from persample.private.limit import StepLimit, find_noise_multiplier
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import prepare_empty_batches, replace_sampler
+from persample.private.units import make_unit_loader
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -74,6 +75,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
+        unit_ids: Tensor | Sequence[Hashable] | None = None,
+        examples_per_unit: int | None = None,
         **recording: Any,
     ) -> tuple[Any, ...]:
         """Return the module, a private optimizer and a data loader for private training.
@@ -87,6 +90,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             grad_sample_mode: accepted for compatibility with Opacus; the gradients are the same in all modes. With
                 "ghost" or "ghost_fsdp", a criterion is returned between the optimizer and the data loader.
             wrap_model: accepted for compatibility with Opacus, without effect.
+            unit_ids: the unit (user, patient, document) of each example of the dataset. Then the privacy is that of
+                units: batches are Poisson samples of units, with the loader's batch size as the expected number of
+                units, the gradient of each unit is clipped, and the accountant counts units.
+            examples_per_unit: the largest number of examples of a unit in a batch; None: all of them.
             recording: options of `persample.record`, such as `batch_dim` for inputs without a batch dimension,
                 `passes=2` for two backward passes with less memory, or `memory`, which decides between one and two.
                 `verify` is "first" by default: two samples of the first batch run alone, and their outputs are
@@ -108,15 +115,30 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
         recording.setdefault("batch_dim", 0 if batch_first else 1)
         distributed = is_distributed(module)
-        data_loader = self._prepare_data_loader(
-            data_loader,
-            distributed=distributed,
-            poisson_sampling=poisson_sampling,
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-        )
+        if unit_ids is not None:
+            if not poisson_sampling:
+                raise PerSampleError("unit_ids requires poisson_sampling=True: the accountant counts sampled units.")
+            data_loader = make_unit_loader(
+                data_loader,
+                unit_ids,
+                examples_per_unit=examples_per_unit,
+                generator=self.secure_rng if self.secure_mode else data_loader.generator,
+                distributed=distributed,
+                batch_first=batch_first,
+            )
+        elif examples_per_unit is not None:
+            raise PerSampleError("examples_per_unit requires unit_ids.")
+        else:
+            data_loader = self._prepare_data_loader(
+                data_loader,
+                distributed=distributed,
+                poisson_sampling=poisson_sampling,
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
         sample_rate = 1 / len(data_loader)
-        expected_batch_size = int(len(data_loader.dataset) * sample_rate)  # type: ignore[arg-type]
+        count = len(data_loader.dataset) if unit_ids is None else data_loader.batch_sampler.unit_count  # type: ignore
+        expected_batch_size = int(count * sample_rate)
         private = PrivateOptimizer(
             optimizer,
             module=module,
@@ -128,6 +150,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             poisson_sampling=poisson_sampling,
             distributed=distributed,
             recording=recording,
+            has_units=unit_ids is not None,
             generator=self.secure_rng if self.secure_mode else noise_generator,
             secure_mode=self.secure_mode,
         )

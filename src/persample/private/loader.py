@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from persample.private.units import get_content
+
 # Called with each batch before it is yielded.
 Receive = Callable[[Any], None]
 
@@ -50,7 +52,7 @@ class _Batches:
     def __next__(self) -> Any:
         batch = next(self._batches)
         self._receive(batch)
-        return batch
+        return get_content(batch)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

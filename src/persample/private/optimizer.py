@@ -23,6 +23,7 @@ from persample.errors import PerSampleError
 from persample.gradients import StreamedClip
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
+from persample.private.units import BatchUnits, get_content
 from persample.recording.watch import Watch
 
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
@@ -59,7 +60,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             "automatic": every gradient is scaled by `max_grad_norm / (norm + 0.01)`.
         poisson_sampling: whether batches are Poisson samples, which must not be added up before a step.
         distributed: whether the parameters belong to a module under DDP or FSDP2.
-        recording: further options of `persample.record`; `verify` is "first" by default.
+        recording: further options of `persample.record`; `verify` is "first" by default. With `units`, the number of
+            consecutive samples of each unit, the gradients of units are clipped; `unit_reduction` is "mean" by default.
+        has_units: the loader hands out batches with the unit of each sample, whose gradients are clipped by unit.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
             noise comes from the entropy of the operating system, and several threads draw it for large models.
 
@@ -84,6 +87,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         poisson_sampling: bool = True,
         distributed: bool = False,
         recording: Mapping[str, Any] | None = None,
+        has_units: bool = False,
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
@@ -115,6 +119,10 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         elif not isinstance(max_grad_norm, (int, float)):
             raise PerSampleError(f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}")
         self._recording = dict(recording or {})
+        self._units = BatchUnits(self._recording.get("units"))
+        if has_units or "units" in self._recording:
+            self._recording["units"] = self._units.take
+            self._recording.setdefault("unit_reduction", "mean")
         self._peers = Peers(distributed)
         self._settings: _Settings | None = None  # of the step that has begun
         self._batch: Sums | None = None  # of the backward passes since the last call of step()
@@ -177,8 +185,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if batch_dim is None:
             given = self._recording.get("batch_dim", 0)
             batch_dim = given if isinstance(given, int) else 0
+        self._units.add(batch, batch_dim)
         if not self._is_released:
-            self._watch.add_samples(batch, batch_dim)
+            self._watch.add_samples(get_content(batch), batch_dim)
 
     def make_receiver(self) -> Callable[[Any], None]:
         """`add_samples` as a function that does not keep the optimizer."""
@@ -275,6 +284,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         part of its batch, the whole batch does not count.
         """
         self._failed = 0
+        self._units.forget_waiting()
         if self._step_skip_queue:
             was_last = not self._check_skip_next_step()
             self._drop_batch()
