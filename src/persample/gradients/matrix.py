@@ -18,11 +18,12 @@ from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
+from persample.gradients.positions import PositionGradients
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units, combine_units
-from persample.terms import Dense, Term, add_terms, merge_samples
-from persample.terms.base import convert_to_double
+from persample.terms import Dense, Term, add_terms, make_groups, merge_samples
+from persample.terms.base import convert_to_double, find_factors
 from persample.terms.sketch import SparseSketch, TensorSketch
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
@@ -46,8 +47,12 @@ class PerSampleGradients(RecordedGradients):
         processes: Processes,
         nonfinite: NonFinite = "raise",
         units: UnitOptions | None = None,
+        positions: int | None = None,
     ) -> None:
         super().__init__(parameters, loss_reduction, processes, nonfinite, units)
+        self._positions = positions
+        self._parts: dict[str, Term] = {}  # with a row for each position of each sample
+        self._rest: dict[str, Term] = {}  # with a row for each sample, of uses without positions
         self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
         self._exact: set[int] = set()  # samples with rows that are added up in float64
         self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
@@ -58,6 +63,25 @@ class PerSampleGradients(RecordedGradients):
         self._start_answers()
         before = self._find_term(name)
         self._keep(Stack([name], term if before is None else add_terms([before, term])))
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the recording splits gradients into parts for each position."""
+        return self._positions is not None
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        name = self._names.get(id(parameter))
+        if self._positions is None or name is None:
+            super().receive(parameter, term)
+            return
+        is_split = term.batch == self.batch_size * self._positions
+        kept = self._parts if is_split else self._rest
+        term = self.outside.copy_factors(term)
+        kept[name] = term if name not in kept else add_terms([kept[name], term])
+        if is_split:
+            samples = torch.arange(term.batch, device=next(find_factors(term)).device) // self._positions
+            term = merge_samples(term, make_groups(samples, self.batch_size))
+        super().receive(parameter, term)
 
     def _receive_stack(self, stack: Stack) -> None:
         self._start_answers()
@@ -238,6 +262,42 @@ class PerSampleGradients(RecordedGradients):
         of_mean = self._sum_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self.norms().dtype)
 
+    def by_position(self, allow_rest: bool = False) -> PositionGradients:
+        """The part of each sample's gradient that each position contributes; needs `record(model, positions=T)`.
+
+        Args:
+            allow_rest: allow parameters that are used without positions, such as a layer after the pooling. Their parts
+                are the `rest` of the result. By default they are refused.
+
+        >>> from torch import nn
+        >>> import persample
+        >>> model, x = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), torch.randint(7, (2, 5))
+        >>> with persample.record(model, positions=5) as grads:
+        ...     model(x).square().sum().backward()
+        >>> grads.by_position().norms().shape
+        torch.Size([2, 5])
+        """
+        if self._positions is None:
+            raise PerSampleError("by_position() needs the number of positions: record(model, positions=T).")
+        self._check_done()
+        if self._rest and not allow_rest:
+            raise PerSampleError(
+                f"{sorted(self._rest)} are used without one dimension of {self._positions} positions that the function "
+                "treats one by one, so that parts of their gradients belong to no position. Leave them out with "
+                "record(parameters=...), or pass allow_rest=True to get these parts as the rest."
+            )
+        parts = self._make_rows(self._parts, self.batch_size * self._positions)
+        return PositionGradients(self._positions, parts, self._make_rows(self._rest, self.batch_size), self._scale)
+
+    def _make_rows(self, terms: Mapping[str, Term], count: int) -> PerSampleGradients:
+        """Gradients with other rows, from terms with these rows, before they are scaled."""
+        found = PerSampleGradients(self._parameters, "sum", Processes(), "keep")
+        found._batch_size = count
+        for name, term in terms.items():
+            found._receive(name, term)
+        found._is_backward_done = True
+        return found
+
     @torch.no_grad()
     @without_autocast
     def combine(self, *others: PerSampleGradients) -> PerSampleGradients:
@@ -261,7 +321,8 @@ class PerSampleGradients(RecordedGradients):
             raise PerSampleError("combine() needs recordings of the same parameters; these differ.")
         if self._processes_differ(recordings):
             raise PerSampleError("combine() is not available under several processes.")
-        found = PerSampleGradients(self._parameters, "sum", Processes(), self._nonfinite_mode)
+        found = self._make_rows({}, 0)
+        found._nonfinite_mode = self._nonfinite_mode
         units, parts = combine_units([recording._get_units() for recording in recordings])
         found._units, found._batch_size = units, sum(recording.batch_size for recording in recordings)
         for name in self.names:
@@ -273,7 +334,6 @@ class PerSampleGradients(RecordedGradients):
                     terms.append(merge_samples(term, groups.scale(recording._scale)))
             if terms:
                 found._receive(name, add_terms(terms))
-        found._is_backward_done = True
         found.verification = self.verification
         return found
 

@@ -50,11 +50,14 @@ class Options:
     units: UnitIds | Callable[[int], UnitIds] | None = None
     num_units: int | None = None
     unit_reduction: UnitReduction = "sum"
+    positions: int | None = None
     isolate: bool = False
 
     def __post_init__(self) -> None:
         if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
             raise PerSampleError("num_units and unit_reduction require units.")
+        if self.positions is not None and (self.keep != "everything" or self.positions < 1):
+            raise PerSampleError(f"positions must be positive and requires keep='everything', got {self.positions}.")
         if self.loss_reduction not in (None, "mean", "sum"):
             raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
         if self.keep not in ("everything", "norms", "clip"):

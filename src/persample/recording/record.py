@@ -40,6 +40,7 @@ def record(
     units: UnitIds | None = None,
     num_units: int | None = None,
     unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
 ) -> AbstractContextManager[PerSampleGradients]: ...
 
 
@@ -107,6 +108,7 @@ def record(
     units: UnitIds | None = None,
     num_units: int | None = None,
     unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
@@ -158,6 +160,8 @@ def record(
         num_units: the number of rows; the ids in `units` must be numbers below it. Units without samples have rows of
             zeros, which count in means.
         unit_reduction: whether the row of a unit is the "sum" or the "mean" of its samples' gradients.
+        positions: the number of positions of each sample's sequence, for `grads.by_position()`. The parts of all
+            positions are kept, which takes as much memory as the activations' gradients.
 
     Raises:
         PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
@@ -189,6 +193,7 @@ def record(
         units=units,
         num_units=num_units,
         unit_reduction=unit_reduction,
+        positions=positions,
     )
     recording = Recording(model, options)
 

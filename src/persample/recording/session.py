@@ -17,6 +17,7 @@ from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import without_autocast
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
+from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
@@ -152,6 +153,8 @@ class Recording:
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = type(self.processes) is Processes and tracing.get_trace() is None
+        if options.positions is not None:
+            self._split_positions(options.positions)
         self.tracker.tried = grads.tried
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
@@ -162,8 +165,16 @@ class Recording:
         common = (self.recorded, options.loss_reduction, self.processes)
         if options.bound is not None:
             return StreamedClip(*common, options.bound, options.nonfinite, options.unit_options)
-        kind = StreamedNorms if options.keep == "norms" else PerSampleGradients
-        return kind(*common, options.nonfinite, options.unit_options)
+        if options.keep == "norms":
+            return StreamedNorms(*common, options.nonfinite, options.unit_options)
+        return PerSampleGradients(*common, options.nonfinite, options.unit_options, options.positions)
+
+    def _split_positions(self, count: int) -> None:
+        """Split the terms of sequences into parts for each position."""
+        if type(self.processes) is not Processes:
+            raise PerSampleError("positions is not available under several processes.")
+        self.collector.positions = PositionSplitter(count)
+        self.tracker.can_retain = False  # uses that are computed as one are not split
 
     def _make_outside(self) -> OutsideTensors:
         batch_dim, given = self.options.batch_dim, self.options.list_constants()
@@ -322,8 +333,15 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @without_autocast
 def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
-    term = add_terms(terms)
+    if isinstance(grads, PerSampleGradients) and grads.has_positions:
+        for group in group_by_rows(terms):
+            _deliver_term(grads, processes, keep_grad, parameter, add_terms(group))
+    else:
+        _deliver_term(grads, processes, keep_grad, parameter, add_terms(terms))
+
+
+def _deliver_term(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, term: Term) -> None:
     grads.receive(parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
-        total = term.sum(torch.ones(grads.batch_size, device=parameter.device)).to(parameter.dtype)
+        total = term.sum(torch.ones(term.batch, device=parameter.device)).to(parameter.dtype)
         processes.add_to_grad(parameter, total)

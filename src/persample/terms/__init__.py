@@ -12,6 +12,7 @@ from persample.terms.groups import Groups, make_groups, merge_samples
 from persample.terms.outer import Outer
 from persample.terms.patches import Patches
 from persample.terms.rows import Rows
+from persample.terms.slices import Slices
 from persample.terms.sum import Sum, add_terms
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Outer",
     "Patches",
     "Rows",
+    "Slices",
     "Sum",
     "Term",
     "add_terms",
