@@ -265,8 +265,7 @@ class RecordedGradients(ABC):
     def _describe_nonfinite(self, count: int) -> str:
         if not count:
             return ""
-        kind = "samples" if self._units is None else "units"
-        return f", {count} {kind} not finite{' and left out' if self._nonfinite_mode == 'zero' else ''}"
+        return f", {count} {self._row_kind} not finite{' and left out' if self._nonfinite_mode == 'zero' else ''}"
 
     # ---- inside ----
 
@@ -274,6 +273,10 @@ class RecordedGradients(ABC):
     def _scale(self) -> float:
         """Undoes the division by the batch size in a mean loss."""
         return float(self.batch_size) if self.loss_reduction == "mean" else 1.0
+
+    @property
+    def _row_kind(self) -> str:
+        return "samples" if self._units is None else "units"
 
     def _describe_rows(self) -> str:
         if self._units is None:

@@ -134,7 +134,7 @@ class PerSampleGradients(RecordedGradients):
             weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
         if weights.shape != (self.row_count,):
             raise PerSampleError(
-                f"sum() needs one weight for each of {self.row_count} rows, got shape {tuple(weights.shape)}."
+                f"sum() needs one weight for each of {self.row_count} {self._row_kind}, got shape {tuple(weights.shape)}."
             )
         weights = weights.to(self._device) * self._scale
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
@@ -193,6 +193,16 @@ class PerSampleGradients(RecordedGradients):
         others = other._terms()
         parts = (term.gram(others[name], memory // 4) for name, term in self._terms().items())
         return self._add_parts(parts, other.row_count) * (self._scale * other._scale)
+
+    @torch.no_grad()
+    @without_autocast
+    def inner(self, other: PerSampleGradients) -> Tensor:
+        """`(batch,)`: the inner product of each row with the same row of `other`, of the same parameters."""
+        if other.names != self.names or other.row_count != self.row_count:
+            raise PerSampleError("inner() needs two recordings of the same parameters and numbers of rows.")
+        others = other._terms()
+        parts = (term.inner(others[name]) for name, term in self._terms().items())
+        return self._add_parts(parts) * (self._scale * other._scale)
 
     @torch.no_grad()
     @without_autocast

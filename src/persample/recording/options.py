@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,11 +51,14 @@ class Options:
     num_units: int | None = None
     unit_reduction: UnitReduction = "sum"
     positions: int | None = None
+    losses: Sequence[str] | None = None
     isolate: bool = False
 
     def __post_init__(self) -> None:
         if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
             raise PerSampleError("num_units and unit_reduction require units.")
+        if self.losses is not None:
+            self._check_losses(self.losses)
         if self.positions is not None and (self.keep != "everything" or self.positions < 1):
             raise PerSampleError(f"positions must be positive and requires keep='everything', got {self.positions}.")
         if self.loss_reduction not in (None, "mean", "sum"):
@@ -81,6 +84,12 @@ class Options:
                 raise PerSampleError(
                     f"constants must consist of tensors and of names of arguments, got {type(constant).__name__}."
                 )
+
+    def _check_losses(self, losses: Sequence[str]) -> None:
+        if isinstance(losses, str) or not losses or len({*losses}) < len(losses):
+            raise PerSampleError(f"losses must be a list of different names, got {losses!r}.")
+        if self.keep != "everything":
+            raise PerSampleError(f"losses requires keep='everything', got {self.keep!r}.")
 
     def list_constants(self) -> list[Tensor | str]:
         """The tensors and names that are the same for all samples."""

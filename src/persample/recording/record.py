@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, overload
 
@@ -12,6 +12,7 @@ from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import (
+    LossGradients,
     NonFinite,
     PerSampleGradients,
     StreamedClip,
@@ -41,7 +42,29 @@ def record(
     num_units: int | None = None,
     unit_reduction: UnitReduction = "sum",
     positions: int | None = None,
+    losses: None = None,
 ) -> AbstractContextManager[PerSampleGradients]: ...
+
+
+@overload
+def record(
+    model: nn.Module,
+    *,
+    batch_size: int | None = None,
+    batch_dim: BatchDim = 0,
+    loss_reduction: str | None = None,
+    parameters: Selection | None = None,
+    keep_grad: bool = False,
+    constants: Constants = (),
+    keep: Literal["everything"] = "everything",
+    losses: Sequence[str],
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
+) -> AbstractContextManager[LossGradients]: ...
 
 
 @overload
@@ -109,6 +132,7 @@ def record(
     num_units: int | None = None,
     unit_reduction: UnitReduction = "sum",
     positions: int | None = None,
+    losses: Sequence[str] | None = None,
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
@@ -162,6 +186,8 @@ def record(
         unit_reduction: whether the row of a unit is the "sum" or the "mean" of its samples' gradients.
         positions: the number of positions of each sample's sequence, for `grads.by_position()`. The parts of all
             positions are kept, which takes as much memory as the activations' gradients.
+        losses: names of several losses. The block then has a backward pass for each, in this order, and gives a
+            `LossGradients`: rows for each sample and loss, and comparisons of the losses.
 
     Raises:
         PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
@@ -194,6 +220,7 @@ def record(
         num_units=num_units,
         unit_reduction=unit_reduction,
         positions=positions,
+        losses=losses,
     )
     recording = Recording(model, options)
 

@@ -26,14 +26,14 @@ from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
-from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, get_trainable
 from persample.recording.verification import Verification, start_verification
 from persample.terms import Term, add_terms
 
-Gradients = PerSampleGradients | StreamedNorms | StreamedClip
+Gradients = PerSampleGradients | StreamedNorms | StreamedClip | LossGradients
 
 
 def _do_nothing(*args: Any) -> None:
@@ -86,6 +86,11 @@ class _End:
             self._ended()
 
 
+def _end_loss(grads: LossGradients, ended: Callable[[], None]) -> None:
+    grads.end_pass()
+    ended()
+
+
 class Recording:
     """Records the forward passes that it is told of, and the backward passes from their outputs.
 
@@ -127,6 +132,8 @@ class Recording:
         self._has_hooks = has_hooks or self.needs_hooks
         unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
+        if isinstance(grads, LossGradients):
+            ended = partial(_end_loss, grads, ended)
         end = self._end = _End(ended)
 
         @without_autocast
@@ -137,9 +144,9 @@ class Recording:
 
         used = map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
-        streamed = None if isinstance(grads, PerSampleGradients) else grads
+        is_streamed = isinstance(grads, (StreamedNorms, StreamedClip))
         deliver_stack = None if options.keep_grad else without_autocast(grads.receive_stack)
-        self.collector = Collector(used, deliver, finish, early=streamed is not None, deliver_stack=deliver_stack)
+        self.collector = Collector(used, deliver, finish, early=is_streamed, deliver_stack=deliver_stack)
         self.tracker = Tracker(
             self.collector,
             model,
@@ -148,7 +155,7 @@ class Recording:
             run_backward=self._run_backward,
             note_loss=grads.note_loss,
             outside=self._make_outside(),
-            note_outside=grads.outside.add if isinstance(grads, PerSampleGradients) else _do_nothing,
+            note_outside=_do_nothing if isinstance(grads, (StreamedNorms, StreamedClip)) else grads.outside.add,
             isolation=isolation,
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
@@ -167,6 +174,9 @@ class Recording:
             return StreamedClip(*common, options.bound, options.nonfinite, options.unit_options)
         if options.keep == "norms":
             return StreamedNorms(*common, options.nonfinite, options.unit_options)
+        if options.losses is not None:
+            kept = (*common, options.nonfinite, options.unit_options, options.positions)
+            return LossGradients(options.losses, lambda: PerSampleGradients(*kept))
         return PerSampleGradients(*common, options.nonfinite, options.unit_options, options.positions)
 
     def _split_positions(self, count: int) -> None:
@@ -333,7 +343,7 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @without_autocast
 def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
-    if isinstance(grads, PerSampleGradients) and grads.has_positions:
+    if isinstance(grads, (PerSampleGradients, LossGradients)) and grads.has_positions:
         for group in group_by_rows(terms):
             _deliver_term(grads, processes, keep_grad, parameter, add_terms(group))
     else:
