@@ -6,7 +6,7 @@ from persample._version import __version__
 from persample.checking import check
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms, release_memory
+from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms, release_memory
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
 from persample.rules import register_rule
@@ -20,6 +20,7 @@ __all__ = [
     "CompiledStep",
     "ExpandedWeight",
     "ImportanceSampler",
+    "LossGradients",
     "Monitor",
     "PerSampleError",
     "PerSampleGradients",

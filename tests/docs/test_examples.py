@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.support.paths import ROOT
 
@@ -57,18 +59,32 @@ def run_private_lightning(example: Any, monkeypatch: pytest.MonkeyPatch) -> None
     example.main()
 
 
-# How the example is run, and what it prints.
+def run_private_augmentations(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    assert 0 < example.train(2) < 1
+
+
+def run_two_losses(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "STEPS", 3)
+    for balanced in (False, True):
+        accuracy, error = example.train("name", balanced)
+        assert 0 <= accuracy < 1 and error > 0
+
+
 def run_importance_sampling(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "EPOCHS", 1)
     monkeypatch.setattr(example, "SEEDS", 1)
     example.main()
 
 
+# How the example is run, and what it prints.
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
     "importance_sampling": (run_importance_sampling, r"uniform +\d\.\d{3}\n +by gradient norm +\d\.\d{3}"),
+    "private_augmentations": (run_private_augmentations, r"2 augmentations +accuracy +\d+\.\d%   epsilon [34]\.\d\d"),
     "private_digits": (run_private, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
+    "two_losses": (run_two_losses, r"weight of the digits 0\.50[\s\S]*samples in conflict +\d+%"),
     "private_trainer": (run_private_trainer, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
     "private_lightning": (run_private_lightning, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
 }
@@ -79,6 +95,32 @@ def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     run, output = EXAMPLES[name]
     run(load_example(name), monkeypatch)
     assert re.search(output, capsys.readouterr().out)
+
+
+def make_vectors(seed: int, count: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(count, 1, generator=generator, dtype=torch.float64)
+    return torch.randn(count, size, generator=generator, dtype=torch.float64) * scales
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_min_norm_weights_of_two_vectors(seed: int) -> None:
+    a, b = vectors = make_vectors(seed, 2, 3)
+    share = float(((b - a) @ b / (b - a).square().sum()).clamp(0, 1))  # the closed form
+    found = load_example("two_losses").find_min_norm_weights(vectors @ vectors.T)
+    torch.testing.assert_close(found, torch.tensor([share, 1 - share], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("size", [2, 6])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_min_norm_weights_are_optimal(count: int, size: int) -> None:
+    """No vector makes the combination shorter: its inner product with each is at least its squared length."""
+    for seed in range(5):
+        vectors = make_vectors(seed, count, size)
+        weights = load_example("two_losses").find_min_norm_weights(vectors @ vectors.T)
+        combined = weights @ vectors
+        assert bool((weights >= 0).all()) and float(weights.sum()) == pytest.approx(1)
+        assert bool((vectors @ combined >= combined.square().sum() - 1e-9).all())
 
 
 def test_every_example_is_tested() -> None:

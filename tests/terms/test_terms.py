@@ -22,7 +22,7 @@ from persample.layouts import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import compute_einsum_term
-from persample.terms import Blocks, Dense, Outer, Patches, Rows, Sum, Term, add_terms
+from persample.terms import Blocks, Dense, Outer, Patches, Rows, Slices, Sum, Term, add_terms
 from persample.terms.cost import (
     Algorithm,
     choose_norm_algorithm,
@@ -130,6 +130,18 @@ def blocks(factory: Factory, *starts: int, count: int, single: bool = False) -> 
     return make
 
 
+def slices(dim: int, *shape: int) -> Factory:
+    """Each sample uses one slice along `dim` of a weight of this shape."""
+
+    def make(batch: int) -> tuple[Term, Tensor]:
+        index, weight = torch.arange(batch) * 2 % shape[dim], torch.randn(shape, dtype=f64)
+        g = torch.randn(batch, *(size for d, size in enumerate(shape) if d != dim), dtype=f64)
+        expected = loop_over_samples(lambda i, w: w.select(dim, int(i)), weight, index, g)
+        return Slices(g, index, dim, shape[dim]), expected
+
+    return make
+
+
 TERMS: dict[str, Factory] = {
     "outer, one position": outer(1),
     "outer, few positions": outer(2),
@@ -165,6 +177,9 @@ TERMS: dict[str, Factory] = {
     "folded, rows first": folded("hed,btd->bthe", (2, 3, 4)),
     "folded twice": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,btd->bhet", (4, 2, 3))),
     "folded along different dimensions": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,bth->btde", (4, 2, 3))),
+    "slices": slices(0, 5, 4),
+    "slices of another dimension": slices(1, 2, 5, 4),
+    "slices and lookups": add(slices(0, 5, 4), rows()),
     "two uses": add(outer(2), outer(3)),
     "two lookups": add(rows(), rows(4)),
     "tied embedding and head": add(rows(), outer(3)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
@@ -15,6 +16,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
+from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
 from persample.backward.retained import RetainedUse, group_uses, stack_uses, take_gradients
 from persample.terms import Term
@@ -62,6 +64,7 @@ class Collector:
         self.retained: list[RetainedUse] = []
         self.factor_bytes = 0  # what the terms of all uses would keep
         self.is_pulling_back = False
+        self.positions: PositionSplitter | None = None  # splits the terms of sequences into parts of positions
         self.sources = asked_sources.get()
         self.trace = tracing.get_trace()
         self._use_counts: defaultdict[int, int] = defaultdict(int)
@@ -142,7 +145,7 @@ class Collector:
             for weight, terms in list(arrived.values()):
                 if id(weight) not in self.parameters:
                     sources = self._take_sources(weight)
-                    for parameter, term in pull_back(weight, terms, self.parameters):
+                    for parameter, term in self._pull_back(weight, terms):
                         arrived.setdefault(id(parameter), (parameter, []))[1].append(term)
                         if self.sources is not None:
                             self.sources.setdefault(id(parameter), set()).update(sources)
@@ -152,6 +155,12 @@ class Collector:
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
         self.finished()
+
+    def _pull_back(self, weight: Tensor, terms: Sequence[Term]) -> Iterable[tuple[Tensor, Term]]:
+        if self.positions is None:
+            return pull_back(weight, terms, self.parameters)
+        groups = group_by_rows(terms)
+        return itertools.chain.from_iterable(pull_back(weight, group, self.parameters) for group in groups)
 
     # ---- uses without a tap ----
 

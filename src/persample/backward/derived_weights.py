@@ -11,7 +11,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.graph import find_leaves
 from persample.errors import PerSampleError
-from persample.terms import Blocks, Dense, Outer, Rows, Term, add_terms, is_complex, sum_dense
+from persample.terms import Blocks, Dense, Outer, Rows, Slices, Term, add_terms, is_complex, sum_dense
 
 
 def pull_back(derived: Tensor, terms: Sequence[Term], parameters: Mapping[int, Tensor]) -> list[tuple[Tensor, Term]]:
@@ -116,9 +116,14 @@ def _pull_through_split_with_sizes(node: Any, output: int, term: Term) -> Term |
 
 
 def _pull_through_slice(node: Any, output: int, term: Term) -> Term | None:
-    size = _read_row_count(node)
+    if _torch.read_saved(node, "step") != 1:
+        return None
+    dim = _read_number(node, "dim") % len(term.shape)
+    size = _torch.read_saved(node, "self_sym_sizes")[dim]
     start = max(0, min(size, s + size if (s := _read_number(node, "start")) < 0 else s))
-    return _pull_through_rows(start, node, term) if _torch.read_saved(node, "step") == 1 else None
+    if isinstance(term, Slices) and dim == term.dim:
+        return Slices(term.values, term.index + start, dim, size)
+    return _pull_through_rows(start, node, term)
 
 
 def _pull_through_select(node: Any, output: int, term: Term) -> Term | None:
@@ -136,6 +141,9 @@ def _pull_through_unbind(node: Any, output: int, term: Term) -> Term | None:
 
 def _pull_through_unsqueeze(node: Any, output: int, term: Term) -> Term | None:
     dim = _read_number(node, "dim")
+    if isinstance(term, Slices) and (own := dim % len(term.shape)) != term.dim:
+        is_before = own < term.dim
+        return Slices(term.values.squeeze(own + (1 if is_before else 0)), term.index, term.dim - is_before, term.count)
     return Dense(term.dense().squeeze(dim if dim < 0 else dim + 1))
 
 
@@ -144,6 +152,8 @@ def _pull_through_embedding(node: Any, output: int, term: Term) -> Term | None:
         return None
     ids, count = _torch.read_saved(node, "indices"), _torch.read_saved(node, "weight_sym_argsize_0")
     padding = _restore_sign(_torch.read_saved(node, "padding_idx"))
+    if isinstance(term, Slices) and padding < 0:
+        return _place_slices(ids, term, count)
     grad = term.dense()
     if padding >= 0:
         grad = grad.masked_fill((ids == padding).unsqueeze(-1), 0)
@@ -154,6 +164,8 @@ def _pull_through_index_select(node: Any, output: int, term: Term) -> Term | Non
     sizes = _torch.read_saved(node, "self_sym_sizes")
     if len(sizes) != 2 or _read_number(node, "dim") % 2 != 0:
         return None
+    if isinstance(term, Slices):
+        return _place_slices(_torch.read_saved(node, "index"), term, sizes[0])
     return _place_looked_up(_torch.read_saved(node, "index"), term.dense(), sizes[0])
 
 
@@ -161,6 +173,13 @@ def _place_looked_up(ids: Tensor, grad: Tensor, count: int) -> Term:
     """The term of a table of `count` rows of which all samples use the rows `ids`, with this dense gradient."""
     batch, width = len(grad), grad.shape[-1]
     return Rows(ids.reshape(1, -1).expand(batch, -1), grad.reshape(batch, ids.numel(), width), count)
+
+
+def _place_slices(ids: Tensor, term: Slices, count: int) -> Term | None:
+    """The term of a table of which position t uses the row `ids[t]`; None if positions use several."""
+    if ids.numel() != term.count:
+        return None
+    return Rows(ids.reshape(-1)[term.index].unsqueeze(1), term.values.reshape(term.batch, 1, term.shape[-1]), count)
 
 
 def _read_row_count(node: Any) -> int:

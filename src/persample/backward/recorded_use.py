@@ -202,6 +202,8 @@ class RecordedUse:
             for grad, layout in zip(own_grads, plan.results, strict=True)
         ]
         if plan.rule is not None:
+            if self.collector.positions is not None and (terms := self._compute_by_position(rows, grads)) is not None:
+                return terms
             given: list[Any] = [grads[0] if len(grads) == 1 else grads]
             if whole:
                 given.append(rows[len(plan.layouts) :])
@@ -212,6 +214,23 @@ class RecordedUse:
         with torch.autocast(device, dtype, enabled=self.autocast is not None):
             found = compute_generic_gradients(plan.func, plan.arguments, rows, batched, positions, grads)
         return dict(zip(positions, map(Dense, found), strict=True))
+
+    def _compute_by_position(self, rows: Sequence[Tensor], grads: Sequence[Tensor | None]) -> dict[int, Term] | None:
+        """Terms with a row for each position of each sample, None if this use has no positions."""
+        plan, splitter = self.plan, self.collector.positions
+        assert plan.rule is not None and splitter is not None
+        has_weights_of_samples = any(plan.layouts[position] is not None for position in self.weights)
+        if plan.rule.whole or len(grads) != 1 or grads[0] is None or has_weights_of_samples:
+            return None
+        rule, is_batched = plan.rule, [layout is not None for layout in plan.layouts]
+        return splitter.compute_terms(
+            plan.func,
+            plan.arguments,
+            rows,
+            is_batched,
+            grads[0],
+            lambda grad, given: self._apply_rule(rule, [grad], given),
+        )
 
     def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
+from persample.errors import PerSampleError
 
 
 class Follower(Protocol):
@@ -52,6 +54,14 @@ class Processes:
     def find_largest(self, number: int) -> int:
         """The largest value of a number over all processes, for decisions that must be the same on all of them."""
         return number
+
+    def check_units(self, names: Sequence[Any], is_numbered: bool) -> None:
+        """Refuse units that have samples in several processes, which would have a row in each of them.
+
+        Args:
+            names: the units of this process.
+            is_numbered: whether all units have a row, also those without samples.
+        """
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The whole tensor, of which this process may have a shard."""
@@ -123,6 +133,23 @@ class Several(Processes, ABC):
 
     def count(self, number: int) -> int:
         return int(self._reduce(torch.tensor(number, device=self._get_device())))
+
+    def check_units(self, names: Sequence[Any], is_numbered: bool) -> None:
+        if is_numbered:
+            raise PerSampleError(
+                "num_units is not available under several processes: each would have a row for every unit."
+            )
+        found = list(names)
+        for group in self._get_groups():
+            gathered: list[list[Any]] = [[] for _ in range(torch.distributed.get_world_size(group))]
+            torch.distributed.all_gather_object(gathered, found, group)
+            found = [name for part in gathered for name in part]
+        if len({*found}) < len(found):
+            shared = sorted(name for name, times in Counter(found).items() if times > 1)
+            raise PerSampleError(
+                f"Units {shared[:5]} have samples in several processes: each would have a row for a part of the unit. "
+                "Give all samples of a unit to one process."
+            )
 
     def _reduce(self, tensor: Tensor, how: str = "SUM") -> Tensor:
         """The sum of a tensor over all processes, or the maximum ("MAX")."""

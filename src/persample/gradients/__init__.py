@@ -1,23 +1,30 @@
 """The per-sample gradients as a lazy matrix, and every answer that comes from its structure.
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
-answer; `RecordedGradients`, what the three have in common; `Bound`, how to clip; `NonFinite`, what happens to samples
-whose gradient is not finite; and `release_memory`.
+answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `Bound`, how to clip;
+`NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples are combined to units; and
+`release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
 from persample.gradients.clipping import Bound
+from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite
 from persample.gradients.streamed import StreamedClip, StreamedNorms
+from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 
 __all__ = [
     "Bound",
+    "LossGradients",
     "NonFinite",
     "PerSampleGradients",
     "RecordedGradients",
     "StreamedClip",
     "StreamedNorms",
+    "UnitIds",
+    "UnitOptions",
+    "UnitReduction",
     "release_memory",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.explanation import Explanation
 from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
+from persample.gradients.units import UnitOptions, Units
 from persample.layouts import Reduced, Reduction
-from persample.terms import Term
+from persample.terms import Term, merge_samples
+from persample.terms.base import find_factors
 
 
 class NotKept(PerSampleError, AttributeError):
@@ -44,8 +46,11 @@ class RecordedGradients(ABC):
         loss_reduction: str | None,
         processes: Processes,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
     ) -> None:
         self._nonfinite_mode = nonfinite
+        self._unit_options = units
+        self._units: Units | None = None  # of this batch; without, each sample has its own row
         if type(processes) is Processes:
             self._parameters = dict(parameters)
             self._names = {id(p): name for name, p in parameters.items()}
@@ -71,6 +76,10 @@ class RecordedGradients(ABC):
                 f"A forward pass of {batch_size} samples in a recording that has one of {self._batch_size}. Use one "
                 "recording for each batch."
             )
+        if self._unit_options is not None and self._units is None:
+            self._units = self._unit_options.find_units(batch_size, self._device)
+            if self._units.are_named:
+                self._processes.check_units(self._units.names, self._unit_options.count is not None)
         self._batch_size = batch_size
         return batch_size
 
@@ -78,7 +87,7 @@ class RecordedGradients(ABC):
         """Take what a backward pass found for a parameter; parameters that are not recorded are ignored."""
         name = self._names.get(id(parameter))
         if name is not None:
-            self._receive(name, term)
+            self._receive(name, self._merge(term))
 
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
@@ -86,6 +95,7 @@ class RecordedGradients(ABC):
     def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
         names = [self._names.get(id(parameter), "") for parameter in parameters]
+        term = self._merge(term, len(names))
         if all(names):
             self._receive_stack(Stack(names, term))
             return
@@ -95,6 +105,12 @@ class RecordedGradients(ABC):
 
     @abstractmethod
     def _receive_stack(self, stack: Stack) -> None: ...
+
+    def _merge(self, term: Term, times: int = 1) -> Term:
+        """The term with a row for each unit; it has the samples of `times` parameters, one after the other."""
+        if self._units is None:
+            return term
+        return merge_samples(term, self._units.groups.to(next(find_factors(term)).device).repeat(times))
 
     def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
         """Take how the loss that the running backward pass starts from combines the samples.
@@ -155,12 +171,23 @@ class RecordedGradients(ABC):
         return self._batch_size
 
     def __len__(self) -> int:
-        """The number of rows: the samples of this process. 0 before the first forward pass."""
-        return self._batch_size or 0
+        """The number of rows of this process: `row_count`, and 0 before the first forward pass."""
+        return 0 if self._batch_size is None else self.row_count
 
     def __bool__(self) -> bool:
         """True, also for an empty batch: a recording is no list."""
         return True
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows of all answers: the number of units if the recording has units, else of samples."""
+        batch_size = self.batch_size
+        return batch_size if self._units is None else self._units.groups.count
+
+    @property
+    def units(self) -> list[Any]:
+        """The unit of each row, in the order of the rows; without units, the numbers of the samples."""
+        return list(range(self.batch_size) if self._units is None else self._units.names)
 
     @property
     def names(self) -> list[str]:
@@ -175,6 +202,10 @@ class RecordedGradients(ABC):
     def samples(self) -> int:
         """The number of samples of all processes; with one process, the `batch_size`."""
         return self._processes.count(self.batch_size)
+
+    def _count_rows(self) -> int:
+        """The number of rows of all processes."""
+        return self._processes.count(self.row_count)
 
     def explain(self) -> Explanation:
         """What was kept for each parameter, and which functions were tried because persample does not know them.
@@ -217,7 +248,7 @@ class RecordedGradients(ABC):
         if squares.names:
             return squares.compute_norms().mul_(self._scale)
         zeros = [self._make_zeros(name) for name in self._parameters]
-        return torch.stack(zeros).sum(0) if zeros else torch.zeros(self.batch_size, device=self._device)
+        return torch.stack(zeros).sum(0) if zeros else torch.zeros(self.row_count, device=self._device)
 
     @torch.no_grad()
     @in_full_precision
@@ -230,7 +261,7 @@ class RecordedGradients(ABC):
     def nonfinite_count(self) -> int:
         """The number of samples whose gradient is not finite, or so large that its squared norm overflows.
 
-        With nonfinite="zero" these samples are left out.
+        With nonfinite="zero" these samples are left out. With units, it is the number of units with such a gradient.
         """
         self._check_done()
         return len(self._find_nonfinite())
@@ -250,7 +281,7 @@ class RecordedGradients(ABC):
     def _describe_nonfinite(self, count: int) -> str:
         if not count:
             return ""
-        return f", {count} samples not finite{' and left out' if self._nonfinite_mode == 'zero' else ''}"
+        return f", {count} {self._row_kind} not finite{' and left out' if self._nonfinite_mode == 'zero' else ''}"
 
     # ---- inside ----
 
@@ -258,6 +289,15 @@ class RecordedGradients(ABC):
     def _scale(self) -> float:
         """Undoes the division by the batch size in a mean loss."""
         return float(self.batch_size) if self.loss_reduction == "mean" else 1.0
+
+    @property
+    def _row_kind(self) -> str:
+        return "samples" if self._units is None else "units"
+
+    def _describe_rows(self) -> str:
+        if self._units is None:
+            return f"batch_size={self.batch_size}"
+        return f"{self.row_count} units of {self.batch_size} samples ({self._units.reduction})"
 
     def _describe_reduction(self) -> str:
         return f"loss_reduction='{self.loss_reduction}'{'' if self._given_reduction else ' as found'}"
@@ -285,7 +325,7 @@ class RecordedGradients(ABC):
 
     def _make_zeros(self, name: str) -> Tensor:
         """`(batch,)`: the norms for a parameter that was not used."""
-        return widen(self._parameters[name].new_empty(0)).abs().new_zeros(self.batch_size)
+        return widen(self._parameters[name].new_empty(0)).abs().new_zeros(self.row_count)
 
     def _check_done(self) -> None:
         if self.batch_size and not self._is_backward_done:

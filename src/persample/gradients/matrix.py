@@ -18,11 +18,13 @@ from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
+from persample.gradients.positions import PositionGradients
 from persample.gradients.projection import METHODS, Method, make_projection
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
-from persample.terms import Dense, Term, add_terms
-from persample.terms.base import convert_to_double
+from persample.gradients.units import UnitOptions, Units, combine_units
+from persample.terms import Dense, Term, add_terms, make_groups, merge_samples
+from persample.terms.base import convert_to_double, find_factors
 from persample.terms.kronecker import allocate
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
@@ -52,8 +54,13 @@ class PerSampleGradients(RecordedGradients):
         loss_reduction: str | None,
         processes: Processes,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
+        positions: int | None = None,
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        super().__init__(parameters, loss_reduction, processes, nonfinite, units)
+        self._positions = positions
+        self._parts: dict[str, Term] = {}  # with a row for each position of each sample
+        self._rest: dict[str, Term] = {}  # with a row for each sample, of uses without positions
         self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
         self._exact: set[int] = set()  # samples with rows that are added up in float64
         self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
@@ -64,6 +71,25 @@ class PerSampleGradients(RecordedGradients):
         self._start_answers()
         before = self._find_term(name)
         self._keep(Stack([name], term if before is None else add_terms([before, term])))
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the recording splits gradients into parts for each position."""
+        return self._positions is not None
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        name = self._names.get(id(parameter))
+        if self._positions is None or name is None:
+            super().receive(parameter, term)
+            return
+        is_split = term.batch == self.batch_size * self._positions
+        kept = self._parts if is_split else self._rest
+        term = self.outside.copy_factors(term)
+        kept[name] = term if name not in kept else add_terms([kept[name], term])
+        if is_split:
+            samples = torch.arange(term.batch, device=next(find_factors(term)).device) // self._positions
+            term = merge_samples(term, make_groups(samples, self.batch_size))
+        super().receive(parameter, term)
 
     def _receive_stack(self, stack: Stack) -> None:
         self._start_answers()
@@ -80,9 +106,9 @@ class PerSampleGradients(RecordedGradients):
     def __repr__(self) -> str:
         if self._is_empty:
             return "PerSampleGradients(nothing recorded yet)"
-        numbers = self.batch_size * sum(p.numel() for p in self._parameters.values())
+        numbers = self.row_count * sum(p.numel() for p in self._parameters.values())
         size = format_bytes(4 * numbers)
-        described = f"batch_size={self.batch_size}, {self._describe_reduction()}, dense() would take {size}"
+        described = f"{self._describe_rows()}, {self._describe_reduction()}, dense() would take {size}"
         described += self._describe_nonfinite(len(self._cleared))
         lines = [f"PerSampleGradients({described}"]
         for name, p in self._parameters.items():
@@ -106,7 +132,7 @@ class PerSampleGradients(RecordedGradients):
     @torch.no_grad()
     @in_full_precision
     def __getitem__(self, sample: int) -> dict[str, Tensor]:
-        """`{name: shape}`: the gradient of one sample. Negative numbers count from the end.
+        """`{name: shape}`: one row, the gradient of a sample (or unit). Negative numbers count from the end.
 
         >>> import persample
         >>> model = torch.nn.Linear(3, 2)
@@ -116,9 +142,9 @@ class PerSampleGradients(RecordedGradients):
         (5, torch.Size([2, 3]))
         """
         index = operator.index(sample)
-        if not -self.batch_size <= index < self.batch_size:
-            raise IndexError(f"Sample {index} of a recording with {self.batch_size} samples.")
-        row = index % self.batch_size
+        if not -self.row_count <= index < self.row_count:
+            raise IndexError(f"Row {index} of a recording with {self.row_count} rows.")
+        row = index % self.row_count
         found = {}
         for name, p in self._parameters.items():
             found[name] = p.new_empty(1, *p.shape)
@@ -135,10 +161,10 @@ class PerSampleGradients(RecordedGradients):
             own: sum over the rows of this process only, without communication.
         """
         if weights is None:
-            weights = torch.ones(self.batch_size, device=self._device, dtype=torch.float32)
-        if weights.shape != (self.batch_size,):
+            weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
+        if weights.shape != (self.row_count,):
             raise PerSampleError(
-                f"sum() needs one weight for each of {self.batch_size} samples, got shape {tuple(weights.shape)}."
+                f"sum() needs one weight for each of {self.row_count} {self._row_kind}, got shape {tuple(weights.shape)}."
             )
         weights = weights.to(self._device) * self._scale
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
@@ -147,7 +173,7 @@ class PerSampleGradients(RecordedGradients):
     @in_full_precision
     def mean(self) -> dict[str, Tensor]:
         """`{name: shape}`: the mean of the rows, that is the gradient of the mean loss."""
-        count = max(1, self.samples())
+        count = max(1, self._count_rows())
         return {name: total / count for name, total in self.sum().items()}
 
     @torch.no_grad()
@@ -196,7 +222,17 @@ class PerSampleGradients(RecordedGradients):
             raise PerSampleError("gram() needs two recordings of the same parameters; these differ.")
         others = other._terms()
         parts = (term.gram(others[name], memory // 4) for name, term in self._terms().items())
-        return self._add_parts(parts, other.batch_size) * (self._scale * other._scale)
+        return self._add_parts(parts, other.row_count) * (self._scale * other._scale)
+
+    @torch.no_grad()
+    @in_full_precision
+    def inner(self, other: PerSampleGradients) -> Tensor:
+        """`(batch,)`: the inner product of each row with the same row of `other`, of the same parameters."""
+        if other.names != self.names or other.row_count != self.row_count:
+            raise PerSampleError("inner() needs two recordings of the same parameters and numbers of rows.")
+        others = other._terms()
+        parts = (term.inner(others[name]) for name, term in self._terms().items())
+        return self._add_parts(parts) * (self._scale * other._scale)
 
     @torch.no_grad()
     @in_full_precision
@@ -224,11 +260,11 @@ class PerSampleGradients(RecordedGradients):
                 raise PerSampleError(f"'{name}' is complex, and project() is defined for real parameters only.")
         self._check_done()
         self._clear_nonfinite()
-        found = {name: self._find_term(name) for name in self._parameters} if self.batch_size else {}
+        found = {name: self._find_term(name) for name in self._parameters} if self.row_count else {}
         terms = {name: term for name, term in found.items() if term is not None and term.shape.numel()}
         shapes = tuple((name, p.shape) for name, p in self._parameters.items())
         projection = make_projection(method, dim, seed, shapes, self._device)
-        return projection.project(terms, self.batch_size) * self._scale
+        return projection.project(terms, self.row_count) * self._scale
 
     def projection_blocks(self, dim: int) -> dict[str, slice]:
         """`{name: slice}`: the entries of a row of `project(dim, method="kronecker")` that belong to each parameter.
@@ -254,7 +290,7 @@ class PerSampleGradients(RecordedGradients):
             factors: a tensor with the shape of the parameter, by name. Other parameters are not multiplied.
         """
         scaled = PerSampleGradients(self._parameters, "sum", Processes(), self._nonfinite_mode)
-        scaled.start(self.batch_size)
+        scaled.start(self.row_count)
         for name, rows in self.dense().items():
             wide = widen(rows)
             scaled._receive(name, Dense(wide * factors[name].to(wide) if name in factors else wide.clone()))
@@ -265,7 +301,7 @@ class PerSampleGradients(RecordedGradients):
     @in_full_precision
     def second_moment(self, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the mean over the rows of each entry's square."""
-        count = max(1, self.samples())
+        count = max(1, self._count_rows())
         squares = ((name, term.square_sum(memory // 4) * self._scale**2) for name, term in self._terms().items())
         return {name: self._add_over_processes(name, part) / count for name, part in squares}
 
@@ -273,9 +309,9 @@ class PerSampleGradients(RecordedGradients):
     @in_full_precision
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance over the rows of each entry; unbiased with the default correction."""
-        count = self.samples()
+        count = self._count_rows()
         factor = 1 / (count - correction) if count > correction else torch.nan
-        scales = torch.full((self.batch_size,), self._scale, device=self._device, dtype=torch.float64)
+        scales = torch.full((self.row_count,), self._scale, device=self._device, dtype=torch.float64)
         found = {}
         for name, term in self._terms().items():
             exact = convert_to_double(term)  # the difference of squares below cancels in float32
@@ -292,14 +328,98 @@ class PerSampleGradients(RecordedGradients):
 
         This is the simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both parts.
         """
-        size = self.samples()
+        size = self._count_rows()
         if size < 2:
-            raise PerSampleError("noise_scale() needs at least two samples.")
+            raise PerSampleError("noise_scale() needs at least two rows.")
         noise = self._sum_entries(self.variance())
         of_mean = self._sum_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self.norms().dtype)
 
+    def by_position(self, allow_rest: bool = False) -> PositionGradients:
+        """The part of each sample's gradient that each position contributes; needs `record(model, positions=T)`.
+
+        Args:
+            allow_rest: allow parameters that are used without positions, such as a layer after the pooling. Their parts
+                are the `rest` of the result. By default they are refused.
+
+        >>> from torch import nn
+        >>> import persample
+        >>> model, x = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7)), torch.randint(7, (2, 5))
+        >>> with persample.record(model, positions=5) as grads:
+        ...     model(x).square().sum().backward()
+        >>> grads.by_position().norms().shape
+        torch.Size([2, 5])
+        """
+        if self._positions is None:
+            raise PerSampleError("by_position() needs the number of positions: record(model, positions=T).")
+        self._check_done()
+        if self._rest and not allow_rest:
+            raise PerSampleError(
+                f"{sorted(self._rest)} are used without one dimension of {self._positions} positions that the function "
+                "treats one by one, so that parts of their gradients belong to no position. Leave them out with "
+                "record(parameters=...), or pass allow_rest=True to get these parts as the rest."
+            )
+        parts = self._make_rows(self._parts, self.batch_size * self._positions)
+        return PositionGradients(self._positions, parts, self._make_rows(self._rest, self.batch_size), self._scale)
+
+    def _make_rows(self, terms: Mapping[str, Term], count: int) -> PerSampleGradients:
+        """Gradients with other rows, from terms with these rows, before they are scaled."""
+        found = PerSampleGradients(self._parameters, "sum", Processes(), "keep")
+        found._batch_size = count
+        for name, term in terms.items():
+            found._receive(name, term)
+        found._is_backward_done = True
+        return found
+
+    @torch.no_grad()
+    @in_full_precision
+    def combine(self, *others: PerSampleGradients) -> PerSampleGradients:
+        """The rows of several recordings with units, added up by unit: for units whose samples are in several batches.
+
+        All recordings must have the same parameters. The rows are those of all units, in the order of the sorted ids.
+        The factors of all recordings are kept; none is made dense.
+
+        >>> from torch import nn
+        >>> import persample
+        >>> model, found = nn.Linear(3, 2), []
+        >>> for users in ([0, 0, 1], [1, 2]):
+        ...     with persample.record(model, units=users) as grads:
+        ...         model(torch.randn(len(users), 3)).square().sum().backward()
+        ...     found.append(grads)
+        >>> found[0].combine(found[1]).norms().shape
+        torch.Size([3])
+        """
+        recordings = [self, *others]
+        if any(recording.names != self.names for recording in others):
+            raise PerSampleError("combine() needs recordings of the same parameters; these differ.")
+        if self._processes_differ(recordings):
+            raise PerSampleError("combine() is not available under several processes.")
+        found = self._make_rows({}, 0)
+        found._nonfinite_mode = self._nonfinite_mode
+        units, parts = combine_units([recording._get_units() for recording in recordings])
+        found._units, found._batch_size = units, sum(recording.batch_size for recording in recordings)
+        for name in self.names:
+            terms = []
+            for recording, groups in zip(recordings, parts, strict=True):
+                term = recording._find_term(name)
+                if term is not None:
+                    recording._check_done()
+                    terms.append(merge_samples(term, groups.scale(recording._scale)))
+            if terms:
+                found._receive(name, add_terms(terms))
+        found.verification = self.verification
+        return found
+
     # ---- inside ----
+
+    @staticmethod
+    def _processes_differ(recordings: Iterable[PerSampleGradients]) -> bool:
+        return any(type(recording._processes) is not Processes for recording in recordings)
+
+    def _get_units(self) -> Units:
+        if self._units is None or not self._units.are_named:
+            raise PerSampleError("combine() needs recordings with the unit of each sample: record(model, units=ids).")
+        return self._units
 
     def _sum_entries(self, parts: Mapping[str, Tensor]) -> Tensor:
         sums = [self._processes.gather(part.sum(dtype=torch.float64)) for part in parts.values()]
@@ -307,7 +427,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _add_parts(self, parts: Iterable[Tensor], *more: int) -> Tensor:
         """The sum of tensors of shape `(batch, *more)`; zeros if there are none."""
-        total = torch.zeros(self.batch_size, *more, device=self._device, dtype=torch.float32)
+        total = torch.zeros(self.row_count, *more, device=self._device, dtype=torch.float32)
         for part in parts:
             total = total + part
         return total
@@ -345,7 +465,7 @@ class PerSampleGradients(RecordedGradients):
         self._check_done()
         self._clear_nonfinite()
         p, term = self._parameters[name], self._find_term(name)
-        return Dense(p.new_zeros(()).expand(self.batch_size, *p.shape)) if term is None else term
+        return Dense(p.new_zeros(()).expand(self.row_count, *p.shape)) if term is None else term
 
     def _find_term(self, name: str) -> Term | None:
         """What was found for a parameter so far, None if it was not used."""
@@ -358,7 +478,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _compute_dense(self, name: str) -> Tensor:
         term, p = self._term(name), self._parameters[name]
-        result = buffers.empty((self.batch_size, *p.shape), p.dtype, p.device)
+        result = buffers.empty((self.row_count, *p.shape), p.dtype, p.device)
         term.write(result, self._scale)
         return result
 

@@ -19,6 +19,7 @@ from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
 from persample.gradients.stack import Stack
+from persample.gradients.units import UnitOptions
 from persample.terms import Term
 
 # Bytes of factors that one pass may always keep, and that it may keep if the free memory is not known.
@@ -36,8 +37,9 @@ class _Streamed(RecordedGradients):
         loss_reduction: str | None,
         processes: Processes,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._squares = SquaredNorms(nonfinite)
         self._used: set[str] = set()  # the parameters that have squared norms
 
@@ -77,7 +79,7 @@ class _Streamed(RecordedGradients):
     def __repr__(self) -> str:
         if self._is_empty:
             return f"{type(self).__name__}(nothing recorded yet)"
-        described = f"batch_size={self.batch_size}, {self._describe_reduction()}"
+        described = f"{self._describe_rows()}, {self._describe_reduction()}"
         lines = [f"{type(self).__name__}({described}{self._describe_nonfinite(len(self._squares.nonfinite))}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
@@ -134,8 +136,9 @@ class StreamedNorms(_Streamed):
         loss_reduction: str | None,
         processes: Processes,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
 
     def _receive_stack(self, stack: Stack) -> None:
@@ -182,8 +185,9 @@ class StreamedClip(_Streamed):
         processes: Processes,
         bound: Bound,
         nonfinite: NonFinite = "raise",
+        units: UnitOptions | None = None,
     ) -> None:
-        super().__init__(parameters, loss_reduction, processes, nonfinite)
+        super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self.max_norm = bound.max_norm
         self.passes: int | None = bound.passes
         self._bound = bound
@@ -302,7 +306,7 @@ class StreamedClip(_Streamed):
         second, self._second_squares = self._second_squares, SquaredNorms("keep")
         if not self._squares.names:
             return
-        compared = [n for n in range(self.batch_size) if n not in self._squares.nonfinite]
+        compared = [n for n in range(self.row_count) if n not in self._squares.nonfinite]
         before, after = self._list_bounded_norms(self._squares), self._list_bounded_norms(second)
         bounds = self.max_norm if isinstance(self.max_norm, Mapping) else {"": self.max_norm}
         if before.keys() != after.keys() or not all(

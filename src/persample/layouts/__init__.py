@@ -14,6 +14,7 @@ from persample.layouts.algebra import (
     DECLARATIONS,
     POINTWISE,
     SIZE_FREE,
+    find_declared_motion,
     find_size_free_layout,
     get_argument,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "Reduction",
     "Scattered",
     "Where",
+    "find_declared_motion",
     "find_layout_of_ids",
     "find_listed_total",
     "find_motion",

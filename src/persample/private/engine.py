@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import opacus
 import torch
 from opacus.validators.module_validator import ModuleValidator
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -36,6 +36,7 @@ from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_mul
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import prepare_empty_batches, replace_sampler
+from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
 from persample.recording.options import Constants, Verify
 
@@ -94,6 +95,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         min_clipbound: float | None = None,
         unclipped_num_std: float | None = None,
         grad_samples: bool | None = None,
+        unit_ids: Tensor | Sequence[Hashable] | None = None,
+        examples_per_unit: int | None = None,
+        units: int | None = None,
         batch_dim: BatchDim | None = None,
         batch_size: int | None = None,
         constants: Constants = (),
@@ -122,6 +126,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 `clipping="adaptive"`, see `AdaptiveOptimizer`.
             grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` are filled; by default as
                 `grad_sample_mode` says.
+            unit_ids: the unit (user, patient, document) of each example of the dataset. Then the privacy is that of
+                units: batches are Poisson samples of units, with the loader's batch size as the expected number of
+                units, the gradient of each unit is clipped, and the accountant counts units.
+            examples_per_unit: the largest number of examples of a unit in a batch; None: all of them.
+            units: the number of consecutive samples of the model's batch that are one row, such as augmentations of one
+                example. Their mean gradient is clipped.
             batch_dim, batch_size, constants: where the samples lie in the arguments of the model, as in
                 `persample.record`. `batch_dim` is 0 by default, or 1 with `batch_first=False`. An argument without the
                 batch's size in that dimension has its samples in the only other dimension of that size, as an initial
@@ -174,15 +184,32 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
         distributed = is_distributed(module)
-        data_loader = self._prepare_data_loader(
-            data_loader,
-            distributed=distributed,
-            poisson_sampling=poisson_sampling,
-            batch_first=batch_first,
-            rand_on_empty=rand_on_empty,
-        )
+        if unit_ids is not None:
+            if not poisson_sampling:
+                raise PrivateTrainingError(
+                    "unit_ids requires poisson_sampling=True: the accountant counts sampled units."
+                )
+            data_loader = make_unit_loader(
+                data_loader,
+                unit_ids,
+                examples_per_unit=examples_per_unit,
+                generator=self.secure_rng if self.secure_mode else data_loader.generator,
+                distributed=distributed,
+                batch_first=batch_first,
+            )
+        elif examples_per_unit is not None:
+            raise PrivateTrainingError("examples_per_unit requires unit_ids.")
+        else:
+            data_loader = self._prepare_data_loader(
+                data_loader,
+                distributed=distributed,
+                poisson_sampling=poisson_sampling,
+                batch_first=batch_first,
+                rand_on_empty=rand_on_empty,
+            )
         sample_rate = 1 / len(data_loader)
-        expected_batch_size = int(len(data_loader.dataset) * sample_rate)  # type: ignore[arg-type]
+        count = len(data_loader.dataset) if unit_ids is None else data_loader.batch_sampler.unit_count  # type: ignore
+        expected_batch_size = int(count * sample_rate)
         common: dict[str, Any] = {
             "module": module,
             "noise_multiplier": noise_multiplier,
@@ -193,7 +220,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "distributed": distributed,
             "normalize_clipping": normalize_clipping,
             "grad_samples": grad_sample_mode in _WITH_ROWS if grad_samples is None else grad_samples,
+            "has_units": unit_ids is not None,
             "recording": {
+                **({} if units is None else {"units": units}),
                 "batch_dim": (0 if batch_first else 1) if batch_dim is None else batch_dim,
                 "batch_size": batch_size,
                 "constants": constants,
@@ -251,6 +280,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
         min_clipbound: float | None = None,
         unclipped_num_std: float | None = None,
         grad_samples: bool | None = None,
+        unit_ids: Tensor | Sequence[Hashable] | None = None,
+        examples_per_unit: int | None = None,
+        units: int | None = None,
         batch_dim: BatchDim | None = None,
         batch_size: int | None = None,
         constants: Constants = (),
@@ -294,6 +326,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
             min_clipbound=min_clipbound,
             unclipped_num_std=unclipped_num_std,
             grad_samples=grad_samples,
+            unit_ids=unit_ids,
+            examples_per_unit=examples_per_unit,
+            units=units,
             batch_dim=batch_dim,
             batch_size=batch_size,
             constants=constants,

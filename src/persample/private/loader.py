@@ -14,6 +14,7 @@ from weakref import ref
 from torch.utils.data import DataLoader
 
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.units import get_content
 
 
 def hand_out_batches(loader: DataLoader[Any], optimizer: PrivateOptimizer) -> Any:
@@ -50,7 +51,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         optimizer = self._optimizer()
-        return next(self._batches) if optimizer is None else optimizer.load(self._batches)
+        return get_content(next(self._batches)) if optimizer is None else optimizer.load(self._batches)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

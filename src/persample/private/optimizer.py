@@ -24,6 +24,7 @@ from persample.gradients import StreamedClip
 from persample.private.errors import PrivateTrainingError
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
+from persample.private.units import BatchUnits, get_content
 from persample.recording.watch import Watch
 
 _CLIPPING = ("flat", "per_layer", "automatic")
@@ -66,7 +67,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` hold the gradient of each sample before
             clipping, and `p.summed_grad` their clipped sum, until `zero_grad()`. They take the memory of a copy of the
             parameters for each sample.
-        recording: further options of `persample.record`; `verify` is "first" by default.
+        recording: further options of `persample.record`; `verify` is "first" by default. With `units`, the number of
+            consecutive samples of each unit, the gradients of units are clipped; `unit_reduction` is "mean" by default.
+        has_units: the loader hands out batches with the unit of each sample, whose gradients are clipped by unit.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
             noise comes from the entropy of the operating system, and several threads draw it for large models.
 
@@ -102,6 +105,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         normalize_clipping: bool = False,
         grad_samples: bool = False,
         recording: Mapping[str, Any] | None = None,
+        has_units: bool = False,
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
     ) -> None:
@@ -138,6 +142,10 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
                 f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}"
             )
         self._recording = dict(recording or {})
+        self._units = BatchUnits(self._recording.get("units"))
+        if has_units or "units" in self._recording:
+            self._recording["units"] = self._units.take
+            self._recording.setdefault("unit_reduction", "mean")
         self._peers = Peers(distributed)
         self._settings: _Settings | None = None  # of the step that has begun
         self._batch: Sums | None = None  # of the backward passes since the last call of step()
@@ -201,15 +209,16 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if batch_dim is None:
             given = self._recording.get("batch_dim", 0)
             batch_dim = given if isinstance(given, int) else 0
+        self._units.add(batch, batch_dim)
         if not self._is_released:
-            self._watch.add_samples(batch, batch_dim)
+            self._watch.add_samples(get_content(batch), batch_dim)
 
     def load(self, batches: Iterator[Any]) -> Any:
         """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""
         with self._watch.pause():
             batch = next(batches)
         self.add_samples(batch)
-        return batch
+        return get_content(batch)
 
     def release(self) -> None:
         """End private training: from now on the model and this optimizer train without clipping and noise."""
@@ -331,6 +340,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         part of its batch, the whole batch does not count.
         """
         self._failed = 0
+        self._units.forget_waiting()
         if self._step_skip_queue:
             was_last = not self._check_skip_next_step()
             self._drop_batch()

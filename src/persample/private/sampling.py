@@ -20,9 +20,7 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
     """
 
     def __init__(self, *, total_size: int, sample_rate: float, generator: torch.Generator | None = None) -> None:
-        if generator is None:
-            seed = (torch.initial_seed() + _LARGE_PRIME * torch.distributed.get_rank()) % 2**63
-            generator = torch.Generator().manual_seed(seed)
+        generator = make_generator_of_process() if generator is None else generator
         super().__init__(total_size=total_size, sample_rate=sample_rate, generator=generator)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -30,6 +28,12 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
         own = order[self.rank :: self.num_replicas]
         for _ in range(self.num_batches):
             yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
+
+
+def make_generator_of_process() -> torch.Generator:
+    """A generator that differs between processes, even if all of them have the same seed."""
+    seed = (torch.initial_seed() + _LARGE_PRIME * torch.distributed.get_rank()) % 2**63
+    return torch.Generator().manual_seed(seed)
 
 
 def replace_sampler(loader: Any) -> DataLoader[Any]:

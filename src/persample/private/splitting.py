@@ -10,6 +10,7 @@ import opacus.utils.batch_memory_manager as opacus_manager
 from torch.utils.data import DataLoader
 
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.units import UnitSampler, split_unit_loader
 
 
 class BatchMemoryManager(opacus_manager.BatchMemoryManager):
@@ -17,7 +18,8 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
 
     A part that fails, or is left out with `continue`, does not count: the step of its batch is made without it. If the
     last part of a batch is missing, there is no step. If a loop ends early, the rest of its batch does not count in the
-    next loop. With the manager of Opacus, later parts would be added to the wrong batch.
+    next loop. With the manager of Opacus, later parts would be added to the wrong batch. With `unit_ids`, a part has
+    whole units only, because the gradient of a unit is clipped as a whole.
 
     >>> import warnings; warnings.simplefilter("ignore")
     >>> import torch
@@ -40,6 +42,9 @@ class BatchMemoryManager(opacus_manager.BatchMemoryManager):
         if not isinstance(self.optimizer, PrivateOptimizer):
             return super().__enter__()
         signals = _Signals()
+        if isinstance(self.data_loader.batch_sampler, UnitSampler):
+            split = split_unit_loader(self.data_loader, self.max_physical_batch_size, signals.signal_skip_step)
+            return _SplitLoader(split, signals, self.optimizer)
         split = opacus_manager.wrap_data_loader(
             data_loader=self.data_loader,
             max_batch_size=self.max_physical_batch_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from persample._internal.model_table import get_named_parameters
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import Bound, NonFinite
+from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction
 
 Keep = Literal["everything", "norms", "clip"]
 
@@ -48,10 +48,21 @@ class Options:
     constants: Constants = ()
     verify: Verify = None
     nonfinite: NonFinite = "raise"
+    units: UnitIds | Callable[[int], UnitIds] | None = None
+    num_units: int | None = None
+    unit_reduction: UnitReduction = "sum"
+    positions: int | None = None
+    losses: Sequence[str] | None = None
     isolate: bool = False
     keep_rows: bool = False
 
     def __post_init__(self) -> None:
+        if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
+            raise PerSampleError("num_units and unit_reduction require units.")
+        if self.losses is not None:
+            self._check_losses(self.losses)
+        if self.positions is not None and (self.keep != "everything" or self.positions < 1):
+            raise PerSampleError(f"positions must be positive and requires keep='everything', got {self.positions}.")
         if self.loss_reduction not in (None, "mean", "sum"):
             raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
         if self.keep not in ("everything", "norms", "clip"):
@@ -76,6 +87,12 @@ class Options:
                     f"constants must consist of tensors and of names of arguments, got {type(constant).__name__}."
                 )
 
+    def _check_losses(self, losses: Sequence[str]) -> None:
+        if isinstance(losses, str) or not losses or len({*losses}) < len(losses):
+            raise PerSampleError(f"losses must be a list of different names, got {losses!r}.")
+        if self.keep != "everything":
+            raise PerSampleError(f"losses requires keep='everything', got {self.keep!r}.")
+
     def list_constants(self) -> list[Tensor | str]:
         """The tensors and names that are the same for all samples."""
         return [self.constants] if isinstance(self.constants, (str, Tensor)) else list(self.constants)
@@ -91,6 +108,13 @@ class Options:
         if self.max_norm is None:
             return None
         return Bound(self.max_norm, self.stabiliser, self.passes, self.memory, self.keep_rows)
+
+    @property
+    def unit_options(self) -> UnitOptions | None:
+        """How samples are combined to units, None without units."""
+        if self.units is None:
+            return None
+        return UnitOptions(self.units, self.num_units, self.unit_reduction)
 
     def select(self, trainable: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """The parameters to record, by name, among the trainable ones of a model."""

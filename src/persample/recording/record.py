@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, overload
 
@@ -11,7 +11,15 @@ from torch import nn
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import NonFinite, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import (
+    LossGradients,
+    NonFinite,
+    PerSampleGradients,
+    StreamedClip,
+    StreamedNorms,
+    UnitIds,
+    UnitReduction,
+)
 from persample.recording.hooks import ModuleHook, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify
 from persample.recording.session import Recording
@@ -30,7 +38,33 @@ def record(
     keep: Literal["everything"] = "everything",
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
+    losses: None = None,
 ) -> AbstractContextManager[PerSampleGradients]: ...
+
+
+@overload
+def record(
+    model: nn.Module,
+    *,
+    batch_size: int | None = None,
+    batch_dim: BatchDim = 0,
+    loss_reduction: str | None = None,
+    parameters: Selection | None = None,
+    keep_grad: bool = False,
+    constants: Constants = (),
+    keep: Literal["everything"] = "everything",
+    losses: Sequence[str],
+    verify: Verify = None,
+    nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
+) -> AbstractContextManager[LossGradients]: ...
 
 
 @overload
@@ -46,6 +80,9 @@ def record(
     keep: Literal["norms"],
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> AbstractContextManager[StreamedNorms]: ...
 
 
@@ -66,6 +103,9 @@ def record(
     memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
 ) -> AbstractContextManager[StreamedClip]: ...
 
 
@@ -88,6 +128,11 @@ def record(
     memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
+    losses: Sequence[str] | None = None,
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
@@ -132,6 +177,17 @@ def record(
             `clip_factors()` raise. "zero": the sample is left out, as if its gradient were zero, and the others are
             what they are without it; `grads.nonfinite_count` and `repr(grads)` tell how many there are. A gradient
             whose squared norm overflows counts, too. "keep": infinities and NaN are part of the answers.
+        units: rows of units, such as users, in place of rows of samples: the unit of each sample, of shape (B,), or the
+            number of consecutive samples of each unit, such as augmentations of one example. Every answer then has one
+            row for each unit, in the order of the sorted ids (`grads.units`). Norms come from the same structures as
+            those of samples. Under several processes, all samples of a unit must be in one of them.
+        num_units: the number of rows; the ids in `units` must be numbers below it. Units without samples have rows of
+            zeros, which count in means.
+        unit_reduction: whether the row of a unit is the "sum" or the "mean" of its samples' gradients.
+        positions: the number of positions of each sample's sequence, for `grads.by_position()`. The parts of all
+            positions are kept, which takes as much memory as the activations' gradients.
+        losses: names of several losses. The block then has a backward pass for each, in this order, and gives a
+            `LossGradients`: rows for each sample and loss, and comparisons of the losses.
 
     Raises:
         PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
@@ -160,6 +216,11 @@ def record(
         memory=memory,
         verify=verify,
         nonfinite=nonfinite,
+        units=units,
+        num_units=num_units,
+        unit_reduction=unit_reduction,
+        positions=positions,
+        losses=losses,
     )
     recording = Recording(model, options)
 

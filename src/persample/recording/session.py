@@ -18,6 +18,7 @@ from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import in_full_precision
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
+from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
@@ -26,14 +27,14 @@ from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
-from persample.gradients import PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, get_trainable
 from persample.recording.verification import Verification, start_late_verification, start_verification
 from persample.terms import Term, add_terms
 
-Gradients = PerSampleGradients | StreamedNorms | StreamedClip
+Gradients = PerSampleGradients | StreamedNorms | StreamedClip | LossGradients
 
 
 def _do_nothing(*args: Any) -> None:
@@ -90,6 +91,11 @@ class _End:
             self._ended()
 
 
+def _end_loss(grads: LossGradients, ended: Callable[[], None]) -> None:
+    grads.end_pass()
+    ended()
+
+
 class Recording:
     """Records the forward passes that it is told of, and the backward passes from their outputs.
 
@@ -133,6 +139,8 @@ class Recording:
         self._has_hooks = has_hooks or self.needs_hooks
         unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
+        if isinstance(grads, LossGradients):
+            ended = partial(_end_loss, grads, ended)
         end = self._end = _End(ended)
 
         @in_full_precision
@@ -143,9 +151,9 @@ class Recording:
 
         used = map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
-        streamed = None if isinstance(grads, PerSampleGradients) else grads
+        is_streamed = isinstance(grads, (StreamedNorms, StreamedClip))
         deliver_stack = None if options.keep_grad else in_full_precision(grads.receive_stack)
-        self.collector = Collector(used, deliver, finish, early=streamed is not None, deliver_stack=deliver_stack)
+        self.collector = Collector(used, deliver, finish, early=is_streamed, deliver_stack=deliver_stack)
         self.tracker = Tracker(
             self.collector,
             model,
@@ -154,11 +162,13 @@ class Recording:
             run_backward=self._run_backward,
             note_loss=grads.note_loss,
             outside=self._make_outside(),
-            note_outside=grads.outside.add if isinstance(grads, PerSampleGradients) else _do_nothing,
+            note_outside=_do_nothing if isinstance(grads, (StreamedNorms, StreamedClip)) else grads.outside.add,
             isolation=isolation,
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = type(self.processes) is Processes and tracing.get_trace() is None
+        if options.positions is not None:
+            self._split_positions(options.positions)
         self.tracker.tried = grads.tried
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
@@ -169,9 +179,20 @@ class Recording:
         options = self.options
         common = (self.recorded, options.loss_reduction, self.processes)
         if options.bound is not None:
-            return StreamedClip(*common, options.bound, options.nonfinite)
-        kind = StreamedNorms if options.keep == "norms" else PerSampleGradients
-        return kind(*common, options.nonfinite)
+            return StreamedClip(*common, options.bound, options.nonfinite, options.unit_options)
+        if options.keep == "norms":
+            return StreamedNorms(*common, options.nonfinite, options.unit_options)
+        if options.losses is not None:
+            kept = (*common, options.nonfinite, options.unit_options, options.positions)
+            return LossGradients(options.losses, lambda: PerSampleGradients(*kept))
+        return PerSampleGradients(*common, options.nonfinite, options.unit_options, options.positions)
+
+    def _split_positions(self, count: int) -> None:
+        """Split the terms of sequences into parts for each position."""
+        if type(self.processes) is not Processes:
+            raise PerSampleError("positions is not available under several processes.")
+        self.collector.positions = PositionSplitter(count)
+        self.tracker.can_retain = False  # uses that are computed as one are not split
 
     def _make_outside(self) -> OutsideTensors:
         batch_dim, given = self.options.batch_dim, self.options.list_constants()
@@ -369,10 +390,17 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 @in_full_precision
 def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
-    term = add_terms(terms)
+    if isinstance(grads, (PerSampleGradients, LossGradients)) and grads.has_positions:
+        for group in group_by_rows(terms):
+            _deliver_term(grads, processes, keep_grad, parameter, add_terms(group))
+    else:
+        _deliver_term(grads, processes, keep_grad, parameter, add_terms(terms))
+
+
+def _deliver_term(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, term: Term) -> None:
     grads.receive(parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
-        total = term.sum(torch.ones(grads.batch_size, device=parameter.device))
+        total = term.sum(torch.ones(term.batch, device=parameter.device))
         if isinstance(grads, StreamedNorms):
             grads.note_sum(parameter, total)
         processes.add_to_grad(parameter, total.to(parameter.dtype))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch import Tensor
 from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.kronecker import Sides
 from persample.terms.sketch import Sketch
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 # Default number of entries in a block of a dense form: 4 MB in float32, which fits into the cache.
 BLOCK_SIZE = 2**20
@@ -90,6 +93,10 @@ class Term(ABC):
     def clear_samples(self, is_cleared: Tensor) -> Term:
         """The term with rows of zeros where the mask `is_cleared`, `(batch,)`, is true, also if they are not finite."""
         return map_factors(self, lambda factor: _clear_rows(factor, is_cleared))
+
+    def merge_samples(self, groups: Groups) -> Term | None:
+        """The term with a row for each group of samples, None if only the dense form can be added up."""
+        return None
 
     def sum(self, weights: Tensor) -> Tensor:
         """`weight.shape`: the sum over n of weights[n] g_n."""

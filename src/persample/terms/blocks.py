@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors
 from persample.terms.dense import Dense
+from persample.terms.groups import Groups, merge_each
 from persample.terms.kronecker import Sides
 
 
@@ -64,6 +65,9 @@ class Blocks(Term):
             empty = self.terms[0].some(0, 0).dense()  # for its dtype and device
             return Dense(empty.new_zeros(self.batch, stop - start, *self.shape[1:]))
         return Blocks(terms, starts, stop - start, self.single)
+
+    def merge_samples(self, groups: Groups) -> Blocks:
+        return Blocks(merge_each(self.terms, groups), self.starts, self.count, self.single)
 
     def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
         squared, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)

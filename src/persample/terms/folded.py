@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from persample.terms.base import BLOCK_SIZE, Term
 from persample.terms.dense import Dense
 from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,9 @@ class Folded(Term):
         factor = factor.narrow(2 + dims.index(0), start, stop - start).flatten(2)
         term = Outer(self.term.input, factor) if in_rows else Outer(factor, self.term.grad)
         return Folded(term, [stop - start, *self.weight_shape[1:]], self.out_dims)
+
+    def merge_samples(self, groups: Groups) -> Folded:
+        return Folded(self.term.merge_samples(groups), self.weight_shape, self.out_dims)
 
     def squared_norms(self) -> Tensor:
         return self.term.squared_norms()

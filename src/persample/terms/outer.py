@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from persample.terms.kronecker import Sides
 from persample.terms.products import multiply, multiply_stacks
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
 from persample.terms.sketch import Sketch, TensorSketch
+
+if TYPE_CHECKING:
+    from persample.terms.groups import Groups
 
 
 class SharedProducts:
@@ -89,6 +92,9 @@ class Outer(Term):
 
     def part(self, start: int, stop: int) -> Outer:
         return Outer(self.input, self.grad[..., start:stop])
+
+    def merge_samples(self, groups: Groups) -> Outer:
+        return Outer(groups.gather(self.input), groups.gather_weighted(self.grad))
 
     def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
         if self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense":

@@ -14,6 +14,7 @@ from persample._internal.dtypes import promote
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
+from persample.terms.groups import Groups, merge_each
 from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer
 from persample.terms.rounding import find_floor_of_products
@@ -43,6 +44,9 @@ class Sum(Term):
 
     def part(self, start: int, stop: int) -> Sum:
         return Sum([term.part(start, stop) for term in self.terms])
+
+    def merge_samples(self, groups: Groups) -> Sum:
+        return Sum(merge_each(self.terms, groups))
 
     def squared_norms(self) -> Tensor:
         squares = [term.squared_norms() for term in self.terms]

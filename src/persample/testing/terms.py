@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import to_double
-from persample.terms import Dense, Outer, Rows, Term, add_terms
+from persample.terms import Dense, Outer, Rows, Term, add_terms, make_groups, merge_samples
 from persample.terms.base import convert_to_double, find_factors
 from persample.terms.cost import Algorithm, force_algorithm
 from persample.terms.kronecker import KroneckerSketch, Sides, split_shape
@@ -242,6 +242,32 @@ def make_sketch(method: str, shape: torch.Size) -> Sketch:
     return TensorSketch(16, 1, "w", shape, torch.device("cpu")) if method == "tensor" else SparseSketch(16, 1, "w")
 
 
+# ---- groups of samples ----
+
+
+def _check_merged(case: TermCase, rows: Callable[[int], Tensor], weighted: bool) -> None:
+    """A group of samples is like a sample with more positions; every answer has a row for each group."""
+    ids = rows(case.batch)
+    count = int(ids.max()) + 2  # the last group is empty
+    factors = torch.linspace(0.5, 2, case.batch, dtype=torch.float64) if weighted else None
+    merged = merge_samples(case.term, make_groups(ids, count, factors))
+    scaled = case.expected if factors is None else case.expected * factors.view(-1, *[1] * len(case.term.shape))
+    expected = case.expected.new_zeros(count, *case.term.shape).index_add_(0, ids, scaled)
+    case.require("merge_samples(groups).batch", merged.batch, count)
+    _check_total(case, "the other samples of its group", merged, expected)
+    measured = merged.measure(compact=True)[2]
+    case.compare("dense() of the groups after measure()", measured.dense(), expected)
+    case.compare("some() of the groups", merged.some(1, count).dense(), expected[1:])
+
+
+def _make_ragged_groups(batch: int) -> Tensor:
+    return torch.arange(batch) * 2 % 3 // 2 * 2  # groups 0 and 2; group 1 is empty
+
+
+def _check_ragged_groups(case: TermCase) -> None:
+    _check_merged(case, _make_ragged_groups, weighted=False)
+
+
 # ---- sums with other terms, small batches ----
 
 
@@ -324,8 +350,11 @@ def _list_checks() -> Iterator[tuple[str, Callable[[TermCase], None]]]:
         yield f"squared_norms{ending}", partial(_force, algorithm, _check_norms)
         yield f"compute_norms_and_compact{ending}", partial(_force, algorithm, _check_compact)
         yield f"inner{ending}", partial(_force, algorithm, _check_inner)
+        yield f"groups{ending}", partial(_force, algorithm, _check_ragged_groups)
         yield f"sum with one class{ending}", partial(_force, algorithm, _check_sum_of_one_class)
         yield f"sum with other classes{ending}", partial(_force, algorithm, _check_sum_of_other_classes)
+    yield "groups, weighted", partial(_check_merged, rows=_make_ragged_groups, weighted=True)
+    yield "groups of one sample", partial(_check_merged, rows=torch.arange, weighted=False)
     yield "sum", _check_sum
     yield "dot", _check_dot
     yield "inner, other classes", _check_inner_of_other_classes

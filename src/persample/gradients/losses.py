@@ -1,0 +1,188 @@
+"""Rows for each sample and each of several losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample._internal.precision import in_full_precision
+from persample.errors import PerSampleError
+from persample.gradients.explanation import Explanation
+from persample.gradients.matrix import PerSampleGradients
+from persample.layouts import Reduced
+from persample.terms import Term
+
+
+class LossGradients:
+    """The gradients of several losses of the same batch: `record(model, losses=["a", "b"])`.
+
+    The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
+    the methods here compare the losses.
+    """
+
+    def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:
+        self.losses = list(names)
+        self._grads = [make() for _ in names]
+        self._passes = 0
+        for grads in self._grads[1:]:  # the forward pass is that of all losses
+            grads.outside, grads.tried = self._grads[0].outside, self._grads[0].tried
+
+    # ---- filling ----
+
+    def start(self, batch_size: int) -> int:
+        """Set the batch size; all forward passes of a recording must have the same."""
+        for grads in self._grads:
+            grads.start(batch_size)
+        return batch_size
+
+    @property
+    def _current(self) -> PerSampleGradients:
+        if self._passes >= len(self._grads):
+            raise PerSampleError(
+                f"A recording with losses={self.losses} has had a backward pass for each of them, and another one has "
+                "begun. Name all losses, or add them up before backward()."
+            )
+        return self._grads[self._passes]
+
+    def receive(self, parameter: Tensor, term: Term) -> None:
+        """Take what a backward pass found for a parameter."""
+        self._current.receive(parameter, term)
+
+    def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
+        """Take one term for several parameters."""
+        self._current.receive_stack(parameters, term)
+
+    def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
+        """Take how the loss that the running backward pass starts from combines the samples."""
+        self._current.note_loss(loss, reaches_weights)
+
+    def finish(self) -> None:
+        """Note that a backward pass, or a pass inside it, has ended."""
+        self._current.finish()
+
+    def end_pass(self) -> None:
+        """Note that the backward pass of a loss has ended: the next one is of the next loss."""
+        self._passes += 1
+
+    # ---- as one of the recordings ----
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples."""
+        return self._grads[0].batch_size
+
+    @property
+    def row_count(self) -> int:
+        """The number of rows of each loss."""
+        return self._grads[0].row_count
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the recorded parameters."""
+        return self._grads[0].names
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the recording splits gradients into parts for each position."""
+        return self._grads[0].has_positions
+
+    @property
+    def outside(self) -> Any:
+        """The memory from outside; see `gradients/copies.py`."""
+        return self._grads[0].outside
+
+    @property
+    def tried(self) -> Any:
+        """Filled by the tracker."""
+        return self._grads[0].tried
+
+    @property
+    def verification(self) -> str:
+        """Whether samples were compared with the batch."""
+        return self._grads[0].verification
+
+    @verification.setter
+    def verification(self, verification: str) -> None:
+        for grads in self._grads:
+            grads.verification = verification
+
+    def explain(self) -> Explanation:
+        """What was kept for each parameter by the first loss."""
+        return self._grads[0].explain()
+
+    def __repr__(self) -> str:
+        return f"LossGradients({self._passes} of {len(self.losses)} backward passes: {', '.join(self.losses)})"
+
+    # ---- answers ----
+
+    def __getitem__(self, name: str) -> PerSampleGradients:
+        """The gradients of one loss."""
+        if name not in self.losses:
+            raise PerSampleError(f"'{name}' is not one of the losses {self.losses}.")
+        self._check_complete()
+        return self._grads[self.losses.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.losses)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def _check_complete(self) -> None:
+        if self._passes < len(self._grads):
+            raise PerSampleError(
+                f"{self._passes} of {len(self._grads)} backward passes have reached the weights: a recording with "
+                f"losses={self.losses} needs one for each, in this order, with retain_graph=True for all but the last."
+            )
+
+    def _compare(self, compare: Callable[[PerSampleGradients, PerSampleGradients], Tensor]) -> list[list[Tensor]]:
+        """A symmetric comparison of each pair of losses."""
+        self._check_complete()
+        found: list[list[Any]] = [[None] * len(self) for _ in self.losses]
+        for i, first in enumerate(self._grads):
+            for j in range(i + 1):
+                found[i][j] = found[j][i] = compare(first, self._grads[j])
+        return found
+
+    @torch.no_grad()
+    @in_full_precision
+    def gram(self) -> Tensor:
+        """`(rows, losses, losses)`: the inner products of the gradients of the losses, for each sample."""
+        found = self._compare(lambda first, second: first.inner(second))
+        return torch.stack([torch.stack(row, -1) for row in found], 1)
+
+    @torch.no_grad()
+    @in_full_precision
+    def mean_gram(self) -> Tensor:
+        """`(losses, losses)`: the inner products of the mean gradients of the losses, in float64."""
+        self._check_complete()
+        means = [torch.cat([part.double().flatten() for part in grads.mean().values()]) for grads in self._grads]
+        matrix = torch.stack(means)
+        return matrix @ matrix.mT
+
+    def cosines(self) -> Tensor:
+        """`(rows, losses, losses)`: the cosines of the angles between the gradients of the losses; 0 for zeros."""
+        gram = self.gram()
+        norms = gram.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        scales = (norms[:, :, None] * norms[:, None, :]).clamp(min=torch.finfo(gram.dtype).tiny)
+        return (gram / scales).clamp(-1, 1)
+
+    def conflicts(self) -> Tensor:
+        """`(losses, losses)`: the share of the samples for which the gradients of two losses point apart."""
+        return (self.gram() < 0).double().mean(0)
+
+    @torch.no_grad()
+    @in_full_precision
+    def mean(self, weights: Tensor) -> dict[str, Tensor]:
+        """`{name: shape}`: the weighted sum of the mean gradients, with a weight for each loss."""
+        self._check_complete()
+        if weights.shape != (len(self),):
+            raise PerSampleError(f"mean() needs a weight for each of {len(self)} losses, got {tuple(weights.shape)}.")
+        means = [grads.mean() for grads in self._grads]
+        return {
+            name: sum((float(w) * mean[name] for w, mean in zip(weights, means, strict=True)), torch.zeros(()))
+            for name in self.names
+        }

@@ -1,0 +1,255 @@
+"""Privacy of units, such as users: a sampler that draws units, and batches that know the unit of each sample."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from opacus.data_loader import wrap_collate_with_empty
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from persample.batches import iterate_tensors
+from persample.errors import PerSampleError
+from persample.gradients import UnitIds
+from persample.private.sampling import make_generator_of_process, prepare_empty_batches
+
+
+class UnitBatch(NamedTuple):
+    """A batch of data with the unit of each sample. The loader hands out its `content` only."""
+
+    units: Tensor
+    content: Any
+
+
+def get_content(batch: Any) -> Any:
+    """The batch that a training loop sees."""
+    return batch.content if isinstance(batch, UnitBatch) else batch
+
+
+class UnitSampler(Sampler[list[int]]):
+    """Poisson sampling of units: each unit is part of a batch with probability `sample_rate`, independently.
+
+    Args:
+        units: the number of the unit of each example, from 0 on.
+        batches: the number of batches of an epoch; the sample rate is 1 / batches.
+        examples_per_unit: the largest number of examples of a unit in a batch, drawn anew for each batch; None: all.
+        generator: generator of the random numbers.
+        rank: the number of this process, which draws from its own share of the units.
+        processes: the number of processes.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[int],
+        *,
+        batches: int,
+        examples_per_unit: int | None = None,
+        generator: torch.Generator | None = None,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        self.units = list(units)
+        self.sample_rate = 1 / batches
+        self.largest_unit = 0
+        self._batches = batches
+        self._generator = generator
+        self._limit = examples_per_unit
+        members: dict[int, list[int]] = {}
+        for example, unit in enumerate(self.units):
+            members.setdefault(unit, []).append(example)
+        self.unit_count = len(members)
+        # The shares of the processes are random but fixed: all samples of a unit must be in one process.
+        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(0)).tolist()
+        listed = [members[unit] for unit in sorted(members)]
+        self._members = [
+            torch.tensor(listed[i]) for i in (order[rank::processes] if processes > 1 else range(len(listed)))
+        ]
+        sizes = [len(own) for own in listed]
+        self.largest_unit = min(max(sizes), examples_per_unit or max(sizes))
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(self._batches):
+            drawn = torch.rand(len(self._members), generator=self._generator) < self.sample_rate
+            yield [example for i in drawn.nonzero().flatten().tolist() for example in self._draw_examples(i)]
+
+    def _draw_examples(self, unit: int) -> list[int]:
+        examples = self._members[unit]
+        if self._limit is None or len(examples) <= self._limit:
+            return examples.tolist()
+        return examples[torch.randperm(len(examples), generator=self._generator)[: self._limit]].tolist()
+
+
+class SplitUnitSampler(Sampler[list[int]]):
+    """The batches of a `UnitSampler` in parts of at most `max_size` samples, each with whole units.
+
+    Calls `signal(True)` before each part that is not the last of its batch, and `signal(False)` before the last.
+    """
+
+    def __init__(self, sampler: UnitSampler, max_size: int, signal: Callable[[bool], None]) -> None:
+        if sampler.largest_unit > max_size:
+            raise PerSampleError(
+                f"A unit can have {sampler.largest_unit} samples in a batch, more than max_physical_batch_size="
+                f"{max_size}, and a unit must not be split: its parts would be clipped one by one. Pass a smaller "
+                "examples_per_unit to make_private, or a larger max_physical_batch_size."
+            )
+        self._sampler, self._max_size, self._signal = sampler, max_size, signal
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._sampler:
+            parts = self._split(batch)
+            for i, part in enumerate(parts):
+                self._signal(i < len(parts) - 1)
+                yield part
+
+    def _split(self, batch: list[int]) -> list[list[int]]:
+        parts: list[list[int]] = [[]]
+        of_units: dict[int, list[int]] = {}
+        for example in batch:
+            of_units.setdefault(self._sampler.units[example], []).append(example)
+        for examples in of_units.values():
+            if len(parts[-1]) + len(examples) > self._max_size and parts[-1]:
+                parts.append([])
+            parts[-1] += examples
+        return parts
+
+
+class _WithUnits(Dataset[tuple[int, Any]]):
+    """A dataset whose items come with the number of their unit."""
+
+    def __init__(self, dataset: Any, units: Sequence[int]) -> None:
+        self._dataset, self._units = dataset, units
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        return self._units[index], self._dataset[index]
+
+
+class _CollateUnits:
+    """Collates items of `_WithUnits` to a `UnitBatch`."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, items: list[tuple[int, Any]]) -> UnitBatch:
+        units = torch.tensor([unit for unit, _ in items], dtype=torch.long)
+        return UnitBatch(units, self._collate([item for _, item in items]))
+
+
+def make_unit_loader(
+    loader: DataLoader[Any],
+    unit_ids: Tensor | Sequence[Hashable],
+    *,
+    examples_per_unit: int | None,
+    generator: torch.Generator | None,
+    distributed: bool,
+    batch_first: bool,
+) -> DataLoader[Any]:
+    """A loader of batches of units. The batch size of the given loader is the expected number of units in a batch."""
+    units = _number_units(unit_ids, len(loader.dataset))  # type: ignore[arg-type]
+    if loader.batch_size is None:
+        raise PerSampleError("unit_ids needs a loader with a batch_size: the expected number of units in a batch.")
+    if examples_per_unit is not None and examples_per_unit < 1:
+        raise PerSampleError(f"examples_per_unit must be positive, got {examples_per_unit}.")
+    rank = torch.distributed.get_rank() if distributed else 0
+    processes = torch.distributed.get_world_size() if distributed else 1
+    sampler = UnitSampler(
+        units,
+        batches=max(1, round(len({*units}) / (loader.batch_size * processes))),
+        examples_per_unit=examples_per_unit,
+        generator=make_generator_of_process() if distributed and generator is None else generator,
+        rank=rank,
+        processes=processes,
+    )
+    collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
+    made: DataLoader[Any] = _copy_loader(loader, loader.dataset, sampler, collate, generator)
+    prepare_empty_batches(made)
+    return _copy_loader(loader, _WithUnits(loader.dataset, units), sampler, _CollateUnits(collate), generator)
+
+
+def split_unit_loader(loader: DataLoader[Any], max_size: int, signal: Callable[[bool], None]) -> DataLoader[Any]:
+    """The loader of `make_unit_loader` with parts of batches, each with whole units."""
+    sampler: Any = loader.batch_sampler
+    split = SplitUnitSampler(sampler, max_size, signal)
+    return _copy_loader(loader, loader.dataset, split, loader.collate_fn, loader.generator)
+
+
+def _number_units(unit_ids: Tensor | Sequence[Hashable], count: int) -> list[int]:
+    listed: list[Any] = unit_ids.tolist() if hasattr(unit_ids, "tolist") else list(unit_ids)
+    if len(listed) != count:
+        raise PerSampleError(f"unit_ids has {len(listed)} ids, and the dataset has {count} examples.")
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(unit, len(numbers)) for unit in listed]
+
+
+def _copy_loader(loader: Any, dataset: Any, sampler: Any, collate: Any, generator: Any) -> DataLoader[Any]:
+    return DataLoader(
+        dataset=dataset,
+        batch_sampler=sampler,
+        collate_fn=collate,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+class BatchUnits:
+    """The units of the batches that a loader has handed out, for the next call of the model.
+
+    Args:
+        size: the model is called with this number of samples for each example of a batch, such as augmentations: they
+            are the units. None: the batches come with the unit of each sample.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+        self._waiting: deque[list[int]] = deque()
+        self._last: list[int] | None = None
+
+    def add(self, batch: Any, batch_dim: int) -> None:
+        """Note the units of a batch that is handed out."""
+        if isinstance(batch, UnitBatch):
+            self._waiting.append(batch.units.tolist())
+        elif self._size is not None:
+            found = [t.shape[batch_dim] for t in iterate_tensors(batch) if t.dim() > batch_dim]
+            self._waiting += [[i for i in range(found[0]) for _ in range(self._size)]] if found else []
+
+    def forget_waiting(self) -> None:
+        """Forget batches that were handed out and not used."""
+        self._waiting.clear()
+
+    def take(self, batch_size: int) -> UnitIds:
+        """The unit of each sample of the batch that the model is called with."""
+        if len(self._waiting) > 1:
+            self._waiting.clear()
+            raise PerSampleError(
+                "The loader has handed out several batches since the last call of the model, so that it is not known "
+                "which units the samples belong to. Call the model with each batch before you draw the next one."
+            )
+        if self._waiting:
+            self._last = self._waiting.pop()
+        if self._last is None and self._size is not None:  # batches from elsewhere
+            return self._size
+        if self._last is None or len(self._last) != batch_size:
+            expected = "no batch" if self._last is None else f"a batch for {len(self._last)} samples"
+            raise PerSampleError(
+                f"The model is called with {batch_size} samples, and the loader has handed out {expected}. Call it "
+                "with the samples of each batch of the loader that make_private returns, in their order; with units="
+                f"{self._size or 'K'}, that number of samples for each example, side by side."
+            )
+        return self._size or self._last

@@ -1,0 +1,143 @@
+"""Groups of samples whose gradients are added up to one row, such as all examples of one user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample._internal.dtypes import promote, widen
+from persample.terms.base import Term
+from persample.terms.dense import Dense
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which samples are added up to which row.
+
+    A group is like a sample with more positions: `gather` puts the positions of its samples side by side, so that a
+    term keeps its structure. Groups with fewer samples than others are padded with zeros.
+
+    Attributes:
+        rows: `(batch,)`, the row of each sample.
+        count: the number of rows.
+        slots: `(count, largest group)`, the samples of each row; None if each row has `largest` consecutive samples.
+        is_padding: the slots without a sample; None if there are none.
+        largest: the size of the largest group.
+        weights: `(batch,)`, a factor for each sample; None: 1.
+    """
+
+    rows: Tensor
+    count: int
+    slots: Tensor | None
+    is_padding: Tensor | None
+    largest: int
+    weights: Tensor | None = None
+
+    def count_samples(self) -> Tensor:
+        """`(count,)`: the number of samples of each row."""
+        return torch.bincount(self.rows, minlength=self.count)
+
+    def to(self, device: torch.device) -> Groups:
+        """The groups on a device."""
+        if self.rows.device == device:
+            return self
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    def repeat(self, times: int) -> Groups:
+        """The groups of a term that has the samples of several weights, one after the other."""
+        if times == 1:
+            return self
+        batch = len(self.rows)
+        slots = None if self.slots is None else torch.cat([self.slots + i * batch for i in range(times)])
+        return Groups(
+            rows=torch.cat([self.rows + i * self.count for i in range(times)]),
+            count=times * self.count,
+            slots=slots,
+            is_padding=None if self.is_padding is None else self.is_padding.repeat(times, 1),
+            largest=self.largest,
+            weights=None if self.weights is None else self.weights.repeat(times),
+        )
+
+    def scale(self, factor: float) -> Groups:
+        """The groups with all samples multiplied by a number."""
+        if factor == 1:
+            return self
+        weights = torch.ones_like(self.rows, dtype=torch.float64) if self.weights is None else self.weights
+        return replace(self, weights=weights * factor)
+
+    def gather(self, factor: Tensor) -> Tensor:
+        """`(batch, t, ...)` to `(count, largest * t, ...)`; padding is zero."""
+        if self.slots is None:
+            return factor.unflatten(0, (self.count, self.largest)).flatten(1, 2)
+        gathered = factor[self.slots]
+        if self.is_padding is not None:
+            gathered = gathered.masked_fill(self.is_padding.view(*self.slots.shape, *[1] * (factor.dim() - 1)), 0)
+        return gathered.flatten(1, 2)
+
+    def gather_weighted(self, factor: Tensor) -> Tensor:
+        """`gather`, with each sample multiplied by its weight. A term scales one of its factors."""
+        return self.gather(self._multiply(factor))
+
+    def add_up(self, values: Tensor, samples: slice | None = None) -> Tensor:
+        """`(batch, ...)` to `(count, ...)`, in float32 or wider: the sum over the samples of each row.
+
+        Args:
+            samples: the range of samples that `values` has; all by default.
+        """
+        rows = self.rows if samples is None else self.rows[samples]
+        values = self._multiply(widen(values), samples)
+        return values.new_zeros(self.count, *values.shape[1:]).index_add_(0, rows, values)
+
+    def _multiply(self, values: Tensor, samples: slice | None = None) -> Tensor:
+        if self.weights is None:
+            return values
+        weights = self.weights if samples is None else self.weights[samples]
+        values, weights = promote(widen(values), weights.to(widen(values).abs().dtype))
+        return values * weights.view(-1, *[1] * (values.dim() - 1))
+
+
+def make_groups(rows: Tensor, count: int, weights: Tensor | None = None) -> Groups:
+    """Groups from the row of each sample.
+
+    >>> groups = make_groups(torch.tensor([2, 0, 2]), count=3)
+    >>> groups.gather(torch.tensor([[1.0], [2.0], [3.0]]))
+    tensor([[2., 0.],
+            [0., 0.],
+            [1., 3.]])
+    """
+    sizes = torch.bincount(rows, minlength=count)
+    largest = int(sizes.max()) if count and len(rows) else 0
+    if len(rows) == count * largest and bool((rows.diff() >= 0).all()):
+        return Groups(rows, count, None, None, largest, weights)
+    order = rows.argsort(stable=True)
+    starts = sizes.cumsum(0) - sizes
+    places = torch.arange(len(rows), device=rows.device) - starts[rows[order]]
+    slots = rows.new_zeros(count, largest)
+    slots[rows[order], places] = order
+    is_padding = torch.arange(largest, device=rows.device) >= sizes[:, None]
+    return Groups(rows, count, slots, is_padding if bool(is_padding.any()) else None, largest, weights)
+
+
+def merge_samples(term: Term, groups: Groups) -> Term:
+    """The term with one row for each group: the sum of the gradients of its samples."""
+    merged = term.merge_samples(groups)
+    if merged is not None:
+        return merged
+    total: Tensor | None = None
+    for samples, (block,) in term.iterate_samples():
+        part = groups.add_up(block, samples)
+        total = part if total is None else total.add_(part)
+    assert total is not None
+    return Dense(total)
+
+
+def merge_each(terms: Sequence[Term], groups: Groups) -> list[Term]:
+    """`merge_samples` of several terms."""
+    return [merge_samples(term, groups) for term in terms]
