@@ -62,7 +62,7 @@ def test_rows_can_be_counted_and_iterated() -> None:
     grads = record_small()
     assert len(grads) == 5 and len(list(grads)) == 5
     for outside in (5, -6):
-        with pytest.raises(IndexError, match=r"Sample -?[56] of a recording with 5 samples"):
+        with pytest.raises(IndexError, match=r"Row -?[56] of a recording with 5 rows"):
             grads[outside]
     with pytest.raises(TypeError):
         grads["0.weight"]

@@ -164,7 +164,8 @@ class PerSampleGradients(RecordedGradients):
             weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
         if weights.shape != (self.row_count,):
             raise PerSampleError(
-                f"sum() needs one weight for each of {self.row_count} {self._row_kind}, got shape {tuple(weights.shape)}."
+                f"sum() needs one weight for each of {self.row_count} {self._row_kind}, got shape "
+                f"{tuple(weights.shape)}."
             )
         weights = weights.to(self._device) * self._scale
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
 from typing import Any, Literal, NoReturn
@@ -21,7 +21,7 @@ from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
-from persample.gradients import NonFinite, StreamedClip
+from persample.gradients import NonFinite, StreamedClip, UnitIds, UnitReduction
 from persample.recording.hooks import ModuleHook, PartHook, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
@@ -54,6 +54,11 @@ def watch(
     memory: int | None = None,
     verify: Verify = None,
     nonfinite: NonFinite = "raise",
+    units: UnitIds | Callable[[int], UnitIds] | None = None,
+    num_units: int | None = None,
+    unit_reduction: UnitReduction = "sum",
+    positions: int | None = None,
+    losses: Sequence[str] | None = None,
 ) -> Watch:
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
@@ -100,6 +105,11 @@ def watch(
         memory=memory,
         verify=verify,
         nonfinite=nonfinite,
+        units=units,
+        num_units=num_units,
+        unit_reduction=unit_reduction,
+        positions=positions,
+        losses=losses,
     ).list_changed()
     if options is not None and keywords:
         raise PerSampleError(f"watch() got options and the keywords {', '.join(keywords)}. Pass one of both.")
