@@ -14,6 +14,7 @@ from persample import (
     CompiledStep,
     ExpandedWeight,
     ImportanceSampler,
+    LossGradients,
     Monitor,
     PerSampleError,
     PerSampleGradients,
@@ -57,6 +58,16 @@ def use_recordings() -> None:
     torch.testing.assert_close(streamed[0].norms(), norms)
     torch.testing.assert_close(streamed[1].clip(), sums[2])
     persample.release_memory()
+
+
+def use_losses() -> None:
+    with persample.record(model, losses=["small", "flat"]) as grads:
+        out = model(x)
+        out.square().mean().backward(retain_graph=True)
+        out.abs().mean().backward()
+    both: LossGradients = grads
+    one: PerSampleGradients = both["small"]
+    assert one.norms().shape == (12,)
 
 
 def use_watch() -> None:
@@ -123,6 +134,7 @@ def use_scan(directory: Path) -> None:
     found: Scan = persample.scan(model, nn.CrossEntropyLoss(), (x, y), out=directory, project=8)
     assert found.column("loss").shape == (12,)
     assert len(found.neighbours(3, k=2).ids) == 2
+    assert callable(persample.evaluate)
 
 
 def use_private() -> None:

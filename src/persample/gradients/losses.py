@@ -21,6 +21,15 @@ class LossGradients:
 
     The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
     the methods here compare the losses.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model, losses=["small", "flat"]) as grads:
+    ...     out = model(torch.randn(5, 3))
+    ...     out.square().mean().backward(retain_graph=True)
+    ...     out.abs().mean().backward()
+    >>> grads["small"].norms().shape
+    torch.Size([5])
     """
 
     def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
 from persample.batches import BatchDim
-from persample.gradients import NonFinite
+from persample.gradients import NonFinite, UnitReduction
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.checkpoints import (
     ModuleWithPrefix,
@@ -98,6 +98,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         unit_ids: Tensor | Sequence[Hashable] | None = None,
         examples_per_unit: int | None = None,
         units: int | None = None,
+        unit_reduction: UnitReduction = "mean",
         batch_dim: BatchDim | None = None,
         batch_size: int | None = None,
         constants: Constants = (),
@@ -131,7 +132,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 units, the gradient of each unit is clipped, and the accountant counts units.
             examples_per_unit: the largest number of examples of a unit in a batch; None: all of them.
             units: the number of consecutive samples of the model's batch that are one row, such as augmentations of one
-                example. Their mean gradient is clipped.
+                example.
+            unit_reduction: whether the gradient of a unit is the "mean" or the "sum" of the gradients of its samples.
             batch_dim, batch_size, constants: where the samples lie in the arguments of the model, as in
                 `persample.record`. `batch_dim` is 0 by default, or 1 with `batch_first=False`. An argument without the
                 batch's size in that dimension has its samples in the only other dimension of that size, as an initial
@@ -223,6 +225,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             "has_units": unit_ids is not None,
             "recording": {
                 **({} if units is None else {"units": units}),
+                **({} if unit_ids is None and units is None else {"unit_reduction": unit_reduction}),
                 "batch_dim": (0 if batch_first else 1) if batch_dim is None else batch_dim,
                 "batch_size": batch_size,
                 "constants": constants,
@@ -283,6 +286,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         unit_ids: Tensor | Sequence[Hashable] | None = None,
         examples_per_unit: int | None = None,
         units: int | None = None,
+        unit_reduction: UnitReduction = "mean",
         batch_dim: BatchDim | None = None,
         batch_size: int | None = None,
         constants: Constants = (),
@@ -329,6 +333,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             unit_ids=unit_ids,
             examples_per_unit=examples_per_unit,
             units=units,
+            unit_reduction=unit_reduction,
             batch_dim=batch_dim,
             batch_size=batch_size,
             constants=constants,

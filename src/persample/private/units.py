@@ -230,8 +230,9 @@ class BatchUnits:
             self._waiting += [[i for i in range(found[0]) for _ in range(self._size)]] if found else []
 
     def forget_waiting(self) -> None:
-        """Forget batches that were handed out and not used."""
-        self._waiting.clear()
+        """Forget batches that were handed out before the last one, and not used."""
+        while len(self._waiting) > 1:
+            self._waiting.popleft()
 
     def take(self, batch_size: int) -> UnitIds:
         """The unit of each sample of the batch that the model is called with."""
