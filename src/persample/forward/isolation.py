@@ -50,7 +50,7 @@ class Isolation:
     def __init__(self) -> None:
         self.places = Places()
         self._given: TensorMap[bool] = TensorMap()  # tensors from outside, in the current step
-        self._given_before: list[ref[Tensor]] = []  # in earlier steps
+        self._given_before: dict[int, ref[Tensor]] = {}  # in earlier steps, by id
         self._hidden: list[Tensor] = []
         # Tensors of earlier steps, in the form of `TensorMap.entries`.
         self._carried: dict[int, tuple[ref[Tensor], tuple[Any, bool]]] = {}
@@ -64,8 +64,9 @@ class Isolation:
     def start_step(self, tracker: Any) -> None:
         """Tell the tracker of a new step which tensors hold samples of earlier steps."""
         self.places.start_step()
-        self._given_before += [ref(tensor) for tensor, _ in self._given.items()]
-        self._given_before = [each for each in self._given_before if each() is not None][-_MAX_GIVEN:]
+        alive = [(key, each) for key, each in self._given_before.items() if each() is not None]
+        self._given_before = dict(alive[-_MAX_GIVEN:])
+        self._given_before |= {id(tensor): ref(tensor) for tensor, _ in self._given.items()}
         self._given = TensorMap()
         tracker.add_known(self._carried)
 
@@ -75,7 +76,9 @@ class Isolation:
 
     def hide_data(self, tracker: Any) -> None:
         """While the model runs, data of earlier steps are samples of these, unless they are data of this step too."""
-        self._hidden = [t for each in self._given_before if (t := each()) is not None and not tracker.is_known(t)]
+        self._hidden = [
+            t for each in self._given_before.values() if (t := each()) is not None and not tracker.is_known(t)
+        ]
         for tensor in self._hidden:
             tracker.set_layout(tensor, Lost(_CARRIED.format(shape=tuple(tensor.shape)), "an earlier step"))
 

@@ -170,8 +170,9 @@ def _add_rows(count: int, ids: Tensor, rows: Tensor, most: int) -> Tensor:
     total = rows.new_zeros(count, rows.shape[1]).index_add_(0, ids, rows)
     if most <= _MAX_ADDED or tracing.get_trace() is not None:
         return total
-    often = (ids.bincount(minlength=count) > _MAX_ADDED).nonzero().squeeze(1)
-    if len(often):
+    counts = ids.bincount(minlength=count)
+    if int(counts.max()) > _MAX_ADDED:
+        often = (counts > _MAX_ADDED).nonzero().squeeze(1)
         places = ids.new_full((count,), -1).index_copy_(0, often, torch.arange(len(often), device=ids.device))
         exact = to_double(total.new_zeros(len(often), rows.shape[1]))
         step = max(1, BLOCK_SIZE // max(1, rows.shape[1]))
