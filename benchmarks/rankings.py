@@ -76,7 +76,7 @@ def make_shapes(seed: int) -> tuple[Tensor, Tensor]:
             2: (abs(across) <= (up + r) / 2) & (up <= r),
             3: np.minimum(abs(up), abs(across)) <= r / 3,
         }[label] & (np.maximum(abs(up), abs(across)) <= r)
-        images[i] = inside + generator.normal(0, 0.6, (16, 16))
+        images[i] = inside + generator.normal(0, 0.4, (16, 16))
     return torch.tensor(images, dtype=torch.float32)[:, None], torch.tensor(labels)
 
 
@@ -157,7 +157,7 @@ class Transformer(nn.Module):
 DATASETS = {
     "digits, CNN": Dataset(make_digits, lambda _: make_cnn(10), (8, 60)),
     "digits, MLP": Dataset(make_digits, lambda _: make_mlp(10), (8, 60)),
-    "shapes, CNN": Dataset(make_shapes, lambda _: make_cnn(4), (10, 60)),
+    "shapes, CNN": Dataset(make_shapes, lambda _: make_cnn(4), (20, 60)),
     "tumours, MLP": Dataset(make_cancer, lambda _: make_mlp(2, 30), (6, 60)),
     "clusters, MLP": Dataset(make_clusters, lambda _: make_mlp(5, 20), (12, 80)),
     "moons, MLP": Dataset(make_moons, lambda _: make_mlp(2, 2), (20, 100)),

@@ -11,10 +11,10 @@ try:
 except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
-from persample.scanning.errors import DiskFull, NotFinite, ScanError
+from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
 from persample.scanning.results import Influence, Scan
 from persample.scanning.run import scan
 
-__all__ = ["QUANTITIES", "DiskFull", "Influence", "NotFinite", "Ranking", "Scan", "ScanError", "scan"]
+__all__ = ["QUANTITIES", "BadExamples", "DiskFull", "Influence", "NotFinite", "Ranking", "Scan", "ScanError", "scan"]
