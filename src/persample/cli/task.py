@@ -94,13 +94,17 @@ def get_origin(args: Namespace) -> dict[str, Any]:
 
 
 def read_origin(found: Any) -> dict[str, Any] | None:
-    """The arguments of the command that made a scan, with absolute paths; None if it was made from Python."""
+    """The arguments of the command that made a scan; None if it was made from Python.
+
+    Relative paths are looked up in the folder in which the command was run, then in this one.
+    """
     if not (found.directory / COMMAND_FILE).is_file():
         return None
     origin = found.store.read_json(COMMAND_FILE)
     folder = Path(origin.get("folder", "."))
     for name in ("images", "text"):
-        origin[name] = origin[name] and str(folder / origin[name])
+        if origin[name] and ((folder / origin[name]).exists() or not Path(origin[name]).exists()):
+            origin[name] = str(folder / origin[name])
     return origin
 
 
