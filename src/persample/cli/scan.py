@@ -62,7 +62,7 @@ To resume a scan that was stopped, run the same command again. Several processes
 
 _EXIT_CODES = {
     0: "done",
-    1: "the loss or gradient of some examples is not finite (the message names them)",
+    1: "some examples are bad: their loss is not finite, or their label or shape is wrong (the message names them)",
     2: "wrong arguments, or the model, the data or the loss fails",
     3: "the model is refused (the message names the place)",
     4: "the disk is full; run the command again to resume",

@@ -32,7 +32,7 @@ COMMAND_FILE = "command.json"
 
 _ORIGIN = (
     "target", "images", "image_size", "channels", "text", "text_column", "label", "tokenizer", "max_length",
-    "id_column", "classes",
+    "id_column", "classes", "prompt_column", "completion_column",
 )  # fmt: skip
 
 
@@ -56,9 +56,19 @@ def add_task_arguments(parser: ArgumentParser) -> None:
         "--image-size", type=parse_positive, default=64, metavar="N", help="size of resized images, N x N (default: 64)"
     )
     data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="1 for grey, 3 for colour (default: 3)")
-    data.add_argument("--text", metavar="FILE", help="table with a column of text: .csv, .parquet or .jsonl")
+    data.add_argument(
+        "--text",
+        metavar="FILE",
+        help="table with a column of text: .csv, .parquet, .jsonl, or the folder of a saved Hugging Face dataset",
+    )
     data.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
     data.add_argument("--label", metavar="NAME", help="column of the class (default: label, if it exists)")
+    data.add_argument("--prompt-column", metavar="NAME", help="column of the prompt (default: prompt, if no text)")
+    data.add_argument(
+        "--completion-column",
+        metavar="NAME",
+        help="column of the completion, which alone counts for the loss (default: completion, if no text)",
+    )
     data.add_argument("--id-column", metavar="NAME", help="column that names the rows (default: id, if it exists)")
     data.add_argument(
         "--classes",
@@ -84,13 +94,17 @@ def get_origin(args: Namespace) -> dict[str, Any]:
 
 
 def read_origin(found: Any) -> dict[str, Any] | None:
-    """The arguments of the command that made a scan, with absolute paths; None if it was made from Python."""
+    """The arguments of the command that made a scan; None if it was made from Python.
+
+    Relative paths are looked up in the folder in which the command was run, then in this one.
+    """
     if not (found.directory / COMMAND_FILE).is_file():
         return None
     origin = found.store.read_json(COMMAND_FILE)
     folder = Path(origin.get("folder", "."))
     for name in ("images", "text"):
-        origin[name] = origin[name] and str(folder / origin[name])
+        if origin[name] and ((folder / origin[name]).exists() or not Path(origin[name]).exists()):
+            origin[name] = str(folder / origin[name])
     return origin
 
 
@@ -139,7 +153,8 @@ def load_data_files(origin: Mapping[str, Any]) -> Any:
     classes = origin.get("classes")
     if origin["images"]:
         return ImageFolder(origin["images"], origin["image_size"], origin["channels"], classes)
-    return TextTable(origin["text"], origin["text_column"], origin["label"], origin.get("id_column"), classes)
+    pairs = (origin.get("prompt_column"), origin.get("completion_column"))
+    return TextTable(origin["text"], origin["text_column"], origin["label"], origin.get("id_column"), classes, *pairs)
 
 
 def describe_labels(data: Any, origin: Mapping[str, Any]) -> Iterator[str]:
@@ -198,13 +213,15 @@ def import_scanning() -> ModuleType:
 @contextmanager
 def convert_scan_errors(subject: str) -> Iterator[None]:
     """`convert_errors`, with exit codes and options of the command line for the errors of a scan."""
-    from persample.scanning.errors import DiskFull, NotFinite, ScanError
+    from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 
     with convert_errors(subject):
         try:
             yield
         except NotFinite as error:
             raise UsageError(join_lines(error).replace("nonfinite='keep'", "--nonfinite keep"), code=1) from error
+        except BadExamples as error:
+            raise UsageError(f"{subject}: {join_lines(error)}", code=1) from error
         except DiskFull as error:
             raise UsageError(join_lines(error), code=4) from error
         except ScanError as error:

@@ -11,7 +11,7 @@ try:
 except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
-from persample.scanning.errors import DiskFull, NotFinite, ScanError
+from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.evaluation import Evaluation, Trained, evaluate
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
@@ -22,6 +22,7 @@ from persample.scanning.statistics import Estimate
 
 __all__ = [
     "QUANTITIES",
+    "BadExamples",
     "DiskFull",
     "Estimate",
     "Evaluation",

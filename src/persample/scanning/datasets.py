@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,14 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 class TextTable(Dataset[dict[str, Any]]):
-    """The rows of a CSV, Parquet or JSONL file as `{"text": ..., "label": ...}`.
+    """The rows of a CSV, Parquet or JSONL file, or of a saved Hugging Face dataset, as `{"text": ..., "label": ...}`.
 
     `text` and `label` are the columns to read; without `label`, a column "label" is used if there is one. Labels are
     integers from 0, or names, which are numbered in the order of `classes`, by default in alphabetical order. `names`
     are the entries of the column `ids`, by default of a column "id" if there is one.
+
+    Rows with the columns `prompt` and `completion` become `{"text": prompt + completion, "prompt": prompt}`. This is
+    the default for a table that has columns with these names, and no column `text`.
     """
 
     def __init__(
@@ -76,42 +80,87 @@ class TextTable(Dataset[dict[str, Any]]):
         label: str | None = None,
         ids: str | None = None,
         classes: Sequence[str] | None = None,
+        prompt: str | None = None,
+        completion: str | None = None,
     ) -> None:
-        table = _read_table(Path(path))
-        for name in (text, *(name for name in (label, ids) if name is not None)):
+        table, known = _read_table(Path(path), label or "label")
+        self._where = path
+        has_pairs = prompt is not None or completion is not None
+        if not has_pairs and text not in table.column_names and {"prompt", "completion"} <= set(table.column_names):
+            has_pairs = True
+        texts = (prompt or "prompt", completion or "completion") if has_pairs else (text,)
+        for name in (*texts, *(name for name in (label, ids) if name is not None)):
             if name not in table.column_names:
                 raise ScanError(f"{path} has no column '{name}'. It has {', '.join(table.column_names)}.")
+        self._texts = [self._check_text(table, name) for name in texts]
         label, ids = label or "label", ids or "id"
-        texts = table[text]
-        if not pa.types.is_string(texts.type) and not pa.types.is_large_string(texts.type):
-            raise ScanError(f"The column '{text}' of {path} has type {texts.type}; it must contain text.")
-        self._texts = texts
         self.classes: list[str] | None = None
         self._labels: list[int] | None = None
         self.names = [str(name) for name in table[ids].to_pylist()] if ids in table.column_names else None
-        if label in table.column_names:
+        if label in table.column_names and not has_pairs:
             where = f"The column '{label}' of {path}"
-            self._labels, self.classes = read_labels(table[label].to_pylist(), classes, where)
+            self._labels, self.classes = read_labels(table[label].to_pylist(), classes or known, where)
+
+    def _check_text(self, table: pa.Table, name: str) -> Any:
+        kind = table[name].type
+        if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
+            raise ScanError(f"The column '{name}' of {self._where} has type {kind}; it must contain text.")
+        return table[name]
 
     def __len__(self) -> int:
-        return len(self._texts)
+        return len(self._texts[0])
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        example: dict[str, Any] = {"text": self._texts[i].as_py() or ""}
+        texts = [column[i].as_py() or "" for column in self._texts]
+        example: dict[str, Any] = {"text": "".join(texts)}
+        if len(texts) == 2:
+            example["prompt"] = texts[0]
         return example if self._labels is None else {**example, "label": self._labels[i]}
 
 
 class TextCollator:
-    """Collates rows of a `TextTable` to a batch `{"tokens": {...}, "label": ...}`."""
+    """Collates rows of a `TextTable`, or other dicts with a text, to a batch `{"tokens": {...}, "label": ...}`.
+
+    Rows with a `prompt`, and a `completion` or a `text` that begins with the prompt, get a `completion_mask`: 1 for the
+    tokens behind those that the tokenizer gives for the prompt alone.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        tokens = {key: torch.as_tensor(part) for key, part in self._tokenizer([e["text"] for e in examples]).items()}
-        if "label" not in examples[0]:
-            return {"tokens": tokens}
-        return {"tokens": tokens, "label": torch.tensor([example["label"] for example in examples])}
+        texts = [e["text"] if "text" in e else e["prompt"] + e["completion"] for e in examples]
+        batch: dict[str, Any] = {"tokens": self._tokenize(texts)}
+        if "prompt" in examples[0]:
+            prompts = self._tokenize([example["prompt"] for example in examples])
+            batch["completion_mask"] = _mark_completions(batch["tokens"], prompts)
+        if "label" in examples[0]:
+            batch["label"] = torch.tensor([example["label"] for example in examples])
+        return batch
+
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        return {key: torch.as_tensor(part) for key, part in self._tokenizer(texts).items()}
+
+
+def _mark_completions(tokens: Mapping[str, Tensor], prompts: Mapping[str, Tensor]) -> Tensor:
+    """`(batch, length)`: 1 for the tokens of a text behind the longest beginning that it shares with its prompt.
+
+    A token that joins the end of the prompt and the beginning of the completion belongs to the completion, and special
+    tokens at the end of the prompt alone do not count.
+    """
+    marks = torch.zeros_like(tokens["input_ids"])
+    for i, (mark, prompt) in enumerate(zip(marks, prompts["input_ids"], strict=True)):
+        places = _find_real_tokens(tokens, i)
+        own, given = tokens["input_ids"][i][places].tolist(), prompt[_find_real_tokens(prompts, i)].tolist()
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(own, given, strict=False)))
+        mark[places[shared:]] = 1
+    return marks
+
+
+def _find_real_tokens(tokens: Mapping[str, Tensor], i: int) -> Tensor:
+    """The places of the tokens of a text that are no padding."""
+    mask = tokens.get("attention_mask")
+    return torch.arange(tokens["input_ids"].shape[1]) if mask is None else mask[i].nonzero().flatten()
 
 
 def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
@@ -139,17 +188,34 @@ def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
 
 
 def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """`(batch,)`: cross entropy of the class of each text; without classes, mean cross entropy of its next tokens."""
-    tokens = dict(batch["tokens"])
+    """`(batch,)`: cross entropy of the class of each text; without classes, mean cross entropy of its next tokens.
+
+    The batch is that of a `TextCollator`, or one as models of Hugging Face take it: `input_ids`, `attention_mask` and,
+    if any, `label` or `labels`, which are classes, or tokens with -100 for those that do not count. With a
+    `completion_mask`, only the tokens of the completion count; a text without any has no finite loss.
+    """
+    tokens = dict(batch["tokens"]) if "tokens" in batch else _select_tokens(batch)
     outputs = call_model(model, tokens)
     logits = outputs if isinstance(outputs, Tensor) else outputs.logits
-    if "label" in batch:
-        return F.cross_entropy(logits, batch["label"], reduction="none")
-    targets = tokens["input_ids"][:, 1:]
-    losses = F.cross_entropy(logits[:, :-1].mT, targets, reduction="none")
-    mask = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))
-    mask = mask[:, 1:] * mask[:, :-1]  # padding may be on either side
-    return (losses * mask).sum(1) / mask.sum(1).clamp(min=1)
+    labels = batch.get("label", batch.get("labels"))
+    if labels is not None and labels.dim() == 1:
+        return F.cross_entropy(logits, labels, reduction="none")
+    targets = tokens["input_ids"] if labels is None else labels
+    mask = targets[:, 1:] != -100
+    if "attention_mask" in tokens:
+        is_real = tokens["attention_mask"].bool()
+        mask = mask & is_real[:, 1:] & is_real[:, :-1]  # padding may be on either side
+    if "completion_mask" in batch:
+        mask = mask & batch["completion_mask"][:, 1:].bool()
+    losses = F.cross_entropy(logits[:, :-1].mT, targets[:, 1:].clamp(min=0), reduction="none")
+    least = 0 if "completion_mask" in batch else 1
+    return (losses * mask).sum(1) / mask.sum(1).clamp(min=least)
+
+
+def _select_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the model in a batch: its tensors without labels and marks."""
+    left_out = ("label", "labels", "completion_mask")
+    return {key: value for key, value in batch.items() if isinstance(value, Tensor) and key not in left_out}
 
 
 def _is_hidden(name: str) -> bool:
@@ -165,12 +231,29 @@ def _find_images(folder: Path) -> list[Path]:
     ]
 
 
-def _read_table(path: Path) -> pa.Table:
+def _read_table(path: Path, label: str) -> tuple[pa.Table, list[str] | None]:
+    """The table in a file or a saved dataset, and the names of the classes of the label column if they are stored."""
+    if path.is_dir():
+        return _read_saved_dataset(path, label)
     if not path.is_file():
         raise ScanError(f"There is no file {path}.")
     if path.suffix not in _READERS:
-        raise ScanError(f"{path} must be one of {', '.join(_READERS)}.")
+        raise ScanError(f"{path} must be one of {', '.join(_READERS)}, or the folder of a saved Hugging Face dataset.")
     try:
-        return _READERS[path.suffix](path)
+        return _READERS[path.suffix](path), None
     except pa.ArrowInvalid as error:
         raise ScanError(f"{path} cannot be read: {error}") from error
+
+
+def _read_saved_dataset(path: Path, label: str) -> tuple[pa.Table, list[str] | None]:
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(part.name for part in path.iterdir() if part.is_dir())
+        raise ScanError(f"{path} has several splits. Choose one of {', '.join(f'{path}/{name}' for name in splits)}.")
+    if not (path / "state.json").is_file():
+        raise ScanError(f"{path} is a folder, but no dataset that was saved with save_to_disk().")
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ScanError("Reading a saved dataset needs datasets: pip install datasets") from error
+    saved = load_from_disk(str(path))
+    return saved.with_format("arrow")[:], getattr(saved.features.get(label), "names", None)

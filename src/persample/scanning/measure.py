@@ -213,6 +213,18 @@ class Measurement:
                         "item per sample, which cannot be split. Let the loss function return one loss per sample."
                     )
 
+    @torch.no_grad()
+    def find_nonfinite_losses(self, ids: range, batch: Any) -> list[int]:
+        """The examples of a batch whose loss is not finite, by a forward pass."""
+        batch = self._prepare(batch)
+        losses = self._get_losses(self._compute_loss(ids, batch), ids, batch)
+        return [ids[i] for i in (~losses.isfinite()).nonzero().flatten().tolist()]
+
+    @torch.no_grad()
+    def compute_any_loss(self, batch: Any) -> None:
+        """Call the model and the loss with a batch, for an error that they raise."""
+        compute_loss(self.model, move_to_device(batch, self.device), self.loss_fn)
+
     # ---- helpers ----
 
     def _record(self, ids: Sequence[int], batch: Any) -> Recorded:

@@ -47,6 +47,10 @@ class Names:
             return self._key
         return hashlib.sha256("\0".join(self._names).encode("utf-8", "replace")).hexdigest()[:16]
 
+    def get(self, i: int) -> str | None:
+        """The name of an example for a message; None if it is not known without reading the example."""
+        return self._names[i] if self._names is not None and i < len(self._names) else None
+
     def encode(self, ids: range) -> Array:
         """The names of some examples in UTF-8, as an array of bytes."""
         if self._names is not None:

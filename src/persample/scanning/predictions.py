@@ -74,7 +74,7 @@ class Predictions:
     def describe(self, outputs: Tensor | None, batch: Any, losses: Tensor) -> dict[str, Tensor]:
         """The columns of a batch; none if the outputs of the first batch were not understood."""
         outputs = None if outputs is None else outputs.detach().to("cpu", torch.float64)
-        targets = _find_targets(batch, len(losses))
+        targets = find_targets(batch, len(losses))
         targets = None if targets is None else targets.detach().cpu()
         if self._dtypes is None:
             self._kind = self._decide(outputs, targets, losses.detach().cpu().double())
@@ -169,7 +169,7 @@ def _describe_labels(on: Tensor, targets: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _find_targets(batch: Any, count: int) -> Tensor | None:
+def find_targets(batch: Any, count: int) -> Tensor | None:
     """The labels of a batch, or its targets if they are no labels."""
     labels = find_labels(batch, count)
     if labels is not None:

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
@@ -22,12 +21,14 @@ from persample.losses import LossFunction
 from persample.recording.options import Selection, Verify
 from persample.scanning.alignment import write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
+from persample.scanning.diagnosis import explain_failure
 from persample.scanning.errors import ScanError
 from persample.scanning.gradient_sum import GradientSum
 from persample.scanning.labels import check_classes
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
 from persample.scanning.names import Ids
 from persample.scanning.options import ScanOptions
+from persample.scanning.progress import Mode, choose_mode, say, show_progress
 from persample.scanning.results import Scan
 from persample.scanning.source import Collate, ShardBatch, Source
 from persample.scanning.store import Array, Store
@@ -117,7 +118,8 @@ def scan(
     Results are stored in shards of `shard_size` examples. A scan that was stopped continues with the first missing
     shard and gives the same result; `resume=False` starts over. The processes of torch.distributed share the work.
     `table` is the format of the table, `classes` are the names of the classes (default: `data.classes`), and `progress`
-    shows a progress bar (default: in a terminal). Without `out`, the files are removed with the returned object.
+    shows a progress bar (default: in a terminal or a notebook; elsewhere a line is printed every half minute). Without
+    `out`, the files are removed with the returned object.
 
     `ids` gives the examples names, for the column `name`, queries and reports: a sequence with one name per example, or
     the key of the name in each example. Datasets that know their files, such as those of torchvision, need none.
@@ -149,7 +151,7 @@ def scan(
     run = _Run(store, source, measurement, settings, progress)
     with prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
-            with states.load_each() as loaded:
+            with states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
                     run.scan_checkpoint(checkpoint)
             run.finish()
@@ -169,14 +171,31 @@ class _Run:
     ) -> None:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
         self._workers = ScanWorkers()
-        self._shows_progress = self._workers.is_first and (sys.stderr.isatty() if progress is None else progress)
+        self._mode: Mode = choose_mode(progress) if self._workers.is_first else "none"
 
     def start(self, resume: bool) -> bool:
         """Create the directory, or check the scan in it. Return whether any work is left."""
         if self._workers.is_first:
             self._store.start(self._settings, resume)
+            self._say_where_it_continues()
         self._workers.wait()
         return not self._store.is_complete
+
+    def _say_where_it_continues(self) -> None:
+        """Print how much of an earlier run is kept."""
+        count, size = len(self._settings["checkpoints"]), self._settings["examples"]
+        shards = [self._store.count_shards(checkpoint) for checkpoint in range(count)]
+        if self._store.is_complete or not any(shards):
+            return
+        current = max(checkpoint for checkpoint in range(count) if shards[checkpoint])
+        done = shards[current] * self._settings["shard_size"]
+        of_all = "" if size is None else f" of {size:,}"
+        part = f" of checkpoint {current + 1} of {count}" if count > 1 else ""
+        done = done if size is None else min(done, size)
+        say(
+            f"persample: the scan in {self._store.directory} continues: {done:,}{of_all} examples{part} are done",
+            self._mode,
+        )
 
     def scan_checkpoint(self, checkpoint: int) -> None:
         """Measure the examples of this process with the checkpoint that is loaded."""
@@ -295,13 +314,17 @@ class _Run:
         """The batches of this process's missing shards, with a progress bar."""
         size, shard_size = self._settings["examples"], self._settings["shard_size"]
         own = self._workers.assign_shards(None if size is None else -(-size // shard_size))
-        left = None if size is None else sum(min(shard_size, size - s * shard_size) for s in own if is_missing(s))
+        counts = {s: min(shard_size, size - s * shard_size) for s in own} if size is not None else {}
+        left = [s for s in counts if is_missing(s)]
+        done = sum(counts.values()) - sum(counts[s] for s in left)
         if self._workers.count > 1:
             title = f"process 1 of {self._workers.count}: {title}"
-        with tqdm(desc=title, total=left, unit=" examples", disable=not self._shows_progress or left == 0) as bar:
+        total = None if size is None else sum(counts.values())
+        mode: Mode = "none" if size is not None and not left else self._mode
+        with show_progress(title, total, done, mode) as update:
             for batch in self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s)):
                 yield batch
-                bar.update(len(batch.ids))
+                update(len(batch.ids))
 
 
 def _get_mean_file(checkpoint: int) -> str:

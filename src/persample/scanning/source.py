@@ -58,6 +58,9 @@ class Source:
         self.batch_size = 64 if batch_size is None else batch_size
         if self.batch_size < 1:
             raise ScanError(f"batch_size must be positive, got {batch_size}.")
+        self.columns = find_columns(data)
+        if self.columns is not None and collate is None:
+            data = format_as_torch(data)
         self._data = _make_dataset(data)
         self.collate = collate or default_collate
         self.names = Names(data, ids, self.size, self.read_examples)
@@ -220,6 +223,19 @@ def _slice_examples(data: Any, ids: range) -> Any:
 def move_to_device(value: Any, device: torch.device) -> Any:
     """`value` with all its tensors on `device`."""
     return _torch.pytree.tree_map(lambda part: part.to(device) if hasattr(part, "to") else part, value)
+
+
+def find_columns(data: Any) -> list[str] | None:
+    """The columns of a dataset of Hugging Face; None for other data."""
+    is_dataset = hasattr(data, "with_format") and hasattr(data, "features")
+    names = getattr(data, "column_names", None) if is_dataset else None
+    return list(names) if isinstance(names, list) else None
+
+
+def format_as_torch(data: Any) -> Any:
+    """A dataset of Hugging Face with tensors as entries, unless its user has chosen a format."""
+    kind = (getattr(data, "format", None) or {}).get("type")
+    return data if kind is not None else data.with_format("torch")
 
 
 class _SeededDataset(Dataset[Any]):
