@@ -266,9 +266,22 @@ def test_whitening_by_blocks_matches_inverses() -> None:
 @pytest.mark.parametrize(("dim", "wanted"), [(500, 40), (60, 20)])
 def test_chosen_damping_leaves_effective_dimensions(dim: int, wanted: float) -> None:
     spectrum = torch.arange(1, dim + 1, dtype=torch.float64) ** -1.0
-    ridge = choose_damping([spectrum]) * spectrum.mean()
+    ridge = choose_damping([spectrum], 40) * spectrum.mean()
     assert float((spectrum / (spectrum + ridge)).sum()) == pytest.approx(wanted, rel=1e-6)
-    assert choose_damping([7 * spectrum]) == pytest.approx(choose_damping([spectrum]))
+    assert choose_damping([7 * spectrum], 40) == pytest.approx(choose_damping([spectrum], 40))
+
+
+def test_automatic_damping_is_the_one_of_its_definition(scanned: Any) -> None:
+    """Of the gradients at their lengths: 10 effective dimensions over the root of the share of the examples."""
+    found = scanned[0]
+    stored = StoredGradients(found.store, 0)
+    rows = stored[torch.arange(N)].double() * stored.lengths[:, None]
+    moment, squares = rows.T @ rows / N, stored.lengths.square()
+    wanted = 10 / (squares.sum() ** 2 / N / squares.square().sum()).sqrt()
+    spectrum = torch.linalg.eigvalsh(moment)
+    damping = influence.StoredModel(stored).get_whitening("whitened", "auto").damping
+    effective = float((spectrum / (spectrum + damping * spectrum.mean())).sum())
+    assert effective == pytest.approx(min(float(wanted), DIM / 3), rel=1e-4)
 
 
 def test_damping_of_a_matrix_of_low_rank_is_not_zero() -> None:

@@ -290,13 +290,33 @@ class PerSampleGradients(RecordedGradients):
         Args:
             factors: a tensor with the shape of the parameter, by name. Other parameters are not multiplied.
         """
-        scaled = PerSampleGradients(self._parameters, "sum", Processes(), self._nonfinite_mode)
-        scaled.start(self.row_count)
-        for name, rows in self.dense().items():
-            wide = widen(rows)
-            scaled._receive(name, Dense(wide * factors[name].to(wide) if name in factors else wide.clone()))
-        scaled.finish()
-        return scaled
+        rows = {name: widen(part) for name, part in self.dense().items()}
+        scaled = {name: part * factors[name].to(part) if name in factors else part for name, part in rows.items()}
+        return self._replace_terms({name: Dense(part.clone()) for name, part in scaled.items()}, "sum")
+
+    @torch.no_grad()
+    @in_full_precision
+    def select(self, names: Iterable[str]) -> PerSampleGradients:
+        """The gradients of some parameters; those of all others are zero.
+
+        >>> import persample
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with persample.record(model) as grads:
+        ...     model(torch.ones(5, 3)).sum().backward()
+        >>> grads.norms(per_parameter=True)["bias"][0], grads.select(["bias"]).norms()[0]
+        (tensor(1.4142), tensor(1.4142))
+        """
+        terms = {name: self._term(name) for name in ([names] if isinstance(names, str) else names)}
+        return self._replace_terms(terms, self.loss_reduction)
+
+    def _replace_terms(self, terms: Mapping[str, Term], loss_reduction: str) -> PerSampleGradients:
+        """Gradients of the same samples and parameters with other terms; zero where there is none."""
+        other = PerSampleGradients(self._parameters, loss_reduction, Processes(), self._nonfinite_mode)
+        other.start(self.row_count)
+        for name, term in terms.items():
+            other._receive(name, term)
+        other.finish()
+        return other
 
     @torch.no_grad()
     @in_full_precision

@@ -13,9 +13,10 @@ from persample.scanning.errors import ScanError
 
 Damping = float | Literal["auto"]
 
-# The effective number of dimensions that "auto" leaves, and its upper bound as a part of the rank. Chosen by the linear
-# datamodeling score over ten tasks and rows of 64 to 1,024 numbers, see docs/scan.md.
-EFFECTIVE_DIMS, EFFECTIVE_PART = 40.0, 1 / 3
+# "auto": the effective number of dimensions that it leaves. The first is for gradients of equal lengths, see
+# `count_effective_dims`, the second for directions without lengths, the third an upper bound as a part of the rank.
+# Chosen by the linear datamodeling score over ten tasks, and checked by benchmarks/damping.py on others: docs/scan.md.
+DIMS_OF_EQUAL, DIMS_OF_DIRECTIONS, PART_OF_RANK = 10.0, 40.0, 1 / 3
 LEAST_DAMPING = 1e-3
 
 
@@ -31,22 +32,28 @@ def check_damping(damping: Damping) -> None:
 class Whitening:
     """`(M + λ)⁻¹` for the second moment `M` of gradients, one block of entries after the other.
 
-    `damping` is λ relative to the mean eigenvalue of a block. "auto" chooses it by `choose_damping`; the attribute
-    `damping` has the number.
+    `damping` is λ relative to the mean eigenvalue of a block. "auto" chooses it by `choose_damping` for a number of
+    effective dimensions; the attribute `damping` has the number.
     """
 
-    def __init__(self, moment: Tensor, damping: Damping = "auto", blocks: Sequence[slice] | None = None) -> None:
+    def __init__(
+        self,
+        moment: Tensor,
+        damping: Damping = "auto",
+        blocks: Sequence[slice] | None = None,
+        effective_dims: float = DIMS_OF_DIRECTIONS,
+    ) -> None:
         check_damping(damping)
         self._blocks = list(blocks or [slice(0, len(moment))])
         moments = [moment[block, block] for block in self._blocks]
         if damping == "auto":
-            damping = choose_damping([_compute_spectrum(part) for part in moments])
+            damping = choose_damping([_compute_spectrum(part) for part in moments], effective_dims)
         self.damping = float(damping)
         self._factors = [_factorise(part, self.damping) for part in moments]
 
     def solve(self, rows: Tensor) -> Tensor:
         """`rows (M + λ)⁻¹`, in float64."""
-        result = torch.empty(rows.shape, dtype=torch.float64)
+        result = torch.zeros(rows.shape, dtype=torch.float64)
         for block, lower in zip(self._blocks, self._factors, strict=True):
             result[:, block] = torch.cholesky_solve(rows[:, block].double().T, lower).T
         return result
@@ -60,18 +67,33 @@ class Whitening:
         return total
 
 
-def choose_damping(spectra: Sequence[Tensor]) -> float:
-    """The damping that leaves an effective number of dimensions `Σ e / (e + λ)` of 40, or of a third of the rank.
+def count_effective_dims(lengths: Tensor) -> float:
+    """The effective number of dimensions that gradients of these lengths leave room for.
+
+    A model that has hardly been trained has gradients of equal lengths, and has learnt in a few directions only. The
+    longer the training, the fewer examples have all the gradient, and the more directions matter. The number is 10
+    divided by the root of the effective share of the examples, `(Σ l²)² / (n Σ l⁴)`.
+
+    >>> count_effective_dims(torch.ones(5)), count_effective_dims(torch.tensor([1.0, 0.0, 0.0, 0.0]))
+    (10.0, 20.0)
+    """
+    squares = lengths.double().square()
+    share = squares.mean().square() / squares.square().mean().clamp(min=_TINY)
+    return DIMS_OF_EQUAL / math.sqrt(max(float(share), 1 / len(lengths)))
+
+
+def choose_damping(spectra: Sequence[Tensor], effective_dims: float) -> float:
+    """The damping that leaves an effective number of dimensions `Σ e / (e + λ)`, at most a third of the rank.
 
     `spectra` are the eigenvalues `e` of each block, and `λ` is the damping times the mean eigenvalue of the block. The
-    smaller of the two numbers counts, and the damping is at least `LEAST_DAMPING`.
+    damping is at least `LEAST_DAMPING`.
 
-    >>> round(choose_damping([torch.ones(90)]), 6)  # 90 / (1 + λ) = 30
+    >>> round(choose_damping([torch.ones(90)], 40), 6)  # 90 / (1 + λ) = 30
     2.0
     """
     clamped = [part.double().clamp(min=0) for part in spectra]  # rounding makes some eigenvalues negative
     scaled = torch.cat([part / part.mean().clamp(min=_TINY) for part in clamped])
-    wanted = min(EFFECTIVE_DIMS, EFFECTIVE_PART * int((scaled > _ROUNDING * scaled.max()).sum()))
+    wanted = min(effective_dims, PART_OF_RANK * int((scaled > _ROUNDING * scaled.max()).sum()))
     low, high = math.log10(LEAST_DAMPING), 12.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from persample._internal.text import format_table
-from persample.scanning.damping import Damping, Whitening, check_damping
+from persample.scanning.damping import Damping, Whitening, check_damping, count_effective_dims
 from persample.scanning.errors import ScanError
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
@@ -151,7 +151,8 @@ class StoredModel:
         """The whitening of the features of `method`."""
         key = (method, damping)
         if key not in self._whitenings:
-            self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks)
+            dims = count_effective_dims(self.get_scale(method))
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks, dims)
         return self._whitenings[key]
 
     def _get_moment(self, method: Method) -> Tensor:
@@ -281,7 +282,8 @@ def _score_sample(
         features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
         own = test.rows[:, half].double()
         if method in DAMPED:
-            own = Whitening(features.T @ features / len(features), damping).solve(own)
+            dims = count_effective_dims(features.norm(dim=1))
+            own = Whitening(features.T @ features / len(features), damping, effective_dims=dims).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from persample._internal.graph import preserve_grads
+from persample._internal.rng import seed_all
+from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.gradients import PerSampleGradients
-from persample.losses import LossFunction
+from persample.losses import LossFunction, check_inputs_and_targets, compute_sample_losses, get_name, takes_outputs
 from persample.recording.options import Options, Selection
+from persample.recording.record import record
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
 from persample.scanning.influence import TestGradients
-from persample.scanning.measure import Gradient, Measurement, Projection, Recorded, prepare_model
+from persample.scanning.measure import Gradient, Measurement, prepare_model
 from persample.scanning.source import move_to_device
 
 Adam = Optimizer | Mapping[str, Tensor]
@@ -45,44 +49,47 @@ class Probe:
         """The gradients of a batch with each checkpoint of a scan with these settings."""
         scanned = {name: p for name, p in model.named_parameters() if name in settings["parameters"]}
         chosen = list(Options(parameters=self.parameters).select(dict(scanned)))
-        measurement = _ScaledMeasurement(
-            model,
-            self.measure,
-            quantities=["loss", "norm"],
-            projection=Projection(settings["project"], settings["seed"], settings["projection"]),
-            parameters=chosen,
-            batch_dim=batch_dim,
-            loss_reduction=settings["loss_reduction"],
-        )
-        if self.adam is not None:
-            measurement.factors = get_step_sizes(self.adam, {name: scanned[name] for name in chosen})
+        factors = get_step_sizes(self.adam, {name: scanned[name] for name in chosen}) if self.adam is not None else None
+        measurement = Measurement(model, self.measure, quantities=["loss", "norm"], parameters=list(scanned))
         states = Checkpoints(model, checkpoints, settings["learning_rates"])
         if states.compute_digests() != settings["checkpoints"]:
             raise ScanError(
                 "The weights of the model differ from the scanned ones. Load the scanned weights, or pass the "
                 "checkpoints to Scan(...)."
             )
+        if measurement.takes_pairs:
+            check_inputs_and_targets(self.measure, batch)
         batch = move_to_device(batch, measurement.device)
-        size = Batch(batch, batch_dim, None, pair=measurement.takes_pairs).size
         found = []
         with prepare_model(measurement, None), states.load_each() as loaded:
             for checkpoint in loaded:
-                columns = measurement.measure_batch(range(size), batch, None)
+                values, grads = self._record(model, list(scanned), batch, batch_dim, settings["loss_reduction"])
+                grads = grads if len(chosen) == len(scanned) else grads.select(chosen)
+                grads = grads if factors is None else grads.scale(factors)
+                rows = grads.project(settings["project"], settings["seed"], settings["projection"])
                 rate = states.learning_rates[checkpoint]
-                found.append(TestGradients(columns["projection"], columns["loss"].double(), rate))
+                found.append(TestGradients(rows.detach().cpu(), values.detach().double().cpu(), rate))
         return found
 
-
-class _ScaledMeasurement(Measurement):
-    """Measures gradients whose entries are multiplied by `factors`, if there are any."""
-
-    factors: Gradient | None = None
-
-    def _record(self, ids: Sequence[int], batch: Any) -> Recorded:
-        recorded = super()._record(ids, batch)
-        if self.factors is not None and isinstance(recorded.grads, PerSampleGradients):
-            return replace(recorded, grads=recorded.grads.scale(self.factors))
-        return recorded
+    def _record(
+        self, model: nn.Module, names: list[str], batch: Any, batch_dim: BatchDim, loss_reduction: str
+    ) -> tuple[Tensor, PerSampleGradients]:
+        """The values of a batch and their gradients. A single value, of the whole batch, is repeated."""
+        size = Batch(batch, batch_dim, None, pair=takes_outputs(self.measure)).size
+        seed_all(0)
+        with record(
+            model, batch_dim=batch_dim, batch_size=size, parameters=names, loss_reduction="sum", nonfinite="keep"
+        ) as grads:
+            values = compute_sample_losses(model, batch, self.measure, batch_dim if isinstance(batch_dim, int) else 0)
+            if not isinstance(values, Tensor) or (values.shape != (size,) and values.numel() != 1):
+                raise ScanError(
+                    f"{get_name(self.measure)} returned {describe_value(values)} for {size} samples; it must return "
+                    "one number per sample, or a single number."
+                )
+            is_mean = values.shape != (size,) and loss_reduction == "mean"
+            with preserve_grads(values):
+                (values.sum() * (size if is_mean else 1)).backward()
+        return values.reshape(-1).expand(size), grads
 
 
 def get_step_sizes(adam: Adam, parameters: Mapping[str, Tensor]) -> Gradient:

@@ -266,7 +266,7 @@ class Scan:
                 training example counts with 1 - p (Park et al., 2023); the loss must be -log p of one label per sample.
                 Checkpoints of independently trained models make an ensemble, which is more precise.
             damping: what "whitened" and "trak" add to the second moment, relative to its mean eigenvalue. "auto"
-                chooses it such that the effective number of dimensions is 40, or a third of `project` if that is less.
+                chooses it from the eigenvalues and the lengths of the gradients; docs/scan.md explains how.
             measure: a function of the model and the batch, called as the loss, that returns one number per sample. It
                 replaces the loss: a training step on an example with a positive score lowers this number.
             parameters: only these parameters of the test gradients count, as in `scan`. The scores of groups of

@@ -1,0 +1,194 @@
+"""Quality of influence scores: the linear datamodeling score, and flipped labels, for persample and its peers.
+
+    python -m benchmarks.attribution [--write] [--peers DIRECTORY] [--only TEXT]
+
+Three tasks (`attribution_tasks.py`), with the functions of `persample.evaluate`. The test samples are split into two
+halves. Where a method has a damping, "tuned" is the damping with the best score on the first half. All scores in
+the table are of the second half. `persample`, "auto" uses no test sample and no retrained model for its damping.
+
+The peers are traker, kronfluence, captum and dattri. Install them without their dependencies, so that torch stays:
+
+    pip install --no-deps --target DIRECTORY traker kronfluence captum dattri einconv opt_einsum
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import persample
+from benchmarks.attribution_peers import PEERS
+from benchmarks.attribution_tasks import TASKS, Task, describe
+from benchmarks.machine import describe_machine
+from benchmarks.output import RESULTS, write_json
+from persample.scanning.evaluation import estimate_ceiling, retrain_on_subsets
+from persample.scanning.retraining import SubsetRuns, draw_subsets
+from persample.scanning.statistics import correlate_ranks, estimate_lds
+
+SUBSETS, REPEATS, MODELS, PROJECT, RESAMPLES = 50, 4, 5, 512, 500
+DAMPINGS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+RANKINGS = ("loss", "mean_loss", "norm", "self_influence", "whitened self-influence", "trak self-influence")
+
+Score = Callable[[Any], Tensor]
+
+
+class Comparison:
+    """The trainings of one task, and the scores of all methods on it."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        members = draw_subsets(len(task.data[0]), SUBSETS, 0.5, torch.Generator().manual_seed(0))
+        self.runs = retrain_on_subsets(
+            task.train, task.data, task.test, nn.CrossEntropyLoss(), members, REPEATS, seed=0
+        )
+        trained = [task.train(task.data, seed) for seed in range(MODELS)]
+        self.models: list[nn.Module] = [model.eval() for model, _ in trained]
+        self.checkpoints = trained[0][1]
+        self.tuning, self.reported = torch.arange(len(task.test[0])).chunk(2)
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, name: str, compute: Score, dampings: Sequence[Any]) -> None:
+        """Score a method with each damping; report the first one (the default), and the best on the first half."""
+        curve, seconds, kept = {}, 0.0, {}
+        for damping in dampings:
+            start = time.process_time()
+            try:
+                scores = compute(damping)
+            except Exception as error:
+                traceback.print_exc()
+                self.rows.append({"method": name, "error": f"{type(error).__name__}: {error}"[:200]})
+                return
+            seconds = seconds or time.process_time() - start
+            kept[damping] = scores
+            curve[str(damping)] = [self._score(scores, part) for part in (self.tuning, self.reported)]
+        best = max(dampings, key=lambda damping: curve[str(damping)][0])
+        self.rows.append(
+            {
+                "method": name,
+                "default": self._estimate(kept[dampings[0]]),
+                "tuned": self._estimate(kept[best]) if len(dampings) > 1 else None,
+                "tuned_damping": best,
+                "processor_seconds": seconds,
+                "curve": curve,
+            }
+        )
+        print(f"  {name}: {self.rows[-1]['default']} tuned {self.rows[-1]['tuned']} ({best})", flush=True)
+
+    def _score(self, scores: Tensor, part: Tensor) -> float:
+        runs = self._select(part)
+        return float(correlate_ranks(runs.predict(scores[part]), runs.effects).mean())
+
+    def _estimate(self, scores: Tensor) -> dict[str, float]:
+        runs = self._select(self.reported)
+        generator = torch.Generator().manual_seed(0)
+        return asdict(estimate_lds(runs.predict(scores[self.reported]), runs.effects, RESAMPLES, generator))
+
+    def _select(self, part: Tensor) -> SubsetRuns:
+        return SubsetRuns(self.runs.members, self.runs.losses[:, :, part])
+
+
+def add_persample(comparison: Comparison) -> None:
+    """Score the methods of persample: with one model, with its checkpoints, and with several models."""
+    task = comparison.task
+
+    def scan(states: list[dict[str, Tensor]], dim: int = PROJECT) -> persample.Scan:
+        model = task.make_model()
+        return persample.scan(
+            model, nn.CrossEntropyLoss(), task.data, checkpoints=states, project=dim, quantities=["loss", "norm"],
+            progress=False,
+        )  # fmt: skip
+
+    def make_score(states: list[dict[str, Tensor]], method: Any, dim: int = PROJECT) -> Score:
+        def compute(damping: Any) -> Tensor:  # with the scan, so that the time is that of everything
+            options = {} if damping is None else {"damping": damping}
+            return scan(states, dim).scores(task.test, method, **options)
+
+        return compute
+
+    final = [model.state_dict() for model in comparison.models]
+    comparison.add("persample tracin, checkpoints", make_score(comparison.checkpoints, "tracin"), (None,))
+    comparison.add("persample cosine", make_score(final[:1], "cosine"), (None,))
+    for count in (1, MODELS):
+        name = "" if count == 1 else f", {count} models"
+        for method in ("whitened", "trak"):
+            comparison.add(f"persample {method}{name}", make_score(final[:count], method), ("auto", *DAMPINGS))
+    comparison.add(
+        f"persample whitened, {MODELS} models, 2048 numbers",
+        make_score(final, "whitened", 2048),
+        ("auto", *DAMPINGS[3:]),
+    )
+
+
+def measure_flipped_labels(task: Task) -> dict[str, Any]:
+    """The area under the ROC curve of rankings, by `persample.evaluate`."""
+    found = persample.evaluate(
+        task.train, task.data, task.test, nn.CrossEntropyLoss(), methods=[], rankings=RANKINGS, subsets=3,
+        project=PROJECT, progress=False,
+    )  # fmt: skip
+    return {name: asdict(estimate) for name, estimate in found.mislabel_auc.items()}
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of the peers that are installed."""
+    found = {}
+    for package in ("traker", "kronfluence", "captum", "dattri"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def main() -> None:
+    """Compare all methods on all tasks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/attribution.json")
+    parser.add_argument("--peers", metavar="DIRECTORY", help="directory that the peers are installed in")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only tasks with TEXT in their name")
+    options = parser.parse_args()
+    if options.peers:
+        sys.path.append(options.peers)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {
+        "machine": describe_machine(),
+        "peers": find_versions(),
+        "subsets": SUBSETS,
+        "repeats": REPEATS,
+        "project": PROJECT,
+        "tasks": {},
+    }
+    for name, make_task in TASKS.items():
+        if options.only not in name:
+            continue
+        start, task = time.perf_counter(), make_task()
+        comparison = Comparison(task)
+        print(f"{name}: trained in {time.perf_counter() - start:.0f} s", flush=True)
+        add_persample(comparison)
+        for peer, score, count, dampings in PEERS if options.peers else ():
+            compute = partial(score, task, comparison.models[:count], comparison.checkpoints)
+            comparison.add(peer, compute, dampings)
+        results["tasks"][name] = {
+            **describe(task, comparison.models),
+            "ceiling": estimate_ceiling(comparison.runs),
+            "lds": comparison.rows,
+            "mislabel_auc": measure_flipped_labels(task),
+        }
+        print(results["tasks"][name]["mislabel_auc"], f"{time.perf_counter() - start:.0f} s", flush=True)
+        if options.write:
+            write_json(RESULTS / "attribution.json", results)
+
+
+if __name__ == "__main__":
+    main()

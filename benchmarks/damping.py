@@ -1,0 +1,118 @@
+"""Is the damping that persample chooses near the best one, and are useless scores noticed?
+
+    python -m benchmarks.damping [--write]
+
+The tasks of `attribution_tasks.py`, each with few and many examples, and trained briefly and long. For each, models are
+trained on random halves of the data. Whitened influence with the automatic damping is compared with fixed dampings by
+the linear datamodeling score (LDS), for several sizes of the projection. The correlation by which `RandomScores` is
+decided is beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import persample
+from benchmarks.attribution_tasks import TASKS, Task
+from benchmarks.machine import describe_machine
+from benchmarks.output import RESULTS, write_json
+from persample.scanning import influence
+from persample.scanning.evaluation import retrain_on_subsets
+from persample.scanning.probe import Probe
+from persample.scanning.retraining import draw_subsets
+from persample.scanning.statistics import correlate_ranks
+
+SUBSETS, REPEATS, MODELS = 40, 2, 2
+DIMS = (4, 64, 512, 2048)
+DAMPINGS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+
+def iterate_variants() -> Iterator[tuple[str, Task]]:
+    """Each task with all and with 300 examples, with half and with three times the epochs."""
+    for name, make_task in TASKS.items():
+        task = make_task()
+        for examples in (300, len(task.data[0])):
+            for factor in (0.5, 3):
+                inputs, labels = task.data
+                data = inputs[:examples], labels[:examples]
+                epochs = round(factor * task.epochs)
+                yield f"{name}, {examples} examples, {epochs} epochs", replace(task, data=data, epochs=epochs)
+
+
+def measure_variant(task: Task) -> list[dict[str, Any]]:
+    """LDS by damping, for each model and size of the projection."""
+    members = draw_subsets(len(task.data[0]), SUBSETS, 0.5, torch.Generator().manual_seed(0))
+    loss_fn = nn.CrossEntropyLoss()
+    runs = retrain_on_subsets(task.train, task.data, task.test, loss_fn, members, REPEATS, seed=0)
+    results = []
+    for seed in range(MODELS):
+        model = task.train(task.data, seed)[0].eval()
+        for dim in DIMS:
+            found = persample.scan(model, loss_fn, task.data, project=dim, quantities=["loss", "norm"], progress=False)
+            scores = {"auto": found.scores(task.test), "tracin": found.scores(task.test, "tracin")}
+            scores |= {str(value): found.scores(task.test, damping=value) for value in DAMPINGS}
+            tests = Probe(loss_fn).project_batch(model, None, found.settings, 0, task.test)
+            models = [influence.StoredModel(found._get_gradients(0))]
+            results.append(
+                {
+                    "seed": seed,
+                    "dim": dim,
+                    "lds": {k: float(correlate_ranks(runs.predict(v), runs.effects).mean()) for k, v in scores.items()},
+                    "damping": models[0].get_whitening("whitened", "auto").damping,
+                    "half_correlation": {
+                        method: influence.warn_if_random(models, tests, method, "auto")
+                        for method in ("whitened", "tracin")
+                    },
+                }
+            )
+    return results
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """For each choice of a damping, its LDS divided by the best LDS of any fixed damping: mean and least."""
+    shares: dict[str, list[float]] = {}
+    for row in rows:
+        best = max(row["lds"][str(value)] for value in DAMPINGS)
+        if row["dim"] >= 64 and best > 0.05:  # with four numbers there is nothing to choose
+            for name in ("auto", *map(str, DAMPINGS)):
+                shares.setdefault(name, []).append(row["lds"][name] / best)
+    return {
+        name: {"mean": statistics.mean(part), "least": min(part), "cases": len(part)} for name, part in shares.items()
+    }
+
+
+def main() -> None:
+    """Measure all variants, and print or write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/damping.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    results: dict[str, Any] = {"machine": describe_machine(), "variants": {}}
+    for name, task in iterate_variants():
+        rows = results["variants"][name] = measure_variant(task)
+        for row in rows:
+            best = max(DAMPINGS, key=lambda value: row["lds"][str(value)])
+            print(
+                f"{name}, {row['dim']} numbers: auto {row['lds']['auto']:.2f} ({row['damping']:.2g}), best "
+                f"{row['lds'][str(best)]:.2f} ({best:g}), tracin {row['lds']['tracin']:.2f}, correlations "
+                f"{row['half_correlation']['whitened']:.2f} {row['half_correlation']['tracin']:.2f}",
+                flush=True,
+            )
+    results["summary"] = summarise([row for rows in results["variants"].values() for row in rows])
+    for name, shares in results["summary"].items():
+        print(f"{name:6} mean {shares['mean']:.3f} least {shares['least']:.2f} of {shares['cases']} cases")
+    if options.write:
+        write_json(RESULTS / "damping.json", results)
+
+
+if __name__ == "__main__":
+    main()
