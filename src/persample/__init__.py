@@ -6,7 +6,15 @@ from persample._version import __version__
 from persample.checking import check
 from persample.errors import PerSampleError, SamplesMixed
 from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms, release_memory
+from persample.gradients import (
+    LossGradients,
+    PerSampleGradients,
+    StreamedClip,
+    StreamedNorms,
+    release_memory,
+    sample_labels,
+)
+from persample.penalties import differentiable_norms
 from persample.recording.record import record
 from persample.recording.watch import Watch, watch
 from persample.rules import register_rule
@@ -33,12 +41,14 @@ __all__ = [
     "call_for_per_sample_grads",
     "check",
     "compile",
+    "differentiable_norms",
     "evaluate",
     "implements_per_sample_grads",
     "monitor",
     "record",
     "register_rule",
     "release_memory",
+    "sample_labels",
     "scan",
     "watch",
 ]

@@ -111,7 +111,8 @@ class RecordedUse:
         """Raise: a backward pass with create_graph=True reached this use."""
         raise PerSampleError(
             f"{get_op_name(self.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
-            "Per-sample gradients of gradients (a gradient penalty, for example) are not available."
+            "Per-sample gradients of gradients are not available in a recording, whose weights are detached. For a "
+            "penalty on the norms of per-sample gradients, use persample.differentiable_norms() outside of the block."
         )
 
     def compute_terms(self, tensors: Sequence[Tensor], grad: Tensor) -> dict[int, Term]:

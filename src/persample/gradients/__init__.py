@@ -2,13 +2,14 @@
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
 answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `Bound`, how to clip;
-`NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples are combined to units; and
-`release_memory`.
+`NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples are combined to units;
+`sample_labels`, labels for the Fisher matrix; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
 from persample.gradients.clipping import Bound
+from persample.gradients.curvature import sample_labels
 from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.squared_norms import NonFinite
@@ -27,4 +28,5 @@ __all__ = [
     "UnitOptions",
     "UnitReduction",
     "release_memory",
+    "sample_labels",
 ]

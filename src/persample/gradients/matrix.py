@@ -18,6 +18,7 @@ from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
+from persample.gradients.curvature import KroneckerFactors, KroneckerKind, compute_kronecker_factors
 from persample.gradients.positions import PositionGradients
 from persample.gradients.projection import METHODS, Method, make_projection
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
@@ -162,11 +163,7 @@ class PerSampleGradients(RecordedGradients):
         """
         if weights is None:
             weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
-        if weights.shape != (self.row_count,):
-            raise PerSampleError(
-                f"sum() needs one weight for each of {self.row_count} {self._row_kind}, got shape "
-                f"{tuple(weights.shape)}."
-            )
+        self._check_weights("sum", weights)
         weights = weights.to(self._device) * self._scale
         return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
 
@@ -328,6 +325,55 @@ class PerSampleGradients(RecordedGradients):
 
     @torch.no_grad()
     @in_full_precision
+    def fisher_diagonal(self, weights: Tensor | None = None, memory: int = MEMORY) -> dict[str, Tensor]:
+        """`{name: shape}`: the diagonal of the Fisher matrix, from rows whose loss is a negative log-likelihood.
+
+        With labels drawn from the model (`persample.sample_labels`) it is an unbiased estimate of the Fisher matrix;
+        with the labels of the data it is the empirical Fisher matrix.
+
+        Args:
+            weights: `(batch,)`, the weight of each row's squares, such as the probability of its label, if every
+                sample is in the batch with every label; 1 / batch by default.
+            memory: as in `second_moment`, which is the same without weights.
+        """
+        if weights is None:
+            return self.second_moment(memory)
+        self._check_weights("fisher_diagonal", weights)
+        if bool((weights < 0).any()):
+            raise PerSampleError("fisher_diagonal() needs weights that are not negative.")
+        rows = torch.arange(self.row_count, device=self._device)
+        groups = make_groups(rows, self.row_count, weights.to(self._device).double().sqrt() * self._scale)
+        found = {}
+        for name, term in self._terms().items():
+            weighted = merge_samples(term, groups.to(self._parameters[name].device))
+            found[name] = self._add_over_processes(name, weighted.square_sum(memory // 4))
+        return found
+
+    @torch.no_grad()
+    @in_full_precision
+    def kfac_factors(self, kind: KroneckerKind = "expand") -> dict[str, KroneckerFactors]:
+        """`{name: (input, grad)}`: the factors of K-FAC for the weights of linear layers and convolutions.
+
+        Other parameters (biases, norms, embeddings, convolutions with groups) are left out. `kind` says how positions
+        that share a weight (tokens, pixels) are combined: "expand" counts each of them, "reduce" averages the inputs
+        and adds up the gradients first. The factors are over the rows of this process.
+
+        >>> from torch import nn
+        >>> import persample
+        >>> model = nn.Linear(3, 2)
+        >>> with persample.record(model) as grads:
+        ...     logits = model(torch.randn(5, 3))
+        ...     nn.functional.cross_entropy(logits, persample.sample_labels(logits)).backward()
+        >>> [factor.shape for factor in grads.kfac_factors()["weight"]]
+        [torch.Size([3, 3]), torch.Size([2, 2])]
+        """
+        if kind not in ("expand", "reduce"):
+            raise PerSampleError(f"kind must be 'expand' or 'reduce', got {kind!r}.")
+        found = {name: compute_kronecker_factors(term, kind, self._scale) for name, term in self._terms().items()}
+        return {name: factors for name, factors in found.items() if factors is not None}
+
+    @torch.no_grad()
+    @in_full_precision
     def variance(self, correction: int = 1, memory: int = MEMORY) -> dict[str, Tensor]:
         """`{name: shape}`: the variance over the rows of each entry; unbiased with the default correction."""
         count = self._count_rows()
@@ -351,7 +397,7 @@ class PerSampleGradients(RecordedGradients):
         """
         size = self._count_rows()
         if size < 2:
-            raise PerSampleError("noise_scale() needs at least two rows.")
+            raise PerSampleError(f"noise_scale() needs at least two {self._row_kind}.")
         noise = self._sum_entries(self.variance())
         of_mean = self._sum_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self.norms().dtype)
@@ -441,6 +487,11 @@ class PerSampleGradients(RecordedGradients):
         if self._units is None or not self._units.are_named:
             raise PerSampleError("combine() needs recordings with the unit of each sample: record(model, units=ids).")
         return self._units
+
+    def _check_weights(self, answer: str, weights: Tensor) -> None:
+        if weights.shape != (self.row_count,):
+            count, shape = f"{self.row_count} {self._row_kind}", tuple(weights.shape)
+            raise PerSampleError(f"{answer}() needs one weight for each of {count}, got shape {shape}.")
 
     def _sum_entries(self, parts: Mapping[str, Tensor]) -> Tensor:
         sums = [self._processes.gather(part.sum(dtype=torch.float64)) for part in parts.values()]
