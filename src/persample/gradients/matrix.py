@@ -246,6 +246,15 @@ class PerSampleGradients(RecordedGradients):
         of_mean = self._sum_entries({name: part.abs().square() for name, part in self.mean().items()})
         return (noise / (of_mean - noise / size)).to(self.norms().dtype)
 
+    @torch.no_grad()
+    @without_autocast
+    def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
+        """Call a function with each term."""
+        self._check_done()
+        self._clear_nonfinite()
+        for stack in self._list_stacks():
+            receive(stack)
+
     # ---- inside ----
 
     def _sum_entries(self, parts: Mapping[str, Tensor]) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -51,9 +51,11 @@ class _Streamed(RecordedGradients):
         self._squares.add(stack.names, squares, floor)
         return floor is not None
 
-    def _measure_and_settle(self, stack: Stack, summed: bool = False, least: float = 0.0) -> None:
+    def _measure_and_settle(
+        self, stack: Stack, summed: bool = False, least: float = 0.0, compact: bool = False
+    ) -> None:
         """Keep reliable squared norms of a term that will not be kept. Below `least`, they need not be reliable."""
-        if not self._measure(stack, summed=summed):  # `note_nonfinite` looks at all of these at once
+        if not self._measure(stack, compact, summed):  # `note_nonfinite` looks at all of these at once
             return
         names = stack.names
         doubtful = self._squares.find_doubtful_parts(names, dict.fromkeys(names, least) if least else None)
@@ -109,9 +111,16 @@ class StreamedNorms(_Streamed):
     """The norms, and nothing else: `record(model, keep="norms")`."""
 
     _kept = "norms"
+    _receivers: Sequence[Callable[[Stack], None]] = ()
+
+    def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
+        """Call a function with each term that arrives from now on, for an answer that has to be computed at once."""
+        self._receivers = [*self._receivers, receive]
 
     def _receive_stack(self, stack: Stack) -> None:
-        self._measure_and_settle(stack)
+        self._measure_and_settle(stack, compact=bool(self._receivers))
+        for receive in self._receivers:
+            receive(stack)
 
     def finish(self) -> None:
         """Note that a backward pass has ended: the norms are complete."""

@@ -157,6 +157,7 @@ class _Run:
     ) -> None:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
         self._workers = ScanWorkers()
+        self._is_first_pass = True
         self._shows_progress = self._workers.is_first and (sys.stderr.isatty() if progress is None else progress)
 
     def start(self, resume: bool) -> bool:
@@ -175,7 +176,7 @@ class _Run:
             direction = self._find_mean_direction(checkpoint, f"mean gradient{title}")
             self._measure_shards(checkpoint, f"examples{title}", direction)
         else:
-            if self._store.has_shard(checkpoint, 0):
+            if self._is_first_pass or self._store.has_shard(checkpoint, 0):
                 self._check_first_batch(checkpoint)
             needs_sum = self._measurement.needs_sum and not self._store.has_arrays(_get_mean_file(checkpoint))
             total = self._start_sum(checkpoint) if needs_sum else None
@@ -188,7 +189,6 @@ class _Run:
         self, checkpoint: int, title: str, direction: Gradient | None, total: GradientSum | None = None
     ) -> None:
         """Measure the missing shards of this process, and those that are missing in the sum of gradients."""
-        is_new = not self._store.has_shard(0, 0)
         done = sys.maxsize if total is None else total.shards
         batches = self._iterate_batches(title, lambda s: s >= done or not self._store.has_shard(checkpoint, s))
         for shard, part in groupby(batches, key=lambda batch: batch.shard):
@@ -199,9 +199,6 @@ class _Run:
                 else:
                     found, gradient, count = self._measurement.measure_and_sum(batch.ids, batch.batch)
                     total.add(gradient, count)
-                if is_new and direction is None:
-                    self._measurement.check_losses_alone(batch.ids, batch.batch, found["loss"])
-                    is_new = False
                 columns.append(found)
             self._store.write_shard(checkpoint, shard, *_pack_shard(columns, self._settings["dtype"]))
             if total is not None:
@@ -220,9 +217,13 @@ class _Run:
     def _check_first_batch(self, checkpoint: int) -> None:
         """Measure the first batch, to raise errors before hours are spent.
 
+        The first recording of a process may differ from later ones in the last digit, so that nothing of it is stored:
+        a scan that is continued gives the same bits.
+
         If the first shard is stored already, the first batch must give the same numbers: a change of the data, the loss
         or the model may not show in any digest.
         """
+        self._is_first_pass = False
         for batch in self._source.iterate_batches(self._settings["shard_size"], lambda shard: shard == 0):
             columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
             if not self._store.has_shard(0, 0):
