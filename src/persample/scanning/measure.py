@@ -84,7 +84,7 @@ class Measurement:
                     "'estimated_alignment' is computed from projected gradients, and project=None keeps none. Ask for "
                     "'alignment', which needs a second pass over the data, or pass a number as `project`."
                 )
-            quantities = [name for name in quantities if name != "estimated_alignment"]
+            quantities = ["alignment" if name == "estimated_alignment" else name for name in quantities]
         if nonfinite not in ("raise", "keep"):
             raise ScanError(f"nonfinite must be 'raise' or 'keep', got {nonfinite!r}.")
         self.model, self.loss_fn = model, loss_fn

@@ -89,8 +89,9 @@ def scan(
     - "self_influence": the squared norm times the learning rate, summed over `checkpoints`. It is high for examples
       that no other example explains, such as wrong labels;
     - "estimated_alignment": the cosine with the mean gradient of all examples, both projected: an estimate with an
-      error of about 1 / sqrt(project). Not measured with `project=None`;
-    - "alignment": the same cosine, exact. Not measured by default: it needs a second, plain pass over the data;
+      error of about 1 / sqrt(project);
+    - "alignment": the same cosine, exact. It needs a second, plain pass over the data. Measured by default only with
+      `project=None`, in place of the estimate;
     - "noise_scale": not a column but in the summary, with the batch size that it suggests.
 
     `checkpoints` are state dicts or files of state dicts, with `learning_rates` (default 1); without them the model is
