@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -24,12 +25,12 @@ def write_table(store: Store) -> None:
     """Write `table.parquet` or `table.csv`, one shard at a time."""
     settings = store.read_settings()
     kind: TableKind = settings["table"]
-    first = _make_arrow_table(next(_iterate_shards(store)), settings)
+    parts = (_make_arrow_table(columns, settings) for columns in _iterate_shards(store))
+    first = next(parts)
     with write_file(store.directory / f"table.{kind}", store.directory) as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
-            for columns in _iterate_shards(store):
-                part = _make_arrow_table(columns, settings)
+            for part in itertools.chain([first], parts):
                 table.write_table(_escape_formulas(part) if kind == "csv" else part)
 
 
