@@ -32,6 +32,7 @@ from benchmarks.timing import compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import make_gpt
 from persample.scanning import queries
 from persample.scanning.influence import StoredModel, TestGradients, make_scores
+from persample.scanning.measure import ALL_QUANTITIES
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 
@@ -44,6 +45,7 @@ SCAN_OPTIONS: dict[str, dict[str, Any]] = {
     "norms": {"quantities": ["loss", "norm"], "project": None},
     "norms, projection": {"quantities": ["loss", "norm"], "project": 512},
     "everything": {"project": 512},
+    "everything, exact alignment": {"project": 512, "quantities": ALL_QUANTITIES},
 }
 
 Task = tuple[nn.Module, Any, Any]  # model, data, loss function

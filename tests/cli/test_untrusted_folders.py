@@ -259,5 +259,6 @@ def test_pickled_arrays_are_refused(theirs: Path, capsys: pytest.CaptureFixture[
 def test_texts_in_csv_are_no_formulas(theirs: Path) -> None:
     rows = list(csv.DictReader((theirs / "table.csv").open()))
     assert [row["class"] for row in rows[:5]] == ["'=cmd|' /C calc'!A0", "'+1+1", "-2", "'@sum", "plain"]
-    assert all(float(row["alignment"]) is not None for row in rows) and any(row["alignment"][0] == "-" for row in rows)
+    cosines = [row["estimated_alignment"] for row in rows]
+    assert all(float(cosine) is not None for cosine in cosines) and any(cosine[0] == "-" for cosine in cosines)
     assert Scan(theirs).table()["class"].to_pylist()[:2] == ["=cmd|' /C calc'!A0", "+1+1"]

@@ -99,6 +99,8 @@ def test_estimated_alignment_needs_projections(tmp_path: Path) -> None:
         persample.scan(model, loss_fn, data, quantities=["loss", "estimated_alignment"], **options)
     found = persample.scan(model, loss_fn, data, out=tmp_path, **options)
     assert "estimated_alignment" not in found.columns and found.summary["noise_scale"] is not None
+    matrix = flatten_rows(loop(model, data, loss_fn)[1])
+    assert_near(found.column("alignment"), F.cosine_similarity(matrix, matrix.mean(0)[None]))
 
 
 @pytest.mark.parametrize("projection", METHODS)

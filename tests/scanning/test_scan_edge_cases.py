@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset
 
 import persample
@@ -274,6 +275,29 @@ def test_parameters_that_some_samples_do_not_use(with_nan: bool, tmp_path: Path)
     for scan in (found,) if with_nan else (found, together):  # NaN may spread to other samples of the same batch
         assert_near(scan.column("norm")[finite], matrix[finite].norm(dim=1))
         assert_near(scan.column("alignment")[finite], F.cosine_similarity(matrix[finite], mean[None]))
+
+
+class Checkpointed(nn.Module):
+    """Runs a layer in a reentrant checkpoint, whose backward pass is one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6).double(), nn.Linear(6, 3).double()
+        self.reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant).tanh())
+
+
+def test_reentrant_checkpoint(tmp_path: Path) -> None:
+    model, options = Checkpointed(), {**OPTIONS, "project": 16, "quantities": ALL_QUANTITIES}
+    expected = persample.scan(model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path / "1", **options)
+    model.reentrant = True
+    found = persample.scan(model, nn.CrossEntropyLoss(), (X, Y), out=tmp_path / "2", **options)
+    for name in expected.columns:
+        np.testing.assert_allclose(found.column(name), expected.column(name), rtol=1e-9, atol=1e-9)
+    assert found.summary["noise_scale"] == pytest.approx(expected.summary["noise_scale"])
 
 
 def test_infinite_loss_with_finite_gradient_is_left_out_of_the_mean(tmp_path: Path) -> None:

@@ -84,6 +84,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="size of the projection of a gradient, or none (default: 512)",
     )
     parser.add_argument(
+        "--projection",
+        choices=["kronecker", "tensor", "sparse"],
+        default="kronecker",
+        help="kind of projection: the fastest, or one with smaller errors (default: kronecker)",
+    )
+    parser.add_argument(
         "--dtype", choices=["float16", "float32"], default="float16", help="dtype of the projection (default: float16)"
     )
     parser.add_argument(
@@ -129,6 +135,7 @@ def _run(args: Namespace) -> int:
             batch_size=args.batch_size,
             shard_size=args.shard_size,
             project=args.project,
+            projection=args.projection,
             dtype=args.dtype,
             checkpoints=args.checkpoints,
             learning_rates=args.learning_rates,

@@ -477,6 +477,15 @@ class PerSampleGradients(RecordedGradients):
         found.verification = self.verification
         return found
 
+    @torch.no_grad()
+    @in_full_precision
+    def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
+        """Call a function with each term."""
+        self._check_done()
+        self._clear_nonfinite()
+        for stack in self._list_stacks():
+            receive(stack)
+
     # ---- inside ----
 
     @staticmethod

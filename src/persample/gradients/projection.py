@@ -33,20 +33,25 @@ class Projection:
 
     def project(self, terms: Mapping[str, Term], batch: int) -> Tensor:
         """`(batch, dim)`: the projection of the rows with these terms by parameter. Missing parameters are zero."""
-        parts = {name: _project_term(term, self._sketches[name]) for name, term in terms.items()}
+        return self.assemble({name: self.project_term(name, term) for name, term in terms.items()}, batch)
+
+    def project_term(self, name: str, term: Term) -> Tensor:
+        """The projection of one parameter's part of the rows."""
+        sketch = self._sketches[name]
+        if isinstance(sketch, KroneckerSketch):
+            return sketch.fold(term.multiply_sides(sketch.sides))
+        return term.project(sketch)
+
+    def assemble(self, parts: Mapping[str, Tensor], batch: int) -> Tensor:
+        """`(batch, dim)`: the projection of the rows from what `project_term` returned for each parameter."""
         dtype = torch.float32
         for part in parts.values():
             dtype = torch.promote_types(dtype, part.dtype)
         total = torch.zeros(batch, self._dim, device=self._device, dtype=dtype)
-        for name, part in parts.items():
-            total[:, self._slices[name]] += part
+        for name in self._sketches:  # in this order, in which the parts may not have been computed
+            if name in parts:
+                total[:, self._slices[name]] += parts[name]
         return total
-
-
-def _project_term(term: Term, sketch: Sketch | KroneckerSketch) -> Tensor:
-    if isinstance(sketch, KroneckerSketch):
-        return sketch.fold(term.multiply_sides(sketch.sides))
-    return term.project(sketch)
 
 
 def make_projection(method: Method, dim: int, seed: int, shapes: Shapes, device: torch.device) -> Projection:

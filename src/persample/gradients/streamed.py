@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -58,9 +58,11 @@ class _Streamed(RecordedGradients):
             self._refuse_second_pass(name)
         self._used.update(stack.names)
 
-    def _measure_and_settle(self, stack: Stack, summed: bool = False, least: float = 0.0) -> None:
+    def _measure_and_settle(
+        self, stack: Stack, summed: bool = False, least: float = 0.0, compact: bool = False
+    ) -> None:
         """Keep reliable squared norms of a term that will not be kept. Below `least`, they need not be reliable."""
-        if not self._measure(stack, summed=summed):  # `note_nonfinite` looks at all of these at once
+        if not self._measure(stack, compact, summed):  # `note_nonfinite` looks at all of these at once
             return
         names = stack.names
         doubtful = self._squares.find_doubtful_parts(names, dict.fromkeys(names, least) if least else None)
@@ -140,9 +142,16 @@ class StreamedNorms(_Streamed):
     ) -> None:
         super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
+        self._receivers: list[Callable[[Stack], None]] = []
+
+    def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
+        """Call a function with each term that arrives from now on, for an answer that has to be computed at once."""
+        self._receivers.append(receive)
 
     def _receive_stack(self, stack: Stack) -> None:
-        self._measure_and_settle(stack)
+        self._measure_and_settle(stack, compact=bool(self._receivers))
+        for receive in self._receivers:
+            receive(stack)
 
     def note_sum(self, parameter: Tensor, total: Tensor) -> None:
         """Note the sum of the rows of a parameter, before they are scaled. Only its norm is kept."""

@@ -18,8 +18,10 @@ from persample._internal.rng import seed_all
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
+from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients, StreamedNorms
-from persample.gradients.projection import Method
+from persample.gradients.projection import Method, make_projection
+from persample.gradients.projection import Projection as RowProjection
 from persample.losses import (
     LossFunction,
     check_inputs_and_targets,
@@ -31,6 +33,7 @@ from persample.recording.options import Options, Selection, Verify, get_trainabl
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.predictions import Outputs, Predictions
+from persample.scanning.reduced import ReducedRows
 from persample.scanning.source import find_labels, move_to_device
 
 # What a scan measures by default. "alignment" is exact, and costs a second pass over the data.
@@ -91,7 +94,7 @@ class Measurement:
                     "'estimated_alignment' is computed from projected gradients, and project=None keeps none. Ask for "
                     "'alignment', which needs a second pass over the data, or pass a number as `project`."
                 )
-            quantities = [name for name in quantities if name != "estimated_alignment"]
+            quantities = ["alignment" if name == "estimated_alignment" else name for name in quantities]
         if nonfinite not in ("raise", "keep"):
             raise ScanError(f"nonfinite must be 'raise' or 'keep', got {nonfinite!r}.")
         self.model, self.loss_fn = model, loss_fn
@@ -100,11 +103,13 @@ class Measurement:
         self.parameters = dict(Options(parameters=parameters).select(get_trainable(model)))
         if not self.parameters:
             raise ScanError("There is no parameter to scan: none of the chosen parameters requires grad.")
+        self._shapes = tuple((name, p.shape) for name, p in self.parameters.items())
         self.groups = group_parameters(list(self.parameters), groups) if "group_norms" in quantities else {}
         self.nonfinite, self.has_labels = nonfinite, has_labels
         self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
         self.takes_pairs = takes_outputs(loss_fn)
         self._predictions = Predictions(loss_fn)
+        self._keeps_terms = False  # until the backward pass has ended
 
     @property
     def needs_direction(self) -> bool:
@@ -126,20 +131,31 @@ class Measurement:
 
         `direction` is the mean gradient of all examples, scaled to length 1. Without it there is no `alignment`.
         """
-        batch = self._prepare(batch)
-        return self._measure(ids, batch, self._record(ids, batch), direction)
+        rows = self._make_rows(len(ids), direction if self.needs_direction else None, with_sum=False)
+        return self._measure(ids, self._prepare(batch), rows, direction)
 
     def measure_and_sum(self, ids: Sequence[int], batch: Any) -> tuple[Columns, Gradient, int]:
         """`measure_batch` without a direction, and from the same pass `sum_gradients`."""
         batch = self._prepare(batch)
-        recorded = self._record(ids, batch)
-        columns, grads = self._measure(ids, batch, recorded, None), recorded.grads
-        if grads is None or isinstance(grads, StreamedNorms) or not _are_finite(columns):
+        rows = self._make_rows(len(ids), None, with_sum=True)
+        columns = self._measure(ids, batch, rows, None)
+        if not (columns["loss"].isfinite().all() and columns["norm"].isfinite().all()):
             return columns, *self.sum_gradients(ids, batch)
-        return columns, grads.sum(own=True), len(ids)
+        return columns, rows.total, len(ids)
 
-    def _measure(self, ids: Sequence[int], batch: Any, recorded: Recorded, direction: Gradient | None) -> Columns:
-        count, grads = len(ids), recorded.grads
+    def _make_rows(self, count: int, direction: Gradient | None, with_sum: bool) -> ReducedRows:
+        return ReducedRows(count, self._projection, direction, with_sum)
+
+    @property
+    def _projection(self) -> RowProjection | None:
+        if self.projection is None:
+            return None
+        dim, seed, method = self.projection.dim, self.projection.seed, self.projection.method
+        return make_projection(method, dim, seed, self._shapes, self.device)
+
+    def _measure(self, ids: Sequence[int], batch: Any, rows: ReducedRows, direction: Gradient | None) -> Columns:
+        count, recorded = len(ids), self._record(ids, batch, rows)
+        grads = recorded.grads
         columns: Columns = {"id": torch.tensor(list(ids))}
         if self.has_labels:
             labels = find_labels(batch, count)
@@ -150,12 +166,10 @@ class Measurement:
         columns |= self._compute_norms(grads, count)
         self._check_finite(ids, columns)
         if direction is not None and self.needs_direction:
-            dots = grads.dot(direction) if grads else torch.zeros(count)
             least = torch.finfo(torch.float64).tiny
-            columns["alignment"] = (dots.double() / columns["norm"].clamp(min=least)).clamp(-1, 1)
+            columns["alignment"] = (rows.dot() / columns["norm"].clamp(min=least)).clamp(-1, 1)
         if self.projection is not None:
-            dim, seed, method = self.projection.dim, self.projection.seed, self.projection.method
-            columns["projection"] = grads.project(dim, seed, method) if grads else torch.zeros(count, dim)
+            columns["projection"] = rows.project()
         return {name: column.detach().cpu() for name, column in columns.items()}
 
     def _compute_norms(self, grads: PerSampleGradients | StreamedNorms | None, count: int) -> Columns:
@@ -176,12 +190,7 @@ class Measurement:
         Examples with a loss or gradient that is not finite raise an error, or are left out with `nonfinite="keep"`.
         """
         batch, count = self._prepare(batch), len(ids)
-        loss = self._compute_loss(ids, batch)
-        total: Gradient = {}
-        if loss.requires_grad:
-            scaled = loss.sum() * self._get_scale(loss, count)
-            grads = torch.autograd.grad(scaled, list(self.parameters.values()), allow_unused=True)
-            total = {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
+        loss, total = self._differentiate(ids, batch)
         sums = [part.detach().sum(dtype=torch.float64) for part in (loss, *total.values())]  # float16 could overflow
         if torch.stack(sums).isfinite().all():
             return total, count
@@ -192,6 +201,18 @@ class Measurement:
         names = {name for part, _ in parts for name in part}
         total = {name: torch.stack([part[name] for part, _ in parts if name in part]).sum(0) for name in names}
         return total, sum(size for _, size in parts)
+
+    def _differentiate(self, ids: Sequence[int], batch: Any) -> tuple[Tensor, Gradient]:
+        """What the loss function returned, or the loss of each sample; and the gradient of the sum of the losses."""
+        if self._keeps_terms:  # autograd.grad does not reach the weights in a reentrant checkpoint
+            rows = self._make_rows(len(ids), None, with_sum=True)
+            return self._record(ids, batch, rows).losses, rows.total
+        loss = self._compute_loss(ids, batch)
+        if not loss.requires_grad:
+            return loss, {}
+        scaled = loss.sum() * self._get_scale(loss, len(ids))
+        grads = torch.autograd.grad(scaled, list(self.parameters.values()), allow_unused=True)
+        return loss, {name: grad for name, grad in zip(self.parameters, grads, strict=True) if grad is not None}
 
     def check_losses_alone(self, ids: Sequence[int], batch: Any, losses: Tensor) -> None:
         """Raise an error if the loss of a sample in its batch, in `losses`, differs from its loss in a batch of one."""
@@ -214,7 +235,7 @@ class Measurement:
                     )
 
     @torch.no_grad()
-    def find_nonfinite_losses(self, ids: range, batch: Any) -> list[int]:
+    def find_nonfinite_losses(self, ids: Sequence[int], batch: Any) -> list[int]:
         """The examples of a batch whose loss is not finite, by a forward pass."""
         batch = self._prepare(batch)
         losses = self._get_losses(self._compute_loss(ids, batch), ids, batch)
@@ -227,7 +248,19 @@ class Measurement:
 
     # ---- helpers ----
 
-    def _record(self, ids: Sequence[int], batch: Any) -> Recorded:
+    def _record(self, ids: Sequence[int], batch: Any, rows: ReducedRows) -> Recorded:
+        """Record a batch, and keep in `rows` what is needed of its gradients."""
+        if not self._keeps_terms:
+            try:
+                return self._record_once(ids, batch, rows)
+            except PerSampleError as error:
+                # A reentrant checkpoint has backward passes of its own, so that terms are complete only at the end.
+                if type(error) is not PerSampleError:
+                    raise
+            self._keeps_terms = True
+        return self._record_once(ids, batch, rows)
+
+    def _record_once(self, ids: Sequence[int], batch: Any, rows: ReducedRows) -> Recorded:
         outputs = Outputs(len(ids), self._batch_dim)
         with record(
             self.model,
@@ -235,15 +268,19 @@ class Measurement:
             batch_size=len(ids),
             parameters=list(self.parameters),
             loss_reduction="sum",
-            keep="everything" if self.projection or self.needs_sum else "norms",
+            keep="everything" if self._keeps_terms else "norms",
             verify=self._verify,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
+            if not self._keeps_terms:
+                grads.pass_terms_to(rows.receive)
             with outputs.capture(self.model):
                 loss = self._compute_loss(ids, batch)
             if loss.requires_grad:
                 with preserve_grads(loss):  # the loss function may have parameters, too
                     (loss.sum() * self._get_scale(loss, len(ids))).backward()
+        if self._keeps_terms and loss.requires_grad:
+            grads.pass_terms_to(rows.receive)
         return Recorded(self._get_losses(loss.detach(), ids, batch), grads if loss.requires_grad else None, outputs)
 
     def _prepare(self, batch: Any) -> Any:
@@ -354,10 +391,6 @@ def prepare_model(measurement: Measurement, device: torch.device | None) -> Iter
                 part.to(next(iter(devices)))
             for module, training in modes.items():
                 module.training = training
-
-
-def _are_finite(columns: Columns) -> bool:
-    return bool(columns["loss"].isfinite().all()) and bool(columns["norm"].isfinite().all())
 
 
 def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:

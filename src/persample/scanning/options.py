@@ -19,6 +19,7 @@ from persample.scanning.digest import compute_digest, describe_structure
 from persample.scanning.errors import ScanError
 from persample.scanning.measure import Groups, Measurement, Projection
 from persample.scanning.source import Source
+from persample.scanning.store import describe_rows
 from persample.scanning.table import TableKind
 from persample.terms.kronecker import allocate
 
@@ -85,6 +86,7 @@ class ScanOptions:
             "blocks": self._list_blocks(measurement),
             "seed": self.seed,
             "dtype": self.dtype,
+            "rows": None if self.project is None else describe_rows(self.dtype, self.project),
             "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
             "loss": get_name(measurement.loss_fn),
             "loss_reduction": self.loss_reduction,

@@ -93,8 +93,9 @@ def scan(
     - "self_influence": the squared norm times the learning rate, summed over `checkpoints`. It is high for examples
       that no other example explains, such as wrong labels;
     - "estimated_alignment": the cosine with the mean gradient of all examples, both projected: an estimate with an
-      error of about 1 / sqrt(project). Not measured with `project=None`;
-    - "alignment": the same cosine, exact. Not measured by default: it needs a second, plain pass over the data;
+      error of about 1 / sqrt(project);
+    - "alignment": the same cosine, exact. It needs a second, plain pass over the data. Measured by default only with
+      `project=None`, in place of the estimate;
     - "noise_scale": not a column but in the summary, with the batch size that it suggests;
     - "predictions": what the model says about the example, from the same forward pass. For classifiers: `predicted`,
       its `probability`, `given_probability` (of the label), `suggested` (a label that fits better, else nothing) and
@@ -171,6 +172,7 @@ class _Run:
     ) -> None:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
         self._workers = ScanWorkers()
+        self._is_first_pass = True
         self._mode: Mode = choose_mode(progress) if self._workers.is_first else "none"
 
     def start(self, resume: bool) -> bool:
@@ -206,7 +208,7 @@ class _Run:
             direction = self._find_mean_direction(checkpoint, f"mean gradient{title}")
             self._measure_shards(checkpoint, f"examples{title}", direction)
         else:
-            if self._store.has_shard(checkpoint, 0):
+            if self._is_first_pass or self._store.has_shard(checkpoint, 0):
                 self._check_first_batch(checkpoint)
             needs_sum = self._measurement.needs_sum and not self._store.has_arrays(_get_mean_file(checkpoint))
             total = self._start_sum(checkpoint) if needs_sum else None
@@ -219,7 +221,6 @@ class _Run:
         self, checkpoint: int, title: str, direction: Gradient | None, total: GradientSum | None = None
     ) -> None:
         """Measure the missing shards of this process, and those that are missing in the sum of gradients."""
-        is_new = not self._store.has_shard(0, 0)
         done = sys.maxsize if total is None else total.shards
         batches = self._iterate_batches(title, lambda s: s >= done or not self._store.has_shard(checkpoint, s))
         for shard, part in groupby(batches, key=lambda batch: batch.shard):
@@ -230,9 +231,6 @@ class _Run:
                 else:
                     found, gradient, count = self._measurement.measure_and_sum(batch.ids, batch.batch)
                     total.add(gradient, count)
-                if is_new and direction is None:
-                    self._measurement.check_losses_alone(batch.ids, batch.batch, found["loss"])
-                    is_new = False
                 columns.append(found)
             packed, rows = _pack_shard(columns, self._settings["dtype"])
             if self._source.names.exist:
@@ -254,9 +252,13 @@ class _Run:
     def _check_first_batch(self, checkpoint: int) -> None:
         """Measure the first batch, to raise errors before hours are spent.
 
+        The first recording of a process may differ from later ones in the last digit, so that nothing of it is stored:
+        a scan that is continued gives the same bits.
+
         If the first shard is stored already, the first batch must give the same numbers: a change of the data, the loss
         or the model may not show in any digest.
         """
+        self._is_first_pass = False
         for batch in self._source.iterate_batches(self._settings["shard_size"], lambda shard: shard == 0):
             columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
             if not self._store.has_shard(0, 0):

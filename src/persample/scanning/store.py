@@ -48,6 +48,17 @@ def write_file(path: Path, root: Path) -> Iterator[BinaryIO]:
         yield file
 
 
+def describe_rows(dtype: str, size: int) -> dict[str, Any]:
+    """The layout of the projected gradients, for scan.json: what other programs need to read them."""
+    return {
+        "files": "{checkpoint}/{shard:05d}.npy",
+        "format": "npy, version 1.0, C order: one row per example, in dataset order",
+        "dtype": dtype,
+        "columns": size,
+        "scale": "each row has length 1; its original length is the array 'length' in {checkpoint}/{shard:05d}.npz",
+    }
+
+
 class Store:
     """The files of one scan in a directory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -43,12 +44,12 @@ def write_table(store: Store) -> None:
     """Write `table.parquet` or `table.csv`, one shard at a time."""
     shards = _Shards(store)
     kind: TableKind = shards.settings["table"]
-    first = _make_arrow_table(shards.read(0), shards.settings)
+    parts = (_make_arrow_table(shards.read(shard), shards.settings) for shard in range(shards.count))
+    first = next(parts)
     with write_file(store.directory / f"table.{kind}", store.directory) as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
-            for shard in range(shards.count):
-                part = _make_arrow_table(shards.read(shard), shards.settings)
+            for part in itertools.chain([first], parts):
                 table.write_table(_escape_formulas(part) if kind == "csv" else part)
 
 

@@ -31,8 +31,10 @@ from persample.terms.sketch import make_generator
 # Parameters that would get fewer numbers share theirs: an estimate from few numbers is of little use.
 MIN_NUMBERS = 8
 
-# A side of a gradient has an eighth of its entries after the projection, within these bounds.
-_SIDE_SHARE, _MIN_SIDE, _MAX_SIDE = 8, 16, 64
+# A side of a gradient has a quarter of its entries after the projection, within these bounds. Measured on a trained CNN
+# with layers of 64 x 288 and 10 x 256 entries, for 512 numbers: bounds of (8, 64), (16, 64), (32, 64), (32, 128) give
+# cosines with errors of 0.18, 0.12, 0.08 and 0.08.
+_SIDE_SHARE, _MIN_SIDE, _MAX_SIDE = 4, 32, 64
 
 # A weight whose columns would be more has several leading dimensions as rows: experts, for example.
 _MAX_COLUMNS = 2**16
@@ -58,10 +60,8 @@ class Sides:
     def multiply_dense(self, values: Tensor) -> Tensor:
         """`(batch, k, m)`: the projection of dense gradients, `(batch, *weight.shape)`."""
         product = self.multiply_right(values.reshape(len(values), self.rows, self.columns))
-        if self.left is None:
-            return product
-        left, product = promote(self.left, product)
-        return left.mT @ product
+        # One product of two matrices takes less time than one product for each sample.
+        return product if self.left is None else self.multiply_left(product.mT).mT
 
     def select_rows(self, start: int, stop: int) -> Sides:
         """The sides for the gradient of some rows. The left side must not be the identity."""

@@ -1,0 +1,45 @@
+"""What a scan keeps of the gradients of a batch. Each term is reduced when it arrives, and freed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from persample.gradients.projection import Projection
+from persample.gradients.stack import Stack
+from persample.terms.base import find_factors
+
+
+class ReducedRows:
+    """The projections of rows, their inner products with a direction, and their sum; each only if it is wanted."""
+
+    def __init__(
+        self, count: int, projection: Projection | None, direction: Mapping[str, Tensor] | None, with_sum: bool
+    ) -> None:
+        self._count, self._projection, self._direction, self._with_sum = count, projection, direction, with_sum
+        self._parts: dict[str, Tensor] = {}
+        self._dots: list[Tensor] = []
+        self.total: dict[str, Tensor] = {}
+
+    def receive(self, stack: Stack) -> None:
+        """Take the term of one parameter, or of several."""
+        if self._with_sum:
+            ones = torch.ones(self._count, device=next(find_factors(stack.term)).device)
+            self.total.update(stack.sum(ones))
+        for name, term in stack.split() if self._projection or self._direction else ():
+            if self._projection and term.shape.numel():
+                self._parts[name] = self._projection.project_term(name, term)
+            if self._direction:
+                self._dots.append(term.dot(self._direction[name]))
+
+    def project(self) -> Tensor:
+        """`(count, dim)`: the projections of the rows."""
+        if self._projection is None:
+            raise ValueError("No projection was asked for.")
+        return self._projection.assemble(self._parts, self._count)
+
+    def dot(self) -> Tensor:
+        """`(count,)`: the inner products of the rows with the direction, in float64."""
+        return torch.stack([part.double() for part in self._dots]).sum(0) if self._dots else torch.zeros(self._count)
