@@ -79,10 +79,12 @@ class RecordedGradients(ABC):
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
 
+    @without_autocast
     def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
-        names = [self._names.get(id(parameter), "") for parameter in parameters]
-        if all(names):
+        found = self._names
+        names = [found.get(id(parameter), "") for parameter in parameters]
+        if "" not in names:
             self._receive_stack(Stack(names, term))
             return
         for name, own in Stack(names, term).split():
