@@ -27,7 +27,8 @@ class _Table:
         self._counts = [*map(len, members)]
         self._keys = [*chain.from_iterable(members)]
         values = [value for each in members for value in each.values()]
-        self._values = [_get_nothing if value is None else ref(value) for value in values]
+        self._freed: list[Any] = []  # references to members that do not exist any more
+        self._values = [_get_nothing if value is None else ref(value, self._freed.append) for value in values]
         names = [prefix + name for (prefix, _), own in zip(found, members, strict=False) for name in own]
         seen: set[int] = set()
         self._parameters: list[tuple[str, int]] = []  # the name of each parameter, and its position in `_values`
@@ -39,7 +40,7 @@ class _Table:
     def read(self) -> tuple[list[nn.Module], dict[str, Tensor]] | None:
         """The modules, and the parameters by name; None if the model has changed."""
         modules: list[Any] = [get() for get in self._modules]
-        if None in modules:
+        if self._freed or None in modules:
             return None
         members = _torch.list_members(modules)
         if [*map(len, members)] != self._counts or [*chain.from_iterable(members)] != self._keys:
