@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
+from operator import attrgetter
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -141,8 +142,6 @@ def find_onednn_product() -> Product | None:
     return lambda a, b: function(a, b, None, "none", [], "")
 
 
-# Copies each tensor of the second list into the tensor of the first, which may have another dtype.
-copy_each: Callable[[list[Tensor], list[Tensor]], None] = _find("torch._foreach_copy_", "Joined rows of small terms")
 # The precision of float32 operations of a backend ("none" and "ieee" are the full one), as it is in effect.
 _get_precision: Callable[[str, str], str] = _find("torch._C._get_fp32_precision_getter", "Every recording")
 set_precision: Callable[[str, str, str], None] = _find("torch._C._set_fp32_precision_setter", "Every recording")
@@ -178,6 +177,9 @@ get_saved_tensor_hooks: Callable[[], Any] = partial(
 
 # `Tensor.retain_grad` without the detour over function modes.
 retain_grad: Callable[[Tensor], None] = _find("torch._C.TensorBase.retain_grad", "Every recording")
+
+# The number of in-place changes that autograd counts for a tensor.
+get_version: Callable[[Tensor], int] = attrgetter("_version")
 
 # Makes a tensor subclass that shares its data with a tensor.
 make_subclass: Callable[..., Any] = _find("torch.Tensor._make_subclass", "ExpandedWeight")
@@ -391,14 +393,9 @@ def get_parameters(module: nn.Module) -> dict[str, Tensor | None]:
     return _read(module, "_parameters", "persample.compile")
 
 
-def list_own_parameters(modules: Iterable[Any]) -> list[dict[str, Tensor | None]]:
-    """The dicts in which modules keep their own parameters."""
-    return [module._parameters for module in modules]
-
-
-def list_children(modules: Iterable[Any]) -> list[dict[str, nn.Module | None]]:
-    """The dicts in which modules keep their children."""
-    return [module._modules for module in modules]
+def list_members(modules: list[Any]) -> list[dict[str, Any]]:
+    """The dicts in which modules keep their own parameters, then those in which they keep their children."""
+    return [*[module._parameters for module in modules], *[module._modules for module in modules]]
 
 
 def walk_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,12 +146,12 @@ class Arguments:
         `opens_objects`: if there are no tensors, look into dataclasses and other objects.
         """
         try:
-            return find_batch_size(self._leaves(), _ARGUMENTS)
+            return find_batch_size(self._leaves, _ARGUMENTS)
         except NoSamplesFound:
             self._refuse_graphs()
             if not opens_objects:
                 raise
-            inside = ((t, dim) for leaf, dim in self._leaves() if has_attributes(leaf) for t in iterate_tensors(leaf))
+            inside = ((t, dim) for leaf, dim in self._leaves if has_attributes(leaf) for t in iterate_tensors(leaf))
             return find_batch_size(inside, _ARGUMENTS)
         except BatchSizesDiffer as error:
             self._refuse_graphs()
@@ -174,7 +174,7 @@ class Arguments:
                 return True
             return find_state_dim(leaf, batch_size, dim) is not None
 
-        return all(has_samples(leaf, dim) for leaf, dim in self._leaves())
+        return all(has_samples(leaf, dim) for leaf, dim in self._leaves)
 
     def add_to(self, tracker: Tracker, search: bool) -> None:
         """Tell the tracker where the samples lie.
@@ -184,7 +184,7 @@ class Arguments:
         """
         batch_size = tracker.batch
         rejected: list[int] = []
-        for leaf, dim in self._leaves():
+        for leaf, dim in self._leaves:
             if isinstance(leaf, PackedSequence):
                 if int(leaf.batch_sizes[0]) != batch_size:
                     raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
@@ -230,7 +230,7 @@ class Arguments:
 
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
-        for leaf, dim in self._leaves():
+        for leaf, dim in self._leaves:
             if isinstance(leaf, Tensor) and dim is not None and not tracker.is_known(leaf) and leaf.grad_fn is None:
                 find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
                 found = find(leaf, tracker.batch, dim)
@@ -239,7 +239,7 @@ class Arguments:
 
     def iterate_tensors(self) -> Iterator[Tensor]:
         """The tensors in arguments that have a batch dimension."""
-        for leaf, dim in self._leaves():
+        for leaf, dim in self._leaves:
             if dim is not None and not isinstance(leaf, PackedSequence):
                 yield from iterate_tensors(leaf)
 
@@ -248,7 +248,7 @@ class Arguments:
 
         It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
         """
-        for leaf, dim in self._leaves():
+        for leaf, dim in self._leaves:
             if dim is None or isinstance(leaf, PackedSequence):
                 continue
             for tensor in iterate_tensors(leaf):
@@ -344,16 +344,19 @@ class Arguments:
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
         return [*positional, *named]
 
-    def _leaves(self) -> Iterator[Leaf]:
+    @cached_property
+    def _leaves(self) -> list[Leaf]:
+        """The tensors and other objects in the arguments, with their batch dimensions."""
         given = [constant for constant in self.constants if isinstance(constant, str)]
         constant_ids = [id(constant) for constant in self.constants]
+        found: list[Leaf] = []
         for position, name, arg in self._name():
             dim = None if name is not None and name in given else choose_dim(self.batch_dim, position, name)
-            if isinstance(arg, Tensor):
-                yield arg, None if id(arg) in constant_ids else dim
-            else:
+            leaves = [arg]
+            if not isinstance(arg, Tensor):
                 leaves = _torch.pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence))
-                yield from ((leaf, None if id(leaf) in constant_ids else dim) for leaf in leaves)
+            found += [(leaf, None if id(leaf) in constant_ids else dim) for leaf in leaves]
+        return found
 
 
 def _make_layout(tensor: Tensor, batch_size: int, found: int, dim: int) -> Layout:

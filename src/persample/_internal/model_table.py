@@ -16,81 +16,57 @@ from torch import Tensor, nn
 from persample import _torch
 
 
-class _Members:
-    """What some dicts of modules hold: the parameters, or the children. Keeps none of them alive."""
+class _Table:
+    """The modules of a model, each once, and their parameters. Keeps none of them alive."""
 
-    __slots__ = ("_counts", "_keys", "_values")
+    def __init__(self, model: nn.Module) -> None:
+        found = _torch.walk_modules(model)
+        modules = [module for _, module in found]
+        self._modules = [*map(ref, modules)]
+        members = _torch.list_members(modules)
+        self._counts = [*map(len, members)]
+        self._keys = [*chain.from_iterable(members)]
+        values = [value for each in members for value in each.values()]
+        self._freed: list[Any] = []  # references to members that do not exist any more
+        self._values = [_get_nothing if value is None else ref(value, self._freed.append) for value in values]
+        names = [prefix + name for (prefix, _), own in zip(found, members, strict=False) for name in own]
+        seen: set[int] = set()
+        self._parameters: list[tuple[str, int]] = []  # the name of each parameter, and its position in `_values`
+        for i, name in enumerate(names):
+            if values[i] is not None and id(values[i]) not in seen:
+                seen.add(id(values[i]))
+                self._parameters.append((name, i))
 
-    def __init__(self, dicts: list[dict[str, Any]]) -> None:
-        self._counts = [*map(len, dicts)]
-        self._keys = [*chain.from_iterable(dicts)]
-        self._values = [_get_nothing if value is None else ref(value) for each in dicts for value in each.values()]
-
-    def find(self, dicts: list[dict[str, Any]]) -> list[Any] | None:
-        """The values of all dicts; None if they are not the same objects by the same names in the same order."""
-        if [*map(len, dicts)] != self._counts or [*chain.from_iterable(dicts)] != self._keys:
+    def read(self) -> tuple[list[nn.Module], dict[str, Tensor]] | None:
+        """The modules, and the parameters by name; None if the model has changed."""
+        modules: list[Any] = [get() for get in self._modules]
+        if self._freed or None in modules:
             return None
-        values = [*chain.from_iterable([each.values() for each in dicts])]
-        return values if all(map(is_, values, [get() for get in self._values])) else None
+        members = _torch.list_members(modules)
+        if [*map(len, members)] != self._counts or [*chain.from_iterable(members)] != self._keys:
+            return None
+        values = [*chain.from_iterable([each.values() for each in members])]
+        if not all(map(is_, values, [get() for get in self._values])):
+            return None
+        return modules, {name: values[i] for name, i in self._parameters}
 
 
 def _get_nothing() -> None:
     return None
 
 
-class _Table:
-    """The modules of a model, each once, and their parameters."""
-
-    def __init__(self, model: nn.Module) -> None:
-        found = _torch.walk_modules(model)
-        modules = [module for _, module in found]
-        parameters = _torch.list_own_parameters(modules)
-        self._modules = [*map(ref, modules)]
-        self._children = _Members(_torch.list_children(modules))
-        self._parameters = _Members(parameters)
-        self._positions: list[tuple[str, int]] = []  # the name of each parameter, and its position in all dicts
-        names = [prefix + name for (prefix, _), own in zip(found, parameters, strict=True) for name in own]
-        values = [value for own in parameters for value in own.values()]
-        seen: set[int] = set()
-        for i, (name, value) in enumerate(zip(names, values, strict=True)):
-            if value is not None and id(value) not in seen:
-                seen.add(id(value))
-                self._positions.append((name, i))
-
-    def read_modules(self) -> list[nn.Module] | None:
-        """The modules; None if the model has changed."""
-        modules: list[Any] = [get() for get in self._modules]
-        return None if None in modules or self._children.find(_torch.list_children(modules)) is None else modules
-
-    def read_parameters(self) -> dict[str, Tensor] | None:
-        """The parameters by name, each once; None if the model has changed."""
-        modules = self.read_modules()
-        if modules is None:
-            return None
-        values = self._parameters.find(_torch.list_own_parameters(modules))
-        return None if values is None else {name: values[i] for name, i in self._positions}
-
-
 _tables: WeakKeyDictionary[nn.Module, _Table] = WeakKeyDictionary()
 
 
-def get_named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model by name, as `named_parameters` lists them."""
-    if type(model).named_parameters is not nn.Module.named_parameters:
-        return dict(model.named_parameters())
+def read_model(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
+    """The modules of a model, each once, and its parameters by name, as `modules` and `named_parameters` list them."""
+    kind = type(model)
+    if kind.named_parameters is not nn.Module.named_parameters or kind.named_modules is not nn.Module.named_modules:
+        return list(model.modules()), dict(model.named_parameters())
     table = _tables.get(model)
-    found = None if table is None else table.read_parameters()
+    found = None if table is None else table.read()
     if found is None:
         table = _tables[model] = _Table(model)
-        found = table.read_parameters()
+        found = table.read()
     assert found is not None
     return found
-
-
-def list_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model, each once, as `modules` lists them."""
-    if type(model).named_modules is not nn.Module.named_modules:
-        return list(model.modules())
-    table = _tables.get(model)
-    found = None if table is None else table.read_modules()
-    return [module for _, module in _torch.walk_modules(model)] if found is None else found

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from persample.errors import PerSampleError
 
 # The name of the edge list in torch_geometric.
@@ -32,7 +34,10 @@ def has_edges(arguments: Iterable[tuple[Any, Any]]) -> bool:
     (True, True, False)
     """
     for name, value in arguments:
-        is_owner = _EDGES in value if isinstance(value, Mapping) else getattr(value, _EDGES, None) is not None
+        if isinstance(value, Tensor):
+            is_owner = False
+        else:
+            is_owner = _EDGES in value if isinstance(value, Mapping) else getattr(value, _EDGES, None) is not None
         if value is not None and (name == _EDGES or is_owner):
             return True
     return False

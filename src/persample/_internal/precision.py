@@ -33,21 +33,26 @@ def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _torch.is_any_autocast_enabled():
-            with ExitStack() as stack:
-                for device in _DEVICES:
-                    if torch.is_autocast_enabled(device):
-                        stack.enter_context(torch.autocast(device, enabled=False))
-                return run(*args, **kwargs)
-        if not _inside and not _torch.find_reduced_precision():
-            return function(*args, **kwargs)
-        _force_full_precision()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _restore_precision()
+        return call_in_full_precision(function, *args, **kwargs)
 
     return run
+
+
+def call_in_full_precision(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function as `in_full_precision` would make it."""
+    if _torch.is_any_autocast_enabled():
+        with ExitStack() as stack:
+            for device in _DEVICES:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return call_in_full_precision(function, *args, **kwargs)
+    if not _inside and not _torch.find_reduced_precision():
+        return function(*args, **kwargs)
+    _force_full_precision()
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _restore_precision()
 
 
 def _force_full_precision() -> None:

@@ -18,7 +18,7 @@ from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
-from persample.backward.retained import RetainedUse, group_uses, stack_uses, take_gradients
+from persample.backward.retained import RetainedUse, find_changed, group_uses, stack_uses, take_gradients
 from persample.terms import Term
 
 # Takes the terms that a backward pass found for a parameter.
@@ -60,8 +60,13 @@ class Collector:
         self.early = early
         self.deliver_stack = deliver_stack
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf that every tapped result depends on
-        self.anchor_node: Any = get_gradient_edge(self.anchor).node  # part of every pass that reaches weights
+        # The node is part of every pass that reaches weights. The second way works without grad mode, and takes longer.
+        view = self.anchor.view_as(self.anchor)
+        self.anchor_node: Any = (
+            view.grad_fn.next_functions[0][0] if view.grad_fn is not None else get_gradient_edge(self.anchor).node
+        )
         self.retained: list[RetainedUse] = []
+        self.used_parameters: list[Tensor] = []  # one for each use in the first run of a forward pass; not yet counted
         self.factor_bytes = 0  # what the terms of all uses would keep
         self.is_pulling_back = False
         self.positions: PositionSplitter | None = None  # splits the terms of sequences into parts of positions
@@ -70,6 +75,7 @@ class Collector:
         self._use_counts: defaultdict[int, int] = defaultdict(int)
         self._entangled: set[int] = set()  # parameters that are also used through a derived weight
         self._arrived: dict[int, Arrived] = {}
+        self._pass_number = 1  # of the running or the next backward pass
         self._has_ended = False  # whether the end of the running backward pass was noted
         self._collecting: Arrived | None = None  # what has arrived in a pass that has just ended
 
@@ -89,14 +95,17 @@ class Collector:
             if self.early and id(weight) not in self.parameters:
                 self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
 
-    def expect_parameters(self, parameters: Iterable[Tensor]) -> None:
-        """`expect` for parameters, in the first run of a forward pass."""
-        for parameter in parameters:
-            self._use_counts[id(parameter)] += 1
-
     def count_uses(self, weight: Tensor) -> int:
         """The number of uses of a weight so far."""
-        return self._use_counts[id(weight)]
+        return self._get_use_counts()[id(weight)]
+
+    def _get_use_counts(self) -> defaultdict[int, int]:
+        """The number of uses of each weight so far, by its id."""
+        used, counts = self.used_parameters, self._use_counts
+        for parameter in used:
+            counts[id(parameter)] += 1
+        used.clear()
+        return counts
 
     # ---- the backward pass ----
 
@@ -106,7 +115,7 @@ class Collector:
             self.sources.setdefault(id(weight), set()).add(source)
         arrived = self.note_pass() if self._collecting is None else self._collecting
         arrived.setdefault(id(weight), (weight, []))[1].append(term)
-        is_complete = len(arrived[id(weight)][1]) == self._use_counts[id(weight)]
+        is_complete = len(arrived[id(weight)][1]) == self._get_use_counts()[id(weight)]
         if self.early and is_complete and id(weight) in self.parameters and id(weight) not in self._entangled:
             self.deliver(*arrived.pop(id(weight)))
 
@@ -167,17 +176,20 @@ class Collector:
     def prepare_backward(self) -> None:
         """Before a backward pass: hook the nodes of results that were changed in place."""
         self._has_ended = False
-        for retained in self.retained:
-            if retained.is_result_changed:
-                retained.hook_node(self)
-        self.retained = [retained for retained in self.retained if retained.node is not None]
+        changed = find_changed(self.retained)
+        for retained in changed:
+            retained.hook_node(self)
+        if changed:
+            self.retained = [retained for retained in self.retained if retained.node is not None]
 
     def forget_gradients(self, is_graph_kept: bool) -> None:
         """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
         for retained in self.retained:
-            retained.result.grad = None
+            if retained.collected_in != self._pass_number:
+                retained.result.grad = None
+        self._pass_number += 1
         if not is_graph_kept:  # other forward passes in the block have graphs of their own
-            self.retained = [retained for retained in self.retained if not retained.is_collected]
+            self.retained = [retained for retained in self.retained if not retained.collected_in]
 
     def refuse_second_derivatives(self) -> None:
         """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
@@ -193,8 +205,8 @@ class Collector:
         self.retained = [retained for retained in self.retained if retained.node is not None]
 
     def _collect_retained(self, arrived: Arrived) -> None:
-        several = {key for key, count in self._use_counts.items() if count != 1} | self._entangled
-        for group in group_uses(take_gradients(self.retained, self)):
+        several = {key for key, count in self._get_use_counts().items() if count != 1} | self._entangled
+        for group in group_uses(take_gradients(self.retained, self, self._pass_number)):
             if len(group) == 1:
                 ((retained, grad),) = group
                 retained.make_use(self).backward(retained.saved, [grad], deliver=True)
@@ -213,7 +225,7 @@ class Collector:
             for weight in weights:
                 self.sources.setdefault(id(weight), set()).add(plan.source)
         ids = [id(weight) for weight in weights]
-        if self.deliver_stack is not None and several.isdisjoint(ids) and self.parameters.keys() >= {*ids}:
+        if self.deliver_stack is not None and several.isdisjoint(ids) and all(map(self.parameters.__contains__, ids)):
             self.deliver_stack(weights, term)
             return
         batch = term.batch // len(weights)

@@ -127,7 +127,7 @@ class RecordedUse:
         plan = self.plan
         if self.batch == 0:
             return [None] * len(plan.inputs)
-        tensors = [t.detach() for t in tensors]
+        tensors = [t.detach() if t.requires_grad else t for t in tensors]
         own_grads: list[Tensor | None] = [None] * len(plan.results)
         for i, grad in zip(plan.tapped, grads, strict=True):
             layout = plan.results[i]
@@ -239,7 +239,7 @@ class RecordedUse:
         found: dict[int, Term] = {}
         for name, term in rule.terms(*given, *args, **kwargs).items():
             positions = self.plan.positions.get(name, ())
-            found.update(zip(positions, [term] if isinstance(term, Term) else term, strict=False))
+            found.update(zip(positions, term if isinstance(term, (list, tuple)) else [term], strict=False))  # type: ignore[list-item]
         without = self.weights.keys() - found.keys()
         if without:
             missing = [name for name, positions in self.plan.positions.items() if without & {*positions}]

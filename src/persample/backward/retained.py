@@ -36,7 +36,7 @@ class RetainedUse:
     `node` is the autograd node of the result, or of the rows that the result is a view of.
     """
 
-    __slots__ = ("batch", "is_collected", "node", "plan", "result", "saved", "version", "versions", "weights")
+    __slots__ = ("batch", "collected_in", "node", "plan", "result", "saved", "version", "versions", "weights")
 
     def __init__(
         self,
@@ -51,21 +51,16 @@ class RetainedUse:
         self.saved = saved
         self.weights = weights
         self.batch = batch
-        self.versions = [tensor._version for tensor in saved]
+        self.versions = [*map(_torch.get_version, saved)]
         self.result = result
         self.version = result._version
         self.node = node
-        self.is_collected = False  # whether a backward pass for the weights has reached it
+        self.collected_in = 0  # the last backward pass for the weights that has reached it; they count from 1
         _torch.retain_grad(result)
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
         return RecordedUse(self.plan, (self.result.shape,), self.weights, None, self.batch, collector)
-
-    @property
-    def is_result_changed(self) -> bool:
-        """Whether the result was changed in place, so that its gradient is no longer that of the use."""
-        return self.result._version != self.version
 
     def check_unchanged(self) -> None:
         """Refuse what torch refuses too: a saved tensor that was changed in place."""
@@ -95,18 +90,26 @@ class RetainedUse:
         self.node = None
 
 
-def take_gradients(uses: Sequence[RetainedUse], collector: Collector) -> list[tuple[RetainedUse, Tensor]]:
-    """The uses that the running backward pass has reached, with their gradients, which are removed from the results."""
+def find_changed(uses: Sequence[RetainedUse]) -> list[RetainedUse]:
+    """The uses whose result was changed in place, so that its gradient is no longer that of the use."""
+    return [retained for retained in uses if retained.result._version != retained.version]
+
+
+def take_gradients(uses: Sequence[RetainedUse], collector: Collector, number: int) -> list[tuple[RetainedUse, Tensor]]:
+    """The uses that the running backward pass has reached, with their gradients, which are removed from the results.
+
+    `number` counts the backward passes.
+    """
     found = []
     for retained in uses:
         result = retained.result
         grad = result.grad
         if grad is not None:
             result.grad = None
-            retained.is_collected = True
+            retained.collected_in = number
             if grad.requires_grad:
                 retained.make_use(collector).refuse_second_derivative()
-            if [tensor._version for tensor in retained.saved] != retained.versions:
+            if [*map(_torch.get_version, retained.saved)] != retained.versions:
                 retained.check_unchanged()
             found.append((retained, grad))
     return found
@@ -120,9 +123,15 @@ def group_uses(uses: Sequence[tuple[RetainedUse, Tensor]]) -> list[list[tuple[Re
         position = retained.plan.stacked_position
         key: Any = id(retained)
         if position is not None:
-            input = retained.saved[position]
-            shapes = [tensor.shape for tensor in retained.saved]  # kernels may differ in size with equal results
-            key = (id(retained.plan), *shapes, input.dtype, grad.shape, grad.dtype)
+            saved = retained.saved
+            # Kernels may differ in size with equal results.
+            key = (
+                id(retained.plan),
+                grad.shape,
+                grad.dtype,
+                saved[position].dtype,
+                *[tensor.shape for tensor in saved],
+            )
         if key in groups:
             groups[key].append(entry)
         else:
@@ -152,7 +161,7 @@ def stack_uses(
     position = first.plan.stacked_position
     assert position is not None
     saved = list(first.saved)
-    saved[position] = torch.stack([retained.saved[position] for retained, _ in group]).flatten(0, 1)
-    grad = torch.stack([grad for _, grad in group]).flatten(0, 1)
+    saved[position] = torch.cat([retained.saved[position] for retained, _ in group])
+    grad = torch.cat([grad for _, grad in group])
     use = RecordedUse(first.plan, (grad.shape,), first.weights, None, first.batch * len(group), collector)
     return use, saved, grad

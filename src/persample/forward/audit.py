@@ -29,12 +29,10 @@ from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
+from persample.forward.repeats import Node
 from persample.layouts import Call, Layout, Lost, Motion, Reduced, Where, find_motion
 
 # ---- which passes are audited ----
-
-# A tree of torch functions: each path from the root is the sequence of functions of an audited pass.
-Node = dict[Any, Any]
 
 _MAX_NODES = 50_000  # of one model: a longer history is not kept, and new sequences are audited each time
 _PASSES_AFTER_FINDING = 10
@@ -43,6 +41,8 @@ _MAX_DECISIONS = 64  # sequences of decisions that are told apart, for each mode
 
 class _AnySequence:
     """A node in which every sequence of functions counts as audited."""
+
+    repeat = None
 
     def get(self, func: Any) -> _AnySequence:
         return self
@@ -55,7 +55,7 @@ ANY_SEQUENCE: Any = _AnySequence()
 class History:
     """The audited passes of one model."""
 
-    root: Node = field(default_factory=dict)
+    root: Node = field(default_factory=Node)  # each path from here is the sequence of functions of an audited pass
     size: int = 0
     audits_due: int = 1  # the number of passes to come that are audited as a whole
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
@@ -340,7 +340,7 @@ class Audit(_Mode):
             return
         following = self._node.get(key)
         if following is None and self._history.size < _MAX_NODES:
-            following = self._node[key] = {}
+            following = self._node[key] = Node()
             self._history.size += 1
         self._node = following
 

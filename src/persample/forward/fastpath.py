@@ -6,6 +6,7 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.functions import find_results
-from persample._internal.model_table import list_modules
 from persample._internal.tree import find_tensors
 from persample.layouts import (
     Call,
@@ -35,13 +35,17 @@ _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttentio
 _found: WeakKeyDictionary[nn.Module, dict[Any, Motion]] = WeakKeyDictionary()
 
 
+def find_fast_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules that torch may run on its fast path."""
+    return [module for module in modules if isinstance(module, _FAST)]
+
+
 class WholeModules:
     """Until `remove`, runs the transformer layers of a tracker's model without the tracker and sets their layouts."""
 
-    def __init__(self, tracker: Any) -> None:
+    def __init__(self, tracker: Any, modules: Iterable[nn.Module]) -> None:
         self.tracker = tracker
-        modules = list_modules(tracker.model)
-        found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
+        found = [m for m in modules if not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
         for module in found:
             vars(module)["forward"] = _WholeForward(self, module)

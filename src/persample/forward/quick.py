@@ -139,6 +139,11 @@ def make_key(
 _integer_tuples: dict[int, tuple[Any, ...]] = {}
 
 
+def is_integer_tuple(values: tuple[Any, ...]) -> bool:
+    """Whether a tuple consists of integers."""
+    return _integer_tuples.get(id(values)) is values or _has_integers(values)
+
+
 def _has_integers(values: tuple[Any, ...]) -> bool:
     if {*map(type, values)} != _INTEGERS:
         return False

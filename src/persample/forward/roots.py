@@ -6,7 +6,7 @@ pass, the hook of a loss runs before those of the sums that the loss was compute
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,14 +38,14 @@ def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: Note
     found = _Sum(layout, list(_iterate_sources(node, _MAX_DEPTH)))
     node.metadata[_KEY] = found  # the graph keeps it, and nothing else does
 
-    def note(grad: Tensor) -> None:
+    def note(grads: Sequence[Tensor]) -> None:
         current = _torch.get_backward_pass()
         if found.inner_of != current:
             note_loss(found.layout, _torch.will_run_node(anchor_node))
         for source in found.sources:
             source.inner_of = current
 
-    tensor.register_hook(note)
+    node.register_prehook(note)
 
 
 def _iterate_sources(node: Any, depth: int) -> Iterator[_Sum]:

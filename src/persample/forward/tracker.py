@@ -20,6 +20,7 @@ from persample._internal.dropped_arguments import DROPPED, find_dropped
 from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
@@ -30,7 +31,7 @@ from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place
 from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
-from persample.forward.fastpath import WholeModules
+from persample.forward.fastpath import WholeModules, find_fast_modules
 from persample.forward.inline import is_composite, make_inline
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -44,10 +45,12 @@ from persample.forward.quick import (
     QUICK_CALLS,
     WITHOUT_TENSORS,
     Key,
+    QuickCall,
     add_quick_call,
     has_fixed_weights,
     make_key,
 )
+from persample.forward.repeats import note_repeat
 from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.tried import TriedFunctions
 from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
@@ -179,6 +182,7 @@ class Tracker(TorchFunctionMode):
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
+        self.fast_modules: list[nn.Module] | None = None  # for `start`, if the caller has just searched the model
         self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
         # The layout of a tensor, and whether the tensor required grad when the layout was found.
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
@@ -203,7 +207,10 @@ class Tracker(TorchFunctionMode):
             self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
             if self.model is not None:
-                self._whole_modules = WholeModules(self)
+                fast, self.fast_modules = self.fast_modules, None
+                if fast is None:
+                    fast = find_fast_modules(read_model(self.model)[0])
+                self._whole_modules = WholeModules(self, fast) if fast else None
         self._depth += 1
 
     def stop(self) -> None:
@@ -521,29 +528,38 @@ class Tracker(TorchFunctionMode):
         self._audit_node = following
         if self.batch < 2:
             return self._follow_call(func, args, kwargs, self.find_known_layout, None)
+        entries, parameters = self._known.entries, self.collector.parameters
+        repeat = following.repeat
+        if repeat is not None and torch.is_grad_enabled() and repeat.matches(args, kwargs, entries, parameters):
+            return self._repeat_call(func, args, kwargs, repeat.quick)
         rows = 0 if self.places is None else self.batch
-        entries = self._known.entries
-        quick = make_key(func, args, kwargs, entries, self.collector.parameters, self.is_inside, rows)
+        quick = make_key(func, args, kwargs, entries, parameters, self.is_inside, rows)
         if quick is None:
             return self._follow_call(func, args, kwargs, self.find_known_layout, None)
         key, contents = quick
         if torch.is_grad_enabled() or not (contents & HAS_PARAMETERS or self._of_hidden_weights.entries):
             known = QUICK_CALLS.get(key)
             if known is not None and known.changes == count_rule_changes():  # a call like one that was followed before
-                is_checkpointed = get_saved_tensor_hooks() is not None and prepare_recomputation(self)
-                if known.plan is None:
-                    result = func(*args, **kwargs)
-                else:
-                    result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
-                if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
-                    entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
-                else:
-                    for each in [result] if isinstance(result, Tensor) else result:
-                        self._note(each, known.layout)
-                return result
+                if torch.is_grad_enabled():
+                    note_repeat(following, known, args, kwargs, entries, parameters)
+                return self._repeat_call(func, args, kwargs, known)
             if not contents and not is_inplace(func) and not (rows and func in RANDOM):  # constants alone
                 return func(*args, **kwargs)
         return self._follow_call(func, args, kwargs, self.find_known_layout, quick)
+
+    def _repeat_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: QuickCall) -> Any:
+        """Run a call that has the same effect as one that was followed before."""
+        is_checkpointed = get_saved_tensor_hooks() is not None and prepare_recomputation(self)
+        if known.plan is None:
+            result = func(*args, **kwargs)
+        else:
+            result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
+        if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
+            self._known.entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
+        else:
+            for each in [result] if isinstance(result, Tensor) else result:
+                self._note(each, known.layout)
+        return result
 
     def _run_by_shape(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Run a function of one tensor whose motion follows from shapes; None, without running it, if it does not."""

@@ -127,7 +127,7 @@ def repeat_use(
     collector, base = forward.collector, result._base
     chosen = result if base is None else _find_base(result)
     if get_backward_pass() < 0:  # else it is a recomputation
-        collector.expect_parameters(weights.values())
+        collector.used_parameters += weights.values()
         can_retain = forward.can_retain and plan.has_graph and (chosen is not result or base is None)
         if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
             collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))

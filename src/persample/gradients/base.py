@@ -92,11 +92,13 @@ class RecordedGradients(ABC):
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
 
+    @in_full_precision
     def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
-        names = [self._names.get(id(parameter), "") for parameter in parameters]
+        found = self._names
+        names = [found.get(id(parameter), "") for parameter in parameters]
         term = self._merge(term, len(names))
-        if all(names):
+        if "" not in names:
             self._receive_stack(Stack(names, term))
             return
         for name, own in Stack(names, term).split():

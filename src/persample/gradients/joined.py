@@ -1,4 +1,4 @@
-"""Small terms of many parameters, joined: their rows in one buffer, so that one norm and one product answer for all.
+"""Small terms of many parameters, joined: their rows in one matrix, so that one norm and one product answer for all.
 
 The arithmetic of a small term takes less time than the calls of torch for its norm, its floor and its sum. The rows are
 computed in float64, as those of doubtful samples are (`terms/rounding.py`), so they need no floor.
@@ -11,7 +11,6 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from persample import _torch
 from persample.gradients.stack import Stack
 from persample.terms import Dense, Outer, Patches, Rows, Term
 
@@ -21,24 +20,9 @@ _MAX_ENTRIES = 2**13
 # Entries of all rows together.
 _MAX_TOTAL = 2**17
 
+_KINDS = {Dense, Outer, Patches, Rows}
 _DTYPES = {torch.float32, torch.float64}
-
-
-def find_dtype(term: Term) -> torch.dtype | None:
-    """The dtype of the answers of a small term; None if it is not small, or not a simple structure of real numbers."""
-    if type(term) not in (Dense, Outer, Patches, Rows):
-        return None
-    dtype = None
-    for factor in vars(term).values():
-        if not isinstance(factor, Tensor):
-            continue
-        if factor.numel() > _MAX_ENTRIES or factor.device.type not in ("cpu", "cuda"):
-            return None
-        if factor.is_floating_point() or factor.is_complex():
-            if factor.dtype not in _DTYPES or dtype not in (None, factor.dtype):
-                return None
-            dtype = factor.dtype
-    return dtype if term.batch * term.shape.numel() <= _MAX_ENTRIES else None
+_DEVICES = {"cpu", "cuda"}  # with float64
 
 
 class SmallStacks:
@@ -46,27 +30,60 @@ class SmallStacks:
 
     def __init__(self) -> None:
         self._stacks: list[Stack] = []
-        self._kind: tuple[torch.dtype, torch.device] | None = None
+        self._dtype: torch.dtype | None = None
+        self._device: torch.device | None = None
         self._total = 0
 
     def add(self, stack: Stack) -> bool:
         """Take a stack if its term is small and of the same kind as those before; returns whether it was taken."""
         term = stack.term
-        dtype = find_dtype(term)
-        if dtype is None:
+        entries = term.batch * term.shape.numel()
+        if entries > _MAX_ENTRIES or self._total + entries > _MAX_TOTAL or not self._accepts(term):
             return False
-        kind = dtype, (term.values if isinstance(term, Dense) else term.grad).device  # type: ignore[attr-defined]
-        total = self._total + term.batch * term.shape.numel()
-        if self._kind not in (None, kind) or total > _MAX_TOTAL:
-            return False
-        self._kind, self._total = kind, total
+        self._total += entries
         self._stacks.append(stack)
+        return True
+
+    def _accepts(self, term: Term) -> bool:
+        """Whether a term has a simple structure, and small factors of the dtype and device of the terms before."""
+        if type(term) not in _KINDS:
+            return False
+        dtype, device = self._dtype, self._device
+        for factor in vars(term).values():
+            if not isinstance(factor, Tensor):
+                continue
+            if factor.numel() > _MAX_ENTRIES or (device is not None and factor.device != device):
+                return False
+            device = factor.device
+            own = factor.dtype
+            if own is dtype or not (own.is_floating_point or own.is_complex):
+                continue
+            if dtype is not None or own not in _DTYPES:
+                return False
+            dtype = own
+        if device is None or device.type not in _DEVICES:
+            return False
+        self._dtype, self._device = dtype, device
         return True
 
     def join(self) -> JoinedRows | None:
         """The rows of all stacks, which are released; None if there is none."""
         stacks, self._stacks = self._stacks, []
-        return JoinedRows.from_stacks(stacks) if stacks else None
+        if not stacks:
+            return None
+        assert self._dtype is not None
+        batch, end, parts = stacks[0].batch, 0, []
+        for stack in stacks:
+            shape = stack.term.shape
+            parts.append((stack.names, shape, size := shape.numel()))
+            end += len(stack.names) * size
+        rows = torch.empty((batch, end), dtype=torch.float64, device=self._device)
+        start = 0
+        for stack, (names, _, size) in zip(stacks, parts, strict=True):
+            count = len(names)
+            stack.term.write_exact_rows(rows.as_strided((count, batch, size), (size, end, 1), start))
+            start += count * size
+        return JoinedRows(rows, parts, self._dtype)
 
 
 class JoinedRows:
@@ -74,7 +91,7 @@ class JoinedRows:
 
     Args:
         rows: `(batch, entries)`, the rows of all parameters side by side.
-        parts: names of parameters of one shape, their shape, and the first of their columns.
+        parts: in the order of the columns: names of parameters of one shape, their shape, and its number of entries.
         dtype: the dtype of the answers.
     """
 
@@ -82,54 +99,42 @@ class JoinedRows:
         self, rows: Tensor, parts: Sequence[tuple[Sequence[str], torch.Size, int]], dtype: torch.dtype
     ) -> None:
         self.rows = rows
-        self.names = [name for names, _, _ in parts for name in names]
         self._parts = parts
         self._dtype = dtype
 
-    @classmethod
-    def from_stacks(cls, stacks: Sequence[Stack]) -> JoinedRows:
-        """Compute the rows of some stacks, whose terms are small."""
-        parts, blocks, end = [], [], 0
-        for stack in stacks:
-            term, count = stack.term, len(stack.names)
-            shape = term.shape
-            parts.append((stack.names, shape, end))
-            blocks.append((term.compute_exact_rows(), count, size := shape.numel(), end))
-            end += count * size
-        batch = stacks[0].batch
-        rows = blocks[0][0].new_empty((batch, end), dtype=torch.float64)
-        _torch.copy_each(
-            [rows.as_strided((count, batch, size), (size, end, 1), start) for _, count, size, start in blocks],
-            [block.reshape(count, batch, size) for block, count, size, _ in blocks],
-        )
-        dtype = find_dtype(stacks[0].term)
-        assert dtype is not None
-        return cls(rows, parts, dtype)
+    @property
+    def names(self) -> list[str]:
+        return [name for names, _, _ in self._parts for name in names]
+
+    def compute_norms(self) -> Tensor:
+        """`(batch,)`: the norms of the rows of all parameters together, in float64."""
+        return torch.linalg.vector_norm(self.rows, dim=1)
+
+    def are_finite(self, norms: Tensor) -> bool:
+        """Whether the squares of norms are finite in the dtype of the answers."""
+        return float(norms.max()) ** 2 <= torch.finfo(self._dtype).max  # False for NaN
 
     def compute_squares(self) -> Tensor:
         """`(batch,)`: the squared norms of the rows of all parameters together."""
-        return torch.linalg.vector_norm(self.rows, dim=1).square().to(self._dtype)
+        return self.compute_norms().square().to(self._dtype)
 
     def compute_part_squares(self) -> Tensor:
         """`(len(names), batch)`: the squared norms of each parameter's part of the rows."""
-        squares = [block.square().sum(2) for block in self._split(self.rows)]
-        return torch.cat(squares).to(self._dtype)
-
-    def _split(self, rows: Tensor) -> list[Tensor]:
-        """For each part, `(count, batch, entries)`."""
-        found = []
-        for names, shape, start in self._parts:
-            size = shape.numel()
-            block = rows[:, start : start + len(names) * size]
-            found.append(block.unflatten(1, (len(names), size)).transpose(0, 1))
-        return found
+        sizes = [len(names) * size for names, _, size in self._parts]
+        blocks = [
+            block.unflatten(1, (len(names), size)).square().sum(2)
+            for block, (names, _, size) in zip(self.rows.split(sizes, 1), self._parts, strict=True)
+        ]
+        return torch.cat(blocks, 1).mT.to(self._dtype)
 
     def compute_exact_row(self, name: str, sample: int) -> Tensor:
         """The row of a sample for one parameter, in float64."""
-        for names, shape, start in self._parts:
+        start = 0
+        for names, shape, size in self._parts:
             if name in names:
-                start += names.index(name) * shape.numel()
-                return self.rows[sample, start : start + shape.numel()].view(shape)
+                start += names.index(name) * size
+                return self.rows[sample, start : start + size].view(shape)
+            start += len(names) * size
         raise KeyError(name)
 
     def clear_samples(self, samples: Iterable[int]) -> JoinedRows:
@@ -139,10 +144,12 @@ class JoinedRows:
 
     def sum(self, weights: Tensor, exact: Collection[int] = ()) -> dict[str, Tensor]:
         """`{name: shape}`: the sum over n of weights[n] g_n for each parameter. All samples are exact here."""
-        total = (weights.double() @ self.rows).to(self._dtype)
+        total = torch.mv(self.rows.t(), weights.double()).to(self._dtype)
+        sizes = [len(names) * size for names, _, size in self._parts]
         found: dict[str, Tensor] = {}
-        for names, shape, start in self._parts:
-            size = shape.numel()
-            part = total[start : start + len(names) * size].view(len(names), *shape)
-            found.update(zip(names, part.unbind(), strict=True))
+        for part, (names, shape, _) in zip(total.split(sizes), self._parts, strict=True):
+            if len(names) == 1:
+                found[names[0]] = part.view(shape)
+            else:
+                found.update(zip(names, part.view(len(names), *shape).unbind(), strict=True))
         return found

@@ -206,12 +206,13 @@ class StreamedClip(_Streamed):
                 raise PerSampleError(f"max_norm must have a bound for each recorded parameter; it differs in {wrong}.")
         self._stacks: list[Stack | JoinedRows] = []
         self._small = SmallStacks()
+        self._joined: JoinedRows | None = None  # whose squared norms are computed if they are asked for
         self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
         self._second_squares = SquaredNorms("keep")  # of the second pass, to be compared with the first
         self._clipped: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}  # by name, before clipping, if the recording keeps them
         self._totals: dict[str, Tensor] | None = None
-        self._versions: dict[str, int] = {}  # of the totals when they were returned
+        self._versions: list[int] = []  # of the totals when they were returned
         self._is_own = False  # whether the totals are of this process only
         self._reason = ""
         self._passes_done = 0
@@ -299,12 +300,36 @@ class StreamedClip(_Streamed):
             if self.passes == 2:
                 self._squares.note_nonfinite()
             else:
-                self._join_small_terms()
+                joined = self._small.join()
+                if joined is not None and not self._stacks and self._clip_joined(joined):
+                    return
+                if joined is not None:
+                    self._squares.add_joined(joined)
+                    self._stacks.append(joined)
                 self._settle_kept_terms()
             self._clear_nonfinite()
             self._weights = self._compute_weights()
             while self._stacks:  # the factors of each are freed before the next sum
                 self._add_clipped(self._stacks.pop(), self._weights)
+
+    def _clip_joined(self, joined: JoinedRows) -> bool:
+        """Compute the clipped sum of small terms that are all there is; False if a row is not finite."""
+        if self._bound.stabiliser or isinstance(self.max_norm, Mapping):
+            return False
+        norms = joined.compute_norms()
+        if not joined.are_finite(norms):
+            return False
+        # The norm of a row is `scale` times as large, and so is the row.
+        weights = norms.reciprocal_().mul_(self.max_norm).clamp_(max=self._scale)
+        self._clipped = joined.sum(weights)
+        self._weights, self._joined = {}, joined
+        return True
+
+    def _settle_rows(self) -> SquaredNorms:
+        if self._joined is not None:
+            self._squares.add_joined(self._joined)
+            self._joined = None
+        return super()._settle_rows()
 
     def _compare_passes(self) -> None:
         """Refuse two passes with different gradients: the factors of the first do not bound the rows of the second.
@@ -339,12 +364,6 @@ class StreamedClip(_Streamed):
         if isinstance(self.max_norm, Mapping):
             return squares.compute_part_norms()
         return {"": squares.compute_norms()} if squares.names else {}
-
-    def _join_small_terms(self) -> None:
-        joined = self._small.join()
-        if joined is not None:
-            self._squares.add_joined(joined)
-            self._stacks.append(joined)
 
     def _settle_kept_terms(self) -> None:
         """Make the squared norms reliable where the bound needs it."""
@@ -406,15 +425,16 @@ class StreamedClip(_Streamed):
             raise PerSampleError(f"This recording has kept the sum clipped at {self.max_norm} only.")
         if self._totals is None:
             clipped, self._clipped = self._clipped, {}
-            for name in self._parameters.keys() - clipped.keys():
-                clipped[name] = torch.zeros_like(self._parameters[name])
+            if len(clipped) != len(self._parameters):
+                for name in self._parameters.keys() - clipped.keys():
+                    clipped[name] = torch.zeros_like(self._parameters[name])
             self._totals = self._add_all_over_processes({name: clipped[name] for name in self._parameters}, own)
-            self._versions = {name: total._version for name, total in self._totals.items()}
+            self._versions = [total._version for total in self._totals.values()]
             self._is_own = own
             return dict(self._totals)
         if own != self._is_own:
             raise PerSampleError(f"clip(own={self._is_own}) was called before; clip(own={own}) is no longer available.")
-        if any(total._version != self._versions[name] for name, total in self._totals.items()):
+        if [total._version for total in self._totals.values()] != self._versions:
             raise PerSampleError("The clipped sum that clip() returned was changed in place; there is no other copy.")
         return {name: total.clone() for name, total in self._totals.items()}
 

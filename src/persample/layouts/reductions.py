@@ -233,6 +233,8 @@ def _read_factor(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
 
 # ---- divisors that depend on the batch ----
 
+_FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torch
+
 _ADVICE = "so its divisor depends on the batch (use reduction='sum', or take the mean of each sample first)"
 
 
@@ -275,8 +277,13 @@ def has_ignored_targets(call: Call) -> bool:
     is_listed = isinstance(call.where[0], Layout) and call.where[0].ids is not None
     if is_listed or tracing.get_trace() is not None:  # values of a trace are not known
         return True
-    found = _find_valid_targets(call)
-    return found is not None and not bool(found[0].all())
+    target = _find_targets(call)
+    if target is None:
+        return False
+    ignored = call.kwargs.get("ignore_index", -100)
+    if target.device.type == "cpu" and target.numel() <= _FEW_TARGETS:
+        return ignored in target.flatten().tolist()
+    return bool((target == ignored).any())
 
 
 def require_equal_divisors(call: Call, trace: tracing.Trace) -> None:
@@ -301,6 +308,15 @@ def _find_valid_targets(call: Call) -> tuple[Tensor, Layout] | None:
 
     None if the divisor cannot depend on the batch, or if the targets are probabilities, of which none is ignored.
     """
+    target, where = _find_targets(call), call.where[0]
+    if target is None or not isinstance(where, Layout):
+        return None
+    is_valid = target != call.kwargs.get("ignore_index", -100)
+    return is_valid, replace(where, dim=max(0, where.dim - 1))
+
+
+def _find_targets(call: Call) -> Tensor | None:
+    """The targets of a mean over valid targets; None as in `_find_valid_targets`."""
     where = call.where[0]
     if len(call.args) > 2 or not isinstance(where, Layout):
         return None
@@ -309,8 +325,7 @@ def _find_valid_targets(call: Call) -> tuple[Tensor, Layout] | None:
     logits, target = call.tensors[:2]
     if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
         return None
-    is_valid = target != call.kwargs.get("ignore_index", -100)
-    return is_valid, replace(where, dim=max(0, where.dim - 1))
+    return target
 
 
 def find_unequal_divisors(call: Call) -> Lost | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from persample._internal.model_table import get_named_parameters
+from persample._internal.model_table import read_model
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction
@@ -131,4 +131,9 @@ class Options:
 
 def get_trainable(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require gradients, by name."""
-    return {name: p for name, p in get_named_parameters(model).items() if p.requires_grad}
+    return select_trainable(read_model(model)[1])
+
+
+def select_trainable(parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of some parameters that require gradients."""
+    return {name: p for name, p in parameters.items() if p.requires_grad}

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
+from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import refuse_parameter_hooks
-from persample._internal.precision import in_full_precision
+from persample._internal.precision import call_in_full_precision, in_full_precision
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.backward.positions import PositionSplitter, group_by_rows
@@ -23,6 +24,7 @@ from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.audit import Audit
+from persample.forward.fastpath import find_fast_modules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
@@ -30,7 +32,7 @@ from persample.forward.tracker import Tracker
 from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.recording.hooks import UnrecordedGradients
-from persample.recording.options import Options, get_trainable
+from persample.recording.options import Options, select_trainable
 from persample.recording.verification import Verification, start_late_verification, start_verification
 from persample.terms import Term, add_terms
 
@@ -129,13 +131,15 @@ class Recording:
             )
         self._model, self.options = ref(model), options  # a watched model shall be freed with its last name
         self.processes = find_processes(model)
-        trainable = get_trainable(model)
+        modules, parameters = read_model(model)
+        trainable = select_trainable(parameters)
         self.recorded = options.select(trainable)
         refuse_parameter_hooks(trainable if options.keep_grad else self.recorded)
         self.grads = grads = self._make_gradients()
         self._failed = failed
         # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
-        self.needs_hooks = type(self.processes) is not Processes or options.keep_grad
+        is_alone = type(self.processes) is Processes
+        self.needs_hooks = not is_alone or options.keep_grad
         self._has_hooks = has_hooks or self.needs_hooks
         unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
@@ -143,17 +147,20 @@ class Recording:
             ended = partial(_end_loss, grads, ended)
         end = self._end = _End(ended)
 
-        @in_full_precision
         def finish() -> None:
             unrecorded.check()
             grads.finish()
             end.note()
 
-        used = map(self.processes.get_used, trainable.values())
+        used = trainable.values() if is_alone else map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
-        is_streamed = isinstance(grads, (StreamedNorms, StreamedClip))
-        deliver_stack = None if options.keep_grad else in_full_precision(grads.receive_stack)
-        self.collector = Collector(used, deliver, finish, early=is_streamed, deliver_stack=deliver_stack)
+        self.collector = Collector(
+            used,
+            deliver,
+            partial(call_in_full_precision, finish),
+            early=isinstance(grads, (StreamedNorms, StreamedClip)),
+            deliver_stack=None if options.keep_grad else grads.receive_stack,
+        )
         self.tracker = Tracker(
             self.collector,
             model,
@@ -166,10 +173,11 @@ class Recording:
             isolation=isolation,
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
-        self.tracker.can_retain = type(self.processes) is Processes and tracing.get_trace() is None
+        self.tracker.can_retain = is_alone and tracing.get_trace() is None
         if options.positions is not None:
             self._split_positions(options.positions)
         self.tracker.tried = grads.tried
+        self.tracker.fast_modules = find_fast_modules(modules)
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
         self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
@@ -333,8 +341,9 @@ class Recording:
         self.tracker.end_audit()
         self.collector.prepare_backward()
         is_graph_kept = _is_graph_kept(func, args, kwargs)
-        for tensor in find_tensors((args[1:], kwargs)):  # the gradient of the output, if it is given
-            self.tracker.note_outside(tensor)
+        if len(args) > 1 or kwargs:
+            for tensor in find_tensors((args[1:], kwargs)):  # the gradient of the output, if it is given
+                self.tracker.note_outside(tensor)
         try:
             with self._end.wait(), nullcontext() if self._has_hooks else self._unrecorded:
                 if func is Tensor.backward and self._choose_passes() == 2:
@@ -352,6 +361,8 @@ class Recording:
 
     def _check_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In private training: check what the code around the model has done, and the gradients that it passes on."""
+        if self.tracker.isolation is None:
+            return
         try:
             self.tracker.check_state()
             given = args[1:2] or [kwargs.get("gradient", kwargs.get("grad_tensors"))]

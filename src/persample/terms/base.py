@@ -90,6 +90,10 @@ class Term(ABC):
         """The dense form from factors in float64."""
         return convert_to_double(self).dense()
 
+    def write_exact_rows(self, out: Tensor) -> None:
+        """Write the dense form into `out`, `(count, batch / count, entries)` in float64, without cancellation."""
+        out.copy_(self.compute_exact_rows().reshape(out.shape))
+
     def clear_samples(self, is_cleared: Tensor) -> Term:
         """The term with rows of zeros where the mask `is_cleared`, `(batch,)`, is true, also if they are not finite."""
         return map_factors(self, lambda factor: _clear_rows(factor, is_cleared))

@@ -19,7 +19,7 @@ class Dense(Term):
 
     @property
     def batch(self) -> int:
-        return len(self.values)
+        return self.values.shape[0]
 
     @property
     def shape(self) -> torch.Size:

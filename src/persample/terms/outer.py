@@ -57,7 +57,7 @@ class Outer(Term):
 
     @property
     def batch(self) -> int:
-        return len(self.grad)
+        return self.grad.shape[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -77,6 +77,15 @@ class Outer(Term):
 
     def compute_exact_rows(self) -> Tensor:
         return torch.bmm(*promote(to_double(self.grad).mT, to_double(self.input).conj()))
+
+    def write_exact_rows(self, out: Tensor) -> None:
+        if self.positions != 1:
+            return super().write_exact_rows(out)
+        # One product for each entry, so nothing can cancel.
+        count, batch, _ = out.shape
+        rows, columns = self.shape
+        products = torch.mul(self.grad.mT, self.input.conj())
+        out.copy_(products.view(count, batch, rows * columns))
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         if not self.input.dtype == self.grad.dtype == out.dtype or out.is_complex():

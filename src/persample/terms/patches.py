@@ -45,7 +45,7 @@ class Patches(Term):
 
     @property
     def batch(self) -> int:
-        return len(self.grad)
+        return self.grad.shape[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -92,6 +92,18 @@ class Patches(Term):
         if self._choose_dense_algorithm() != "gemm" or out.dtype != self._dtype:
             return Dense(self.dense()).write(out, scale)
         return (self if scale == 1 else replace(self, grad=self.grad * scale))._multiply(out)
+
+    def write_exact_rows(self, out: Tensor) -> None:
+        is_symmetric = all(before == after >= 0 for before, after in self.padding)
+        is_simple = self.groups == self.grad.shape[1] == 1 and len(self.kernel) == 2 and is_symmetric
+        if not is_simple or self.input.is_complex() or self.grad.is_complex():
+            return super().write_exact_rows(out)
+        # For small tensors one call of the library is faster than views of windows.
+        kernel, gaps, steps = tuple(self.kernel), tuple(self.dilation), tuple(self.stride)
+        widths = tuple([before for before, _ in self.padding])
+        patches = F.unfold(self.input.squeeze(1).double(), kernel, gaps, widths, steps)
+        rows = torch.bmm(self.grad.squeeze(1).flatten(2).double(), patches.mT)
+        out.copy_(rows.view(out.shape))
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -38,7 +38,7 @@ class Rows(Term):
 
     @property
     def batch(self) -> int:
-        return len(self.ids)
+        return self.ids.shape[0]
 
     @property
     def shape(self) -> torch.Size:
@@ -53,6 +53,13 @@ class Rows(Term):
         sample = torch.arange(self.batch, device=self.ids.device).unsqueeze(1)
         rows = self.grad if scale == 1 else self.grad * scale
         out.zero_().flatten(0, 1).index_add_(0, (sample * self.count + self.ids).flatten(), rows.flatten(0, 1).to(out))
+
+    def write_exact_rows(self, out: Tensor) -> None:
+        batch, width = self.batch, self.grad.shape[2]
+        first = torch.arange(0, batch * self.count, self.count, device=self.ids.device).unsqueeze(1)
+        rows = torch.zeros((batch * self.count, width), dtype=out.dtype, device=out.device)
+        rows.index_add_(0, (self.ids + first).flatten(), self.grad.flatten(0, 1).to(out.dtype))
+        out.copy_(rows.view(out.shape))
 
     def some(self, start: int, stop: int) -> Rows:
         return Rows(self.ids[start:stop], self.grad[start:stop], self.count)
