@@ -85,8 +85,8 @@ class Watch:
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
         self._is_inside = False  # whether a call of the model, or of a part of it, is running
-        self._entry: nn.Module | None = None  # what was called: the model, or a part of it
-        self._first_part: nn.Module | None = None  # the part whose call began the current step
+        self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
+        self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
         self._thread = 0  # in which the current step began
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
@@ -169,7 +169,7 @@ class Watch:
 
     def _is_inside_entry(self, module: nn.Module) -> bool:
         # An interrupt may have ended the last call, and torch calls no hook then.
-        return self._is_inside and (module is not self._entry or _torch.is_running(module))
+        return self._is_inside and (not _is_same(self._entry, module) or _torch.is_running(module))
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
@@ -186,7 +186,7 @@ class Watch:
         except BaseException:
             self.rest()
             raise
-        self._is_inside, self._entry = True, module
+        self._is_inside, self._entry = True, ref(module)
         handle = module.register_forward_hook(ModuleHook(lambda *given: leave(*given)), always_call=True)
 
         def leave(*given: Any) -> None:
@@ -202,15 +202,16 @@ class Watch:
         if recording is not None and recording.continue_forward(args, kwargs, part):
             return True
         has_declared = any(t in declared for t in iterate_tensors((args, kwargs)) for declared in self._samples)
-        if recording is None or has_declared or part is self._first_part:
+        if recording is None or has_declared or _is_same(self._first_part, part):
             self._begin(model)
-            recording, self._first_part = self._recording, part
-            batch_size = self._find_declared_size()
+            recording, self._first_part = self._recording, ref(part)
+            batch_size, has_constants = self._find_declared_size(), False
         else:
             batch_size = recording.grads.batch_size
+            has_constants = recording.has_constants(args, kwargs, part)
         assert recording is not None
         try:
-            found = recording.find_batch_size(args, kwargs, part)
+            found = None if has_constants else recording.find_batch_size(args, kwargs, part)
         except (NoSamplesFound, BatchSizesDiffer):
             found = None
         if found is not None and (batch_size in (None, found) or has_declared):
@@ -260,7 +261,7 @@ class Watch:
         except BaseException:
             self.rest()
             raise
-        self._is_inside, self._entry = True, module
+        self._is_inside, self._entry = True, ref(module)
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call belongs to the current step: an earlier output is alive, and the batch size is equal."""
@@ -362,6 +363,10 @@ class Watch:
             return own is not None and own.is_pulling_back
 
         return refuse_unrecorded(options.select(get_trainable(model)), find_processes(model), is_pulling_back)
+
+
+def _is_same(given: ref[nn.Module] | None, module: nn.Module) -> bool:
+    return given is not None and given() is module
 
 
 class _Step:
