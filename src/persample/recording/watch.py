@@ -12,12 +12,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchSizesDiffer, NoSamplesFound, iterate_tensors
-from persample.distributed import Processes, find_processes
+from persample.distributed import find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -40,8 +41,8 @@ def watch(model: nn.Module, receive: Receive, options: StepOptions) -> Watch:
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
     A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
-    pass. Calls whose outputs go into one loss are one step, and must have the same samples. In one process, a submodule
-    may be called in place of the model, as in `model.head(model.encoder(x))`.
+    pass. Calls whose outputs go into one loss are one step, and must have the same samples. Except under DDP and FSDP, a
+    submodule may be called in place of the model, as in `model.head(model.encoder(x))`.
 
     The samples are followed until the backward pass has ended. A step without a backward pass ends with the next call
     of the model, or with `rest()`. While the model is watched, an ordinary gradient of a recorded parameter is refused:
@@ -158,8 +159,8 @@ class Watch:
     # ---- the forward pass ----
 
     def _watch_parts(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Hooks for submodules that are called directly. Several processes share the calls of the whole model only."""
-        if type(find_processes(model)) is not Processes:
+        """Hooks for submodules that are called directly. Under DDP and FSDP the whole model must be called."""
+        if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
             return
         recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
         for part in model.modules():
