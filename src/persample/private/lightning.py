@@ -99,18 +99,16 @@ class PrivateTraining(pl.Callback):
             return called
         if trainer.world_size > 1:
             raise PerSampleError(
-                f"PrivateTraining supports several processes with strategy='ddp', got {type(trainer.strategy).__name__}. "
-                "For FSDP2, use PrivacyEngine."
+                f"Several processes need strategy='ddp', got {type(trainer.strategy).__name__}. For FSDP2, use "
+                "PrivacyEngine."
             )
         return pl_module.get_submodule(self._module) if self._module else pl_module
 
     def _count_steps(self, trainer: Any, loader: Any) -> int:
         """Number of steps to plan for, without those before the checkpoint that the training resumes from."""
-        planned = (
-            trainer.estimated_stepping_batches
-            if self._epochs is None
-            else math.ceil(self._epochs * (len(loader) // trainer.accumulate_grad_batches))
-        )
+        planned = trainer.estimated_stepping_batches
+        if self._epochs is not None:
+            planned = math.ceil(self._epochs * (len(loader) // trainer.accumulate_grad_batches))
         if math.isinf(planned) or planned < 0:
             raise PerSampleError(
                 "The noise for target_epsilon depends on the number of steps, and this Trainer has no end. Set "
@@ -147,8 +145,8 @@ class PrivateTraining(pl.Callback):
         if trainer.accumulate_grad_batches != parts:
             raise PerSampleError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be the number of parts into which the "
-                "loader divides a batch: other batches are independent Poisson samples, which must not be added up. Pass "
-                f"poisson(loader, parts={trainer.accumulate_grad_batches}) to fit()."
+                "loader divides a batch: other batches are independent Poisson samples, which must not be added up. "
+                f"Pass poisson(loader, parts={trainer.accumulate_grad_batches}) to fit()."
             )
         if self.engine.secure_mode:
             raise PerSampleError(
@@ -176,7 +174,7 @@ class PrivateTraining(pl.Callback):
         pl_module.log("epsilon", self.budget.spent(self.engine), prog_bar=True)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget which checkpoint an earlier call of fit() was resumed from, and check what is too late to check then."""
+        """Forget which checkpoint an earlier call of fit() was resumed from; refuse another sampler."""
         self._is_restored = False
         connector = getattr(trainer, "_accelerator_connector", None)
         if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):

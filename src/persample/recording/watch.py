@@ -41,8 +41,8 @@ def watch(model: nn.Module, receive: Receive, options: StepOptions) -> Watch:
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
     A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
-    pass. Calls whose outputs go into one loss are one step, and must have the same samples. Except under DDP and FSDP, a
-    submodule may be called in place of the model, as in `model.head(model.encoder(x))`.
+    pass. Calls whose outputs go into one loss are one step, and must have the same samples. Except under DDP and FSDP,
+    a submodule may be called in place of the model, as in `model.head(model.encoder(x))`.
 
     The samples are followed until the backward pass has ended. A step without a backward pass ends with the next call
     of the model, or with `rest()`. While the model is watched, an ordinary gradient of a recorded parameter is refused:
