@@ -81,7 +81,7 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
 
     def _count_samples(self, grads: StreamedClip) -> Sums:
         assert self._settings is not None  # fixed by the call of the model
-        return {_UNCLIPPED: (grads.norms() <= self._settings.max_grad_norm).sum().float()}
+        return {_UNCLIPPED: (grads.norms() * self.loss_divisor <= self._settings.max_grad_norm).sum().float()}
 
     @torch.no_grad()
     def _take_noised_sums(self, std: float) -> Sums:

@@ -35,6 +35,7 @@ from persample.private.errors import PrivateTrainingError, UnsupportedModule
 from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_multiplier
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.processes import send_from_first
 from persample.private.sampling import prepare_empty_batches, replace_sampler
 from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
@@ -88,6 +89,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
+        distributed: bool | None = None,
         normalize_clipping: bool = False,
         target_unclipped_quantile: float | None = None,
         clipbound_learning_rate: float | None = None,
@@ -122,6 +124,9 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 the clipped sum.
             wrap_model: the model is never wrapped. With False, the first result is a handle with `cleanup()`, as in
                 Opacus, instead of the module.
+            distributed: whether each process trains a copy of the module on its own samples. By default it does if the
+                module is under DDP or FSDP2. With True, the module is not wrapped: the weights of the first process are
+                sent to the others once, and the sums of all processes are added up in each step.
             normalize_clipping: divide the private gradient by `max_grad_norm`.
             target_unclipped_quantile, clipbound_learning_rate, max_clipbound, min_clipbound, unclipped_num_std: for
                 `clipping="adaptive"`, see `AdaptiveOptimizer`.
@@ -185,7 +190,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             raise PrivateTrainingError("Module parameters are different than optimizer Parameters")
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
 
-        distributed = is_distributed(module)
+        if distributed is None:
+            distributed = is_distributed(module)
+        elif distributed and not is_distributed(module):
+            send_from_first(module)
         if unit_ids is not None:
             if not poisson_sampling:
                 raise PrivateTrainingError(
@@ -276,6 +284,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         grad_sample_mode: str | None = None,
         wrap_model: bool = True,
         rand_on_empty: bool = False,
+        distributed: bool | None = None,
         normalize_clipping: bool = False,
         target_unclipped_quantile: float | None = None,
         clipbound_learning_rate: float | None = None,
@@ -323,6 +332,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             rand_on_empty=rand_on_empty,
+            distributed=distributed,
             normalize_clipping=normalize_clipping,
             target_unclipped_quantile=target_unclipped_quantile,
             clipbound_learning_rate=clipbound_learning_rate,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from persample.private.budget import Budget
 from persample.private.checkpoints import check_loadable, load_safely
 from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.sampling import PartSampler, WithLength, copy_with_sampler
 
 _ACCOUNTANT = "privacy_accountant.pt"
 
@@ -24,9 +27,12 @@ _ACCOUNTANT = "privacy_accountant.pt"
 class PrivateTrainer(Trainer):
     """A Trainer for private training.
 
-    Batches are drawn by Poisson sampling with expected size `per_device_train_batch_size`. The loss must be a mean or
-    sum over the samples. For a language model with sequences of different lengths, use
-    `compute_loss_func=mean_of_sequences`.
+    Batches are drawn by Poisson sampling. Their expected size is `per_device_train_batch_size` in each process, times
+    `gradient_accumulation_steps`: each batch is divided into so many parts. The loss must be a mean or sum over the
+    samples. For a language model with sequences of different lengths, use `compute_loss_func=mean_of_sequences`.
+
+    With several processes (`torchrun`), each trains a copy of the model that is not wrapped, and the private optimizer
+    adds up the sums of all processes.
 
     Args:
         max_grad_norm: bound of the gradient of a sample.
@@ -55,33 +61,43 @@ class PrivateTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.engine = engine or PrivacyEngine()
         self._private = {"max_grad_norm": max_grad_norm, **(private or {})}
-        self._loader: Any = None
+        self._loader: Any = None  # of whole batches; the Trainer has the parts
         self._noise_state: Tensor | None = None  # loaded from a checkpoint, until the optimizer exists
         self._check_arguments()
         self.args.max_grad_norm = 0.0  # the Trainer itself must not clip the sum
         if self.label_smoother is not None:
             self.label_smoother = SampleLabelSmoother(self.label_smoother.epsilon)  # type: ignore[assignment]
         self.model_accepts_loss_kwargs = False  # else the loss of a sample depends on the lengths of other samples
+        self.loss_is_scaled_for_ga = True  # else the gradient of each sample is divided before it is clipped
+        if self._is_distributed:  # the optimizer adds up the sums, so the model is not wrapped by DDP
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    @property
+    def _is_distributed(self) -> bool:
+        return self.args.world_size > 1
 
     def _check_arguments(self) -> None:
-        args = self.args
-        if args.gradient_accumulation_steps > 1:
-            raise PerSampleError(
-                "gradient_accumulation_steps adds up independent Poisson samples, which private training does not "
-                "allow: set gradient_accumulation_steps=1."
-            )
-        if args.fp16:
+        if self.args.fp16:
             raise PerSampleError("fp16 scales the loss, and so the gradient of each sample before clipping: use bf16.")
-        if args.world_size > 1:
+        if self._is_distributed and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise PerSampleError(
-                "PrivateTrainer supports one process only. For several processes, use PrivacyEngine with DDP or FSDP2."
+                "PrivateTrainer supports copies of the model in several processes, not FSDP or DeepSpeed. For FSDP2, "
+                "use PrivacyEngine."
             )
 
     def get_train_dataloader(self) -> Any:
-        """The loader of the Trainer with Poisson sampling."""
+        """The loader of the Trainer with Poisson sampling, in parts if gradients are accumulated."""
+        parts = self.args.gradient_accumulation_steps
+        whole = self._get_whole_loader()
+        return whole if parts == 1 else copy_with_sampler(whole, PartSampler(whole.batch_sampler, parts))
+
+    def _get_whole_loader(self) -> Any:
         if self._loader is None:
+            loader: Any = super().get_train_dataloader()
+            steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
+            whole: Any = WithLength(loader, steps)
             self._loader = self.engine._prepare_data_loader(
-                super().get_train_dataloader(), poisson_sampling=True, distributed=False
+                whole, poisson_sampling=True, distributed=self._is_distributed
             )
         return self._loader
 
@@ -89,14 +105,16 @@ class PrivateTrainer(Trainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         if isinstance(optimizer, PrivateOptimizer):
             return optimizer
-        self.optimizer = self.budget.make_private(
+        private = self.optimizer = self.budget.make_private(
             self.engine,
             self._count_steps(),
             module=self.model,
             optimizer=optimizer,
-            data_loader=self.get_train_dataloader(),
+            data_loader=self._get_whole_loader(),
+            distributed=self._is_distributed,
             **self._private,
         )
+        private.parts_per_step = self.args.gradient_accumulation_steps
         set_noise_state(self.optimizer, self._noise_state)
         self._noise_state = None
         return self.optimizer
@@ -126,9 +144,10 @@ class PrivateTrainer(Trainer):
         """Save a checkpoint as the Trainer does. The accountant is saved first, so that no checkpoint is without it."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
         state = {**self.engine.accountant.state_dict(), "noise": get_noise_state(self._get_private_optimizer())}
-        with write_atomically(folder / _ACCOUNTANT) as file:
-            torch.save(state, file)
-            check_loadable(file)
+        if self.args.should_save:
+            with write_atomically(folder / _ACCOUNTANT) as file:
+                torch.save(state, file)
+                check_loadable(file)
         super()._save_checkpoint(*args, **kwargs)
 
     def _load_accountant(self, checkpoint: str | bool) -> None:
@@ -153,7 +172,8 @@ class PrivateTrainer(Trainer):
         """
         if not any(isinstance(value, Tensor) and value.numel() for value in inputs.values()):
             return torch.zeros((), device=self.args.device)
-        return super().training_step(model, inputs, None, *args, **kwargs)
+        loss = super().training_step(model, inputs, None, *args, **kwargs)
+        return loss / self.args.gradient_accumulation_steps  # the Trainer logs the sum over the parts
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the Trainer does. The tensors of the batch, labels included, are declared as samples."""

@@ -9,19 +9,28 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from opacus.data_loader import DPDataLoader
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
 from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import prepare_empty_batches
+from persample.private.sampling import PartSampler, PoissonSampler, WithLength, prepare_empty_batches
 
 
-def poisson(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """Copy a loader with Poisson sampling. The expected batch size is the batch size of the loader."""
+def poisson(loader: DataLoader[Any], parts: int = 1) -> DataLoader[Any]:
+    """Copy a loader with Poisson sampling. The expected batch size is `parts` times the batch size of the loader.
+
+    Args:
+        parts: the number of parts into which each batch is divided, for `Trainer(accumulate_grad_batches=parts)`.
+
+    With several processes, each process has the batch size of the loader.
+    """
     sampled = DPDataLoader.from_data_loader(loader)
     prepare_empty_batches(sampled)
+    sampler = PoissonSampler(len(loader.dataset), math.ceil(len(loader) / parts), sampled.generator)  # type: ignore[arg-type]
+    vars(sampled)["batch_sampler"] = PartSampler(sampler, parts)  # not setattr, which a loader refuses
     return sampled
 
 
@@ -38,7 +47,7 @@ class PrivateTraining(pl.Callback):
         target_delta: delta of `target_epsilon` and of the epsilon in the logs.
         epochs: number of epochs for `target_epsilon`; by default all steps of the Trainer.
             The training ends when they have been made.
-        module: name of the submodule that `training_step` calls, if it does not call the LightningModule itself.
+        module: name of the submodule to train privately, if it is not the whole LightningModule. Not for DDP.
         engine: a `PrivacyEngine`, for example with another accountant.
         private: further arguments of `PrivacyEngine.make_private`.
     """
@@ -73,18 +82,33 @@ class PrivateTraining(pl.Callback):
         self._optimizer = self.budget.make_private(
             self.engine,
             self._count_steps(trainer, loader) if self.budget.target_epsilon is not None else 0,
-            module=pl_module.get_submodule(self._module) if self._module else pl_module,
+            module=self._find_module(trainer, pl_module),
             optimizer=trainer.optimizers[0],
-            data_loader=loader,
+            data_loader=WithLength(loader, len(loader) // trainer.accumulate_grad_batches),
             **self._private,
         )
+        self._optimizer.parts_per_step = self._optimizer.loss_divisor = trainer.accumulate_grad_batches
         trainer.strategy.optimizers = [self._optimizer]
         set_noise_state(self._optimizer, self._noise_state)
         self._noise_state = None
 
+    def _find_module(self, trainer: Any, pl_module: Any) -> Any:
+        """What the Trainer calls: the module, a part of it, or with several processes the module under DDP."""
+        called = trainer.strategy.model
+        if isinstance(called, DistributedDataParallel):
+            return called
+        if trainer.world_size > 1:
+            raise PerSampleError(
+                f"Several processes need strategy='ddp', got {type(trainer.strategy).__name__}. For FSDP2, use "
+                "PrivacyEngine."
+            )
+        return pl_module.get_submodule(self._module) if self._module else pl_module
+
     def _count_steps(self, trainer: Any, loader: Any) -> int:
         """Number of steps to plan for, without those before the checkpoint that the training resumes from."""
-        planned = trainer.estimated_stepping_batches if self._epochs is None else math.ceil(self._epochs * len(loader))
+        planned = trainer.estimated_stepping_batches
+        if self._epochs is not None:
+            planned = math.ceil(self._epochs * (len(loader) // trainer.accumulate_grad_batches))
         if math.isinf(planned) or planned < 0:
             raise PerSampleError(
                 "The noise for target_epsilon depends on the number of steps, and this Trainer has no end. Set "
@@ -117,14 +141,12 @@ class PrivateTraining(pl.Callback):
             )
         if len(trainer.optimizers) != 1:
             raise PerSampleError(f"PrivateTraining supports one optimizer, got {len(trainer.optimizers)}.")
-        if trainer.accumulate_grad_batches > 1:
+        parts = getattr(loader.batch_sampler, "parts", 1)
+        if trainer.accumulate_grad_batches != parts:
             raise PerSampleError(
-                "accumulate_grad_batches adds up independent Poisson samples, which private training does not allow: "
-                "set accumulate_grad_batches=1."
-            )
-        if trainer.world_size > 1:
-            raise PerSampleError(
-                "PrivateTraining supports one process only. For several processes, use PrivacyEngine with DDP or FSDP2."
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} must be the number of parts into which the "
+                "loader divides a batch: other batches are independent Poisson samples, which must not be added up. "
+                f"Pass poisson(loader, parts={trainer.accumulate_grad_batches}) to fit()."
             )
         if self.engine.secure_mode:
             raise PerSampleError(
@@ -152,8 +174,14 @@ class PrivateTraining(pl.Callback):
         pl_module.log("epsilon", self.budget.spent(self.engine), prog_bar=True)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget which checkpoint an earlier call of fit() was resumed from."""
+        """Forget which checkpoint an earlier call of fit() was resumed from; refuse another sampler."""
         self._is_restored = False
+        connector = getattr(trainer, "_accelerator_connector", None)
+        if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
+            raise PerSampleError(
+                "Lightning would replace the Poisson sampling of the loader. Pass use_distributed_sampler=False to the "
+                "Trainer: poisson(loader) divides the data over the processes itself."
+            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End private training and restore the original optimizer."""

@@ -126,6 +126,8 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self.noise_multiplier = float(noise_multiplier)
         self.clipping = clipping
         self.poisson_sampling = poisson_sampling
+        self.parts_per_step = 1  # backward passes that share one Poisson sample
+        self.loss_divisor = 1.0  # what a trainer divides the loss by, and so each row before it is clipped
         self.normalize_clipping = normalize_clipping
         self._has_grad_samples = grad_samples
         self.noise = Noise()  # unused if a generator is given
@@ -182,12 +184,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         self._peers.withdraw_failure()
         if self._settings is None or (self._batch is None and self._parts is None):
             self._settings = self._get_current_settings()
-        bound = self._settings.max_grad_norm
+        bound = self._settings.max_grad_norm / self.loss_divisor
         by_name = {name: part * bound / math.hypot(*self._bounds.values()) for name, part in self._bounds.items()}
         return {
             "keep": "clip",
             "max_norm": by_name or bound,
-            "stabiliser": AUTOMATIC_STABILISER if self.clipping == "automatic" else None,
+            "stabiliser": AUTOMATIC_STABILISER / self.loss_divisor if self.clipping == "automatic" else None,
             "loss_reduction": self.loss_reduction,
             "parameters": self._get_names(),
             "verify": "first",
@@ -238,7 +240,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         """Add the clipped sum of a backward pass to the sum of this step, and show it in `p.grad`."""
         if self._is_batch_cleared():
             self._drop_batch()
-        if self._arrived and self.poisson_sampling:
+        if self._arrived >= self.parts_per_step and self.poisson_sampling:
             raise PrivateTrainingError(
                 "A second backward pass before step(): independent Poisson samples must not be added up, because the "
                 "accountant would count the wrong privacy loss. Call step() after each backward pass, split large "
@@ -254,7 +256,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if grads.passes != self.passes:
             self.passes = grads.passes
             _log.info("Private training clips in %s", grads.describe_passes())
-        found = {id(p): widen(clipped[self._names[id(p)]]).view_as(p) for p in self.params}
+        found = {id(p): self._restore_scale(widen(clipped[self._names[id(p)]]).view_as(p)) for p in self.params}
         self._batch = _add(self._batch, {**found, **self._count_samples(grads)})
         if self._has_grad_samples:
             self._show_rows(grads)
@@ -264,6 +266,9 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
 
+    def _restore_scale(self, total: Tensor) -> Tensor:
+        return total if self.loss_divisor == 1 else total * self.loss_divisor
+
     def _count_samples(self, grads: StreamedClip) -> Sums:
         """Further sums over the samples of a backward pass; keys are not ids of parameters."""
         return {}
@@ -272,7 +277,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         """Put the gradients of the samples into `p.grad_sample`: a tensor, or one for each backward pass."""
         for p in self.params:
             rows = grads.rows.get(self._names[id(p)])
-            rows = p.new_zeros(grads.batch_size, *p.shape) if rows is None else rows.to(p.dtype)
+            rows = p.new_zeros(grads.batch_size, *p.shape) if rows is None else self._restore_scale(rows).to(p.dtype)
             before = getattr(p, "grad_sample", None)
             shown = rows if before is None else [*(before if isinstance(before, list) else [before]), rows]
             p.grad_sample = shown
@@ -323,7 +328,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
     @property
     def accumulated_iterations(self) -> int:
         """Number of batches that the next step adds up."""
-        return max(1, self._arrived)
+        return max(1, math.ceil(self._arrived / self.parts_per_step))
 
     # ---- parts of a split batch ----
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -103,3 +103,10 @@ def refuse_inner_module(module: nn.Module) -> None:
                 f"This {type(module).__name__} is inside a DistributedDataParallel. Pass the DistributedDataParallel "
                 "itself, not its .module: otherwise each process would train on its own, with its own noise."
             )
+
+
+@torch.no_grad()
+def send_from_first(module: nn.Module) -> None:
+    """Replace the parameters and buffers of a module by those of the first process."""
+    for tensor in chain(module.parameters(), module.buffers()):
+        torch.distributed.broadcast(tensor, 0)

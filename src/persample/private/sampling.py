@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
+from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import DataLoader
 
 _LARGE_PRIME = 2_147_483_647
@@ -36,11 +38,75 @@ def make_generator_of_process() -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+class PartSampler:
+    """The batches of a sampler, each divided into `parts` batches of almost the same size, of which some may be empty.
+
+    >>> list(PartSampler([[0, 1, 2, 3, 4], [5]], parts=2))
+    [[0, 1], [2, 3, 4], [], [5]]
+    """
+
+    def __init__(self, sampler: Any, parts: int) -> None:
+        self.sampler, self.parts = sampler, parts
+
+    def __len__(self) -> int:
+        return len(self.sampler) * self.parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.sampler:
+            cuts = [len(batch) * i // self.parts for i in range(self.parts + 1)]
+            for start, stop in pairwise(cuts):
+                yield batch[start:stop]
+
+
+class WithLength:
+    """A loader with another number of batches, from which Opacus makes one with Poisson sampling."""
+
+    def __init__(self, loader: Any, length: int) -> None:
+        self._loader, self._length = loader, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class PoissonSampler:
+    """Poisson samples in one process, or in as many processes as there are when a loop begins.
+
+    `batches` is the number of batches of an epoch in one process; several processes divide them.
+    """
+
+    def __init__(self, num_samples: int, batches: int, generator: torch.Generator | None = None) -> None:
+        self.num_samples = num_samples
+        self.generator = generator
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return math.ceil(self._batches / _count_processes())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        options: dict[str, Any] = {"sample_rate": 1 / len(self), "generator": self.generator}
+        if _count_processes() > 1:
+            return iter(DistributedPoissonSampler(total_size=self.num_samples, **options))
+        return iter(UniformWithReplacementSampler(num_samples=self.num_samples, **options))
+
+
+def _count_processes() -> int:
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_initialized else 1
+
+
 def replace_sampler(loader: Any) -> DataLoader[Any]:
     """A copy of a distributed loader of Opacus with `DistributedPoissonSampler`."""
     sampler = DistributedPoissonSampler(
         total_size=len(loader.dataset), sample_rate=loader.sample_rate, generator=loader.generator
     )
+    return copy_with_sampler(loader, sampler)
+
+
+def copy_with_sampler(loader: Any, sampler: Any) -> DataLoader[Any]:
+    """A copy of a loader with another batch sampler."""
     return DataLoader(
         dataset=loader.dataset,
         batch_sampler=sampler,

@@ -229,17 +229,13 @@ class Recording:
         self._begin_inside()
 
     def continue_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
-        """Tell the tracker that a submodule is about to run with samples of this step, or with constants made in it.
-
-        False: neither can be said of the arguments.
-        """
+        """Tell the tracker that a submodule is about to run with samples of this step; False if there are none."""
         with _torch.DisableTorchFunction():
             arguments = self._make_arguments(args, kwargs, part)
-            if arguments.has_known(self.tracker):
-                arguments.add_unknown_to(self.tracker)
-                self._start_verification(arguments, part)
-            elif not arguments.is_constant(self.tracker):
+            if not arguments.has_known(self.tracker):
                 return False
+            arguments.add_unknown_to(self.tracker)
+            self._start_verification(arguments, part)
         self._begin_inside()
         return True
 
@@ -297,7 +293,8 @@ class Recording:
         if self.tracker.is_inside:
             self.note_nested_call()
             return
-        found = start_verification(part or self._get_model(), self.options, self.processes, self.tracker, arguments)
+        with self.tracker.pause():
+            found = start_verification(part or self._get_model(), self.options, self.processes, self.tracker, arguments)
         if isinstance(found, str):
             self._verification, self.grads.verification = None, found
             self._verified_before = arguments if found.startswith("verified") else None
@@ -309,6 +306,11 @@ class Recording:
         with _torch.DisableTorchFunction():
             for tensor, dim in declared.items():
                 self.tracker.add_samples(tensor, dim)
+
+    def has_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
+        """Whether the arguments of a call of a submodule are known to be the same for all samples of this step."""
+        with _torch.DisableTorchFunction():
+            return self._make_arguments(args, kwargs, part).is_constant(self.tracker)
 
     def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> int:
         """The number of samples in the arguments of a call of the model, or of a part of it."""

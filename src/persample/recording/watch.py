@@ -12,12 +12,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim, BatchSizesDiffer, NoSamplesFound, iterate_tensors
-from persample.distributed import Processes, find_processes
+from persample.distributed import find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -63,8 +64,8 @@ def watch(
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
     A step is a call of the model with gradients enabled, the computation of a loss from its outputs, and the backward
-    pass. Calls whose outputs go into one loss are one step, and must have the same samples. In one process, a submodule
-    may be called in place of the model, as in `model.head(model.encoder(x))`.
+    pass. Calls whose outputs go into one loss are one step, and must have the same samples. Except under DDP and FSDP,
+    a submodule may be called in place of the model, as in `model.head(model.encoder(x))`.
 
     The samples are followed until the backward pass has ended. A step without a backward pass ends with the next call
     of the model, or with `rest()`. While the model is watched, an ordinary gradient of a recorded parameter is refused:
@@ -143,8 +144,8 @@ class Watch:
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
         self._is_inside = False  # whether a call of the model, or of a part of it, is running
-        self._entry: nn.Module | None = None  # what was called: the model, or a part of it
-        self._first_part: nn.Module | None = None  # the part whose call began the current step
+        self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
+        self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
         self._thread = 0  # in which the current step began
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
@@ -226,8 +227,8 @@ class Watch:
     # ---- the forward pass ----
 
     def _watch_parts(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Hooks for submodules that are called directly. Several processes share the calls of the whole model only."""
-        if type(find_processes(model)) is not Processes:
+        """Hooks for submodules that are called directly. Under DDP and FSDP the whole model must be called."""
+        if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
             return
         recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
         for part in model.modules():
@@ -237,7 +238,7 @@ class Watch:
 
     def _is_inside_entry(self, module: nn.Module) -> bool:
         # An interrupt may have ended the last call, and torch calls no hook then.
-        return self._is_inside and (module is not self._entry or _torch.is_running(module))
+        return self._is_inside and (not _is_same(self._entry, module) or _torch.is_running(module))
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
@@ -254,7 +255,7 @@ class Watch:
         except BaseException:
             self.rest()
             raise
-        self._is_inside, self._entry = True, module
+        self._is_inside, self._entry = True, ref(module)
         handle = module.register_forward_hook(ModuleHook(lambda *given: leave(*given)), always_call=True)
 
         def leave(*given: Any) -> None:
@@ -270,15 +271,16 @@ class Watch:
         if recording is not None and recording.continue_forward(args, kwargs, part):
             return True
         has_declared = any(t in declared for t in iterate_tensors((args, kwargs)) for declared in self._samples)
-        if recording is None or has_declared or part is self._first_part:
+        if recording is None or has_declared or _is_same(self._first_part, part):
             self._begin(model)
-            recording, self._first_part = self._recording, part
-            batch_size = self._find_declared_size()
+            recording, self._first_part = self._recording, ref(part)
+            batch_size, has_constants = self._find_declared_size(), False
         else:
             batch_size = recording.grads.batch_size
+            has_constants = recording.has_constants(args, kwargs, part)
         assert recording is not None
         try:
-            found = recording.find_batch_size(args, kwargs, part)
+            found = None if has_constants else recording.find_batch_size(args, kwargs, part)
         except (NoSamplesFound, BatchSizesDiffer):
             found = None
         if found is not None and (batch_size in (None, found) or has_declared):
@@ -328,7 +330,7 @@ class Watch:
         except BaseException:
             self.rest()
             raise
-        self._is_inside, self._entry = True, module
+        self._is_inside, self._entry = True, ref(module)
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call belongs to the current step: an earlier output is alive, and the batch size is equal."""
@@ -430,6 +432,10 @@ class Watch:
             return own is not None and own.is_pulling_back
 
         return refuse_unrecorded(options.select(get_trainable(model)), find_processes(model), is_pulling_back)
+
+
+def _is_same(given: ref[nn.Module] | None, module: nn.Module) -> bool:
+    return given is not None and given() is module
 
 
 class _Step:
