@@ -60,6 +60,15 @@ def use_recordings() -> None:
     persample.release_memory()
 
 
+def use_curvature() -> None:
+    with persample.record(model) as grads:
+        logits = model(x)
+        F.cross_entropy(logits, persample.sample_labels(logits)).backward()
+    diagonal: dict[str, Tensor] = grads.fisher_diagonal()
+    assert diagonal.keys() == grads.second_moment().keys()
+    assert callable(persample.differentiable_norms)
+
+
 def use_losses() -> None:
     with persample.record(model, losses=["small", "flat"]) as grads:
         out = model(x)
