@@ -2,9 +2,10 @@
 
     python -m benchmarks.private [--rounds 15] [--json benchmarks/results/private.json]
 
-A step consists of forward, backward, clipped sum, noise and SGD. The batch is already loaded. The engines take turns in
-one process, and a ratio is formed with the plain step of the same round. Peak memory is measured in a separate process
-for each engine.
+A step consists of forward, backward, clipped sum, noise and SGD. The batches are Poisson samples, so that each round
+has another batch size, and are already loaded. The engines take turns in one process with the batch of the round, and a
+ratio is formed with the plain step of the same round. Peak memory is measured in a separate process for each engine,
+with one batch size.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from benchmarks.engines.opacus import wrap_for_ghost_clipping
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
 from benchmarks.targets import PRIVATE_TIME
-from benchmarks.timing import compute_quartiles, compute_ratios, time_in_turns, time_step
+from benchmarks.timing import WARM_UP_ROUNDS, compute_quartiles, compute_ratios, time_in_turns, time_step
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 
@@ -119,10 +120,31 @@ def build_engine(kind: type[Training], workload: Workload) -> Training:
     return engine
 
 
+def draw_batches(workload: Workload, count: int) -> list[tuple[Tensor, Tensor]]:
+    """Poisson samples with the batch size of the workload as their mean."""
+    _, x, labels = workload.build()
+    x, labels = torch.cat([x, x]), torch.cat([labels, labels])
+    generator = torch.Generator().manual_seed(0)
+    chosen = [torch.rand(len(x), generator=generator) < 0.5 for _ in range(count)]
+    return [(x[some], labels[some]) for some in chosen]
+
+
+def make_timer(engine: Training, batches: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
+    """A function that makes a step with the next batch, and returns its seconds."""
+    following = iter(batches)
+
+    def time_next() -> float:
+        engine.x, engine.labels = next(following)
+        return time_step(engine, "train")
+
+    return time_next
+
+
 def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
     """For each engine: time with quartiles, and peak memory, as ratios to plain training."""
     engines = [build_engine(kind, workload) for kind in ENGINES]
-    timers = {engine.name: partial(time_step, engine, "train") for engine in (Training(workload), *engines)}
+    batches = draw_batches(workload, WARM_UP_ROUNDS + rounds)
+    timers = {engine.name: make_timer(engine, batches) for engine in (Training(workload), *engines)}
     times = time_in_turns(timers, rounds)
     plain_peak = measure_peak(Training, workload, processes=3)
     results = {}

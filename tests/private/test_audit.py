@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample.errors import PerSampleError
 from persample.gradients import streamed
+from persample.gradients.squared_norms import SquaredNorms
 from persample.private import AuditResult, AuditRun, PrivacyEngine, audit
 from persample.private.auditing import bounds
 from persample.private.auditing.canaries import GradientCanaries, make_samples
@@ -220,6 +221,39 @@ def test_broken_clipping_is_found_in_one_run(monkeypatch: pytest.MonkeyPatch) ->
     outliers = [(100 * torch.randn(10), torch.tensor(i % 4)) for i in range(24)]
     result = audit(make_train(15.0), canaries=outliers, delta=1e-5, seed=0)
     assert result.exceeds, str(result)
+
+
+SEQUENCES = TensorDataset(
+    torch.randn(32, 2, 64, generator=GENERATOR), 0.1 * torch.randn(32, 2, 64, generator=GENERATOR)
+)
+# Two positions that are nearly equal, with targets of opposite signs: their contributions to the gradient cancel.
+CANCELLING = (
+    torch.randn(1, 64, generator=GENERATOR) * torch.tensor([[1.0], [1.0001]]),
+    torch.tensor([[1e6], [-1e6]]).expand(2, 64),
+)
+
+
+def train_on_sequences(run: AuditRun) -> Any:
+    engine, model = PrivacyEngine(accountant="rdp"), nn.Linear(64, 64, bias=False)
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.05), noise_multiplier=5.0, max_grad_norm=1.0,
+        data_loader=DataLoader(run.add_canaries(SEQUENCES), batch_size=32),
+    )  # fmt: skip
+    run.observe(optimizer, sample_rate=1 / len(loader), model=model, loss_fn=F.mse_loss)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return engine
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_norms_that_cancel_are_found(is_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    if not is_safe:
+        monkeypatch.setattr(SquaredNorms, "find_doubtful", lambda *args: [])
+    result = audit(train_on_sequences, canaries=[CANCELLING], runs=40, seed=0)
+    assert result.exceeds is not is_safe, str(result)
 
 
 def test_repeated_noise_is_found() -> None:

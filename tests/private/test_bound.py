@@ -16,7 +16,7 @@ import persample
 from persample import PerSampleError, record
 from persample.private import PrivateOptimizer
 from tests.support.attempts import ATTEMPTS
-from tests.support.bound import OPTIONS, Attempt, D, Net, compute_private_sum, measure_change
+from tests.support.bound import MODELS, OPTIONS, SIZES, Attempt, D, Net, T, compute_private_sum, measure_change
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ALLOWED = 1 + 1e-4
@@ -263,6 +263,24 @@ def test_other_samples_are_what_they_are_without_it(kind: str, keep: str) -> Non
         for name, rows in grads.dense().items():
             torch.testing.assert_close(rows[others], expected.dense()[name])
             assert not rows[2].any()
+
+
+@pytest.mark.parametrize("options", ["one pass", "two passes"])
+@pytest.mark.parametrize("kind", ["convolution", "LSTM", "GRU, two directions", "attention", "embedding", "norm"])
+def test_other_samples_are_untouched_to_the_bit(kind: str, options: str) -> None:
+    torch.manual_seed(0)
+    module, x, weights = MODELS[kind](*SIZES["small"]), torch.randn(5, T, D), torch.ones(5)
+    spoilt, ignored = x.clone(), weights.clone()
+    spoilt[2], ignored[2] = math.nan, 0
+
+    def compute(x: Tensor, weights: Tensor) -> Tensor:
+        def compute_loss(m: nn.Module) -> Tensor:
+            return (m(x).square().flatten(1).sum(1) * weights).sum()
+
+        return compute_private_sum(module, compute_loss, loss_reduction="sum", **OPTIONS[options])
+
+    compute(x, ignored)  # the first step of a model may add up in another order
+    assert torch.equal(compute(spoilt, weights), compute(x, ignored))
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "norms"}, {"keep": "clip", "max_norm": 1.0}], ids=str)

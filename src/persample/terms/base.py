@@ -283,9 +283,14 @@ def map_factors(term: Any, function: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _clear_rows(factor: Tensor, is_cleared: Tensor) -> Tensor:
+    """The factor with zeros for some samples. Its strides stay, so that sums of the others add up in the same order."""
     if not (factor.is_floating_point() or factor.is_complex()):
         return factor
-    return factor.masked_fill(is_cleared.view(-1, *[1] * (factor.dim() - 1)), 0)
+    own = factor
+    for dim in range(1, factor.dim()):
+        if factor.stride(dim) == 0 and factor.shape[dim]:  # expanded
+            own = own.narrow(dim, 0, 1)
+    return own.clone().masked_fill_(is_cleared.view(-1, *[1] * (factor.dim() - 1)), 0).expand(factor.shape)
 
 
 def widen_factors(term: Any) -> Any:
