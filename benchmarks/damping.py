@@ -30,17 +30,17 @@ from persample.scanning.probe import Probe
 from persample.scanning.retraining import draw_subsets
 from persample.scanning.statistics import correlate_ranks
 
-SUBSETS, REPEATS, MODELS = 40, 2, 2
-DIMS = (4, 64, 512, 2048)
+SUBSETS, REPEATS, MODELS = 24, 1, 1
+DIMS = (4, 64, 512)
 DAMPINGS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 def iterate_variants() -> Iterator[tuple[str, Task]]:
-    """Each task with all and with 300 examples, with half and with three times the epochs."""
+    """Each task with all and with 300 examples, with half and with twice the epochs."""
     for name, make_task in TASKS.items():
         task = make_task()
         for examples in (300, len(task.data[0])):
-            for factor in (0.5, 3):
+            for factor in (0.5, 2):
                 inputs, labels = task.data
                 data = inputs[:examples], labels[:examples]
                 epochs = round(factor * task.epochs)

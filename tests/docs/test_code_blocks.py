@@ -261,6 +261,11 @@ import torch
 def to_scan():
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.arange(40) % 5)
     return torch.nn.Linear(4, 5), data, torch.nn.CrossEntropyLoss()
+
+def to_evaluate():
+    x, y = torch.randn(60, 4), torch.arange(60) % 5
+    train = lambda data, seed: torch.nn.Linear(4, 5)
+    return train, (x[:40], y[:40]), (x[40:], y[40:]), torch.nn.CrossEntropyLoss()
 """
 
 

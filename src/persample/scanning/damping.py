@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -30,41 +29,27 @@ def check_damping(damping: Damping) -> None:
 
 
 class Whitening:
-    """`(M + λ)⁻¹` for the second moment `M` of gradients, one block of entries after the other.
+    """`(M + λ)⁻¹` for the second moment `M` of gradients.
 
-    `damping` is λ relative to the mean eigenvalue of a block. "auto" chooses it by `choose_damping` for a number of
-    effective dimensions; the attribute `damping` has the number.
+    `damping` is λ relative to the mean eigenvalue. "auto" chooses it by `choose_damping` for a number of effective
+    dimensions; the attribute `damping` has the number.
     """
 
-    def __init__(
-        self,
-        moment: Tensor,
-        damping: Damping = "auto",
-        blocks: Sequence[slice] | None = None,
-        effective_dims: float = DIMS_OF_DIRECTIONS,
-    ) -> None:
+    def __init__(self, moment: Tensor, damping: Damping = "auto", effective_dims: float = DIMS_OF_DIRECTIONS) -> None:
         check_damping(damping)
-        self._blocks = list(blocks or [slice(0, len(moment))])
-        moments = [moment[block, block] for block in self._blocks]
         if damping == "auto":
-            damping = choose_damping([_compute_spectrum(part) for part in moments], effective_dims)
+            damping = choose_damping(_compute_spectrum(moment), effective_dims)
         self.damping = float(damping)
-        self._factors = [_factorise(part, self.damping) for part in moments]
+        mean = (moment.trace() / len(moment)).clamp(min=_TINY**0.5)
+        self._lower = torch.linalg.cholesky(moment + self.damping * mean * torch.eye(len(moment), dtype=moment.dtype))
 
     def solve(self, rows: Tensor) -> Tensor:
         """`rows (M + λ)⁻¹`, in float64."""
-        result = torch.zeros(rows.shape, dtype=torch.float64)
-        for block, lower in zip(self._blocks, self._factors, strict=True):
-            result[:, block] = torch.cholesky_solve(rows[:, block].double().T, lower).T
-        return result
+        return torch.cholesky_solve(rows.double().T, self._lower).T
 
     def compute_squares(self, rows: Tensor) -> Tensor:
         """`r (M + λ)⁻¹ rᵀ` for each row `r`, in float64."""
-        total = torch.zeros(len(rows), dtype=torch.float64)
-        for block, lower in zip(self._blocks, self._factors, strict=True):
-            solved = torch.linalg.solve_triangular(lower, rows[:, block].double().T, upper=False)
-            total += solved.square().sum(0)
-        return total
+        return torch.linalg.solve_triangular(self._lower, rows.double().T, upper=False).square().sum(0)
 
 
 def count_effective_dims(lengths: Tensor) -> float:
@@ -82,17 +67,16 @@ def count_effective_dims(lengths: Tensor) -> float:
     return DIMS_OF_EQUAL / math.sqrt(max(float(share), 1 / len(lengths)))
 
 
-def choose_damping(spectra: Sequence[Tensor], effective_dims: float) -> float:
+def choose_damping(spectrum: Tensor, effective_dims: float) -> float:
     """The damping that leaves an effective number of dimensions `Σ e / (e + λ)`, at most a third of the rank.
 
-    `spectra` are the eigenvalues `e` of each block, and `λ` is the damping times the mean eigenvalue of the block. The
-    damping is at least `LEAST_DAMPING`.
+    `spectrum` are the eigenvalues `e`, and `λ` is the damping times their mean; at least `LEAST_DAMPING`.
 
-    >>> round(choose_damping([torch.ones(90)], 40), 6)  # 90 / (1 + λ) = 30
+    >>> round(choose_damping(torch.ones(90), 40), 6)  # 90 / (1 + λ) = 30
     2.0
     """
-    clamped = [part.double().clamp(min=0) for part in spectra]  # rounding makes some eigenvalues negative
-    scaled = torch.cat([part / part.mean().clamp(min=_TINY) for part in clamped])
+    scaled = spectrum.double().clamp(min=0)  # rounding makes some eigenvalues negative
+    scaled = scaled / scaled.mean().clamp(min=_TINY)
     wanted = min(effective_dims, PART_OF_RANK * int((scaled > _ROUNDING * scaled.max()).sum()))
     low, high = math.log10(LEAST_DAMPING), 12.0
     for _ in range(60):
@@ -111,9 +95,3 @@ def _compute_spectrum(moment: Tensor) -> Tensor:
     """Eigenvalues divided by their sum; in float32 if there are so many that float64 would take much longer."""
     scaled = moment / moment.trace().clamp(min=_TINY)
     return torch.linalg.eigvalsh(scaled.float() if len(moment) > _MANY else scaled)
-
-
-def _factorise(moment: Tensor, damping: float) -> Tensor:
-    """Lower Cholesky factor of `moment + λ`."""
-    mean = (moment.trace() / len(moment)).clamp(min=_TINY**0.5)
-    return torch.linalg.cholesky(moment + damping * mean * torch.eye(len(moment), dtype=moment.dtype))

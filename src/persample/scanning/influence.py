@@ -152,7 +152,7 @@ class StoredModel:
         key = (method, damping)
         if key not in self._whitenings:
             dims = count_effective_dims(self.get_scale(method))
-            self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks, dims)
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, dims)
         return self._whitenings[key]
 
     def _get_moment(self, method: Method) -> Tensor:
@@ -283,7 +283,7 @@ def _score_sample(
         own = test.rows[:, half].double()
         if method in DAMPED:
             dims = count_effective_dims(features.norm(dim=1))
-            own = Whitening(features.T @ features / len(features), damping, effective_dims=dims).solve(own)
+            own = Whitening(features.T @ features / len(features), damping, dims).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

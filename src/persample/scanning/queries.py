@@ -74,7 +74,7 @@ def find_outliers(rows: StoredGradients, k: int, damping: Damping = "auto") -> R
 
     The score is the leverage of a row of length 1, as a multiple of the mean leverage.
     """
-    whitening = Whitening(rows.compute_second_moment(), damping, rows.blocks)
+    whitening = Whitening(rows.compute_second_moment(), damping)
     top, total = RunningTop(min(k, len(rows))), torch.zeros((), dtype=torch.float64)
     for start, block in rows.iterate_blocks():
         leverages = whitening.compute_squares(block)

@@ -319,10 +319,9 @@ class Scan:
         """The stored gradients of all checkpoints."""
         if self.settings["project"] is None:
             raise ScanError(f"The scan in {self.directory} has no projected gradients: it was made with project=None.")
-        blocks = [(start, stop) for _, start, stop in self.settings.get("blocks") or ()]
         for checkpoint in range(len(self.settings["checkpoints"])):
             if checkpoint not in self._stored_models:
-                self._stored_models[checkpoint] = StoredModel(StoredGradients(self.store, checkpoint, blocks))
+                self._stored_models[checkpoint] = StoredModel(StoredGradients(self.store, checkpoint))
         return list(self._stored_models.values())
 
     def _make_scores(

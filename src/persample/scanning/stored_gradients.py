@@ -18,17 +18,12 @@ ROWS_OF_MOMENT = 32_768
 
 
 class StoredGradients:
-    """The projected gradients of one checkpoint: rows of length 1, and their original `lengths`.
+    """The projected gradients of one checkpoint: rows of length 1, and their original `lengths`."""
 
-    `blocks` are the parts of a row that belong together, `(start, stop)`, such as those of one layer. By default, a row
-    is one block.
-    """
-
-    def __init__(self, store: Store, checkpoint: int, blocks: Sequence[tuple[int, int]] | None = None) -> None:
+    def __init__(self, store: Store, checkpoint: int) -> None:
         self._store, self._checkpoint = store, checkpoint
         self._shards = range(store.count_shards(checkpoint))
         self.lengths = torch.from_numpy(self._read_column("length"))
-        self.blocks = [slice(*bounds) for bounds in blocks or [(0, self.dim)]]
 
     def __len__(self) -> int:
         return len(self.lengths)
