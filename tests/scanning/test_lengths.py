@@ -85,7 +85,7 @@ def test_batches_have_similar_lengths_and_rows_are_in_dataset_order(source: str,
     losses, rows = [], []
     for example in texts:
         loss = compute_losses(model, collate([example])).sum()
-        losses.append(float(loss))
+        losses.append(loss.item())
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
     matrix = torch.stack(rows)
     assert found.column("id").tolist() == list(range(COUNT))
