@@ -136,6 +136,13 @@ def test_find_length(example: Any, length: int | None) -> None:
     assert find_length(example) == length
 
 
+def test_captions_of_images_are_not_sorted() -> None:
+    """A shard of images may not fit into memory."""
+    examples = [{"caption": "a" * i, "image": torch.ones(3, 4)} for i in range(5)]
+    assert find_length(examples[2]) == 2
+    assert not Source(examples, 2, collate=lambda examples: examples).is_sorted_by_length
+
+
 def test_examples_of_one_length_keep_their_order() -> None:
     images = [(torch.ones(3, 4), 0) for _ in range(5)]
     assert not Source(images, 2, collate=lambda examples: examples).is_sorted_by_length
