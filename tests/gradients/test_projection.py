@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import persample
 from persample.errors import PerSampleError
 from persample.gradients.projection import make_projection
+from persample.gradients.stack import Stack
 from persample.terms import Dense
 from persample.terms.kronecker import MIN_NUMBERS, KroneckerSketch, allocate, split_shape
 
@@ -127,6 +128,31 @@ def test_allocation(size: int, shapes: dict[str, tuple[int, ...]]) -> None:
     for name in slices.keys() - set(shared):
         own = slices[name].stop - slices[name].start
         assert own == sizes[name].numel() or own >= MIN_NUMBERS or not shared
+
+
+def test_terms_are_passed_on_when_they_arrive_or_at_the_end() -> None:
+    torch.manual_seed(0)
+    model = Reader()
+    found: list[dict[str, Tensor]] = []
+    for keep in ("norms", "everything"):
+        sums: dict[str, Tensor] = {}
+
+        def receive(stack: Stack, sums: dict[str, Tensor] = sums) -> None:
+            sums.update(stack.sum(torch.ones(len(IDS))))
+
+        with persample.record(model, keep=keep) as grads:  # type: ignore[call-overload]
+            if keep == "norms":
+                grads.pass_terms_to(receive)
+            F.cross_entropy(model(IDS[:, :-1]).mT, IDS[:, 1:], reduction="sum").backward()
+        if keep == "everything":
+            grads.pass_terms_to(receive)
+        found.append(sums)
+    expected = torch.autograd.grad(
+        F.cross_entropy(model(IDS[:, :-1]).mT, IDS[:, 1:], reduction="sum"), list(model.parameters())
+    )
+    for sums in found:
+        for (name, _), total in zip(model.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(sums[name], total, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

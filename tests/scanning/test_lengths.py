@@ -85,7 +85,7 @@ def test_batches_have_similar_lengths_and_rows_are_in_dataset_order(source: str,
     losses, rows = [], []
     for example in texts:
         loss = compute_losses(model, collate([example])).sum()
-        losses.append(float(loss))
+        losses.append(loss.item())
         rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))]))
     matrix = torch.stack(rows)
     assert found.column("id").tolist() == list(range(COUNT))
@@ -134,6 +134,13 @@ def test_interrupted_scan_continues(stops: tuple[int, ...], tmp_path: Path) -> N
 )
 def test_find_length(example: Any, length: int | None) -> None:
     assert find_length(example) == length
+
+
+def test_captions_of_images_are_not_sorted() -> None:
+    """A shard of images may not fit into memory."""
+    examples = [{"caption": "a" * i, "image": torch.ones(3, 4)} for i in range(5)]
+    assert find_length(examples[2]) == 2
+    assert not Source(examples, 2, collate=lambda examples: examples).is_sorted_by_length
 
 
 def test_examples_of_one_length_keep_their_order() -> None:

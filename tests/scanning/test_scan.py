@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import persample
 from persample.gradients.projection import METHODS
-from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum
+from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum, store
 from persample.scanning.measure import ALL_QUANTITIES, group_parameters
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
@@ -119,6 +120,36 @@ def test_projections_match_recording(projection: Any, tmp_path: Path) -> None:
     stored = np.concatenate([found.store.read_rows(0, s) for s in range(found.store.count_shards(0))])
     lengths = np.concatenate([found.store.read_columns(0, s)["length"] for s in range(found.store.count_shards(0))])
     torch.testing.assert_close(torch.from_numpy(stored * lengths[:, None]), expected.double(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_read_with_numpy(tmp_path: Path) -> None:
+    """As described in scan.json and in docs/scan.md."""
+    model, data, loss_fn, _ = build("images")
+    found = persample.scan(model, loss_fn, data, out=tmp_path, **QUICK)
+    layout = json.loads((tmp_path / "scan.json").read_text())["rows"]
+    files = [layout["files"].format(checkpoint=0, shard=shard) for shard in range(3)]
+    rows = [np.load(tmp_path / file, mmap_mode="r") for file in files]
+    assert [part.shape for part in rows] == [
+        (8, layout["columns"]),
+        (8, layout["columns"]),
+        (N - 16, layout["columns"]),
+    ]
+    assert all(isinstance(part, np.memmap) and part.dtype == layout["dtype"] for part in rows)
+    lengths = [np.load(tmp_path / file.replace(".npy", ".npz"))["length"] for file in files]
+    stored = StoredGradients(found.store, 0)
+    assert np.array_equal(np.concatenate(rows).astype(np.float32), stored[torch.arange(N)].numpy())
+    assert np.array_equal(np.concatenate(lengths), stored.lengths.numpy())
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_summary_does_not_depend_on_files_that_are_kept(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, data, loss_fn, _ = build("images")
+    persample.scan(model, loss_fn, data, out=tmp_path / "all", **QUICK)
+    monkeypatch.setattr(store, "_MAX_KEPT", kept)
+    persample.scan(model, loss_fn, data, out=tmp_path / "some", **QUICK)
+    assert read_files(tmp_path / "some") == read_files(tmp_path / "all")
 
 
 def test_several_checkpoints_match_loop(tmp_path: Path) -> None:

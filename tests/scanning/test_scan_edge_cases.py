@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import persample
 from persample._internal.files import write_atomically
@@ -275,6 +275,20 @@ def test_parameters_that_some_samples_do_not_use(with_nan: bool, tmp_path: Path)
     for scan in (found,) if with_nan else (found, together):  # NaN may spread to other samples of the same batch
         assert_near(scan.column("norm")[finite], matrix[finite].norm(dim=1))
         assert_near(scan.column("alignment")[finite], F.cosine_similarity(matrix[finite], mean[None]))
+
+
+class Doubled(TensorDataset):
+    """Returns other examples than its tensors contain."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return 2 * x, y
+
+
+def test_subclass_of_tensor_dataset_is_read_by_example(tmp_path: Path) -> None:
+    found = persample.scan(make_net(), nn.CrossEntropyLoss(), Doubled(X, Y), out=tmp_path / "1", **OPTIONS)
+    expected = persample.scan(make_net(), nn.CrossEntropyLoss(), (2 * X, Y), out=tmp_path / "2", **OPTIONS)
+    assert found.table().equals(expected.table())
 
 
 class Checkpointed(nn.Module):

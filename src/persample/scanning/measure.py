@@ -144,7 +144,7 @@ class Measurement:
         return columns, rows.total, len(ids)
 
     def _make_rows(self, count: int, direction: Gradient | None, with_sum: bool) -> ReducedRows:
-        return ReducedRows(count, self._projection, direction, with_sum)
+        return ReducedRows(count, self.device, self._projection, direction, with_sum)
 
     @property
     def _projection(self) -> RowProjection | None:

@@ -9,25 +9,29 @@ from torch import Tensor
 
 from persample.gradients.projection import Projection
 from persample.gradients.stack import Stack
-from persample.terms.base import find_factors
 
 
 class ReducedRows:
     """The projections of rows, their inner products with a direction, and their sum; each only if it is wanted."""
 
     def __init__(
-        self, count: int, projection: Projection | None, direction: Mapping[str, Tensor] | None, with_sum: bool
+        self,
+        count: int,
+        device: torch.device,
+        projection: Projection | None,
+        direction: Mapping[str, Tensor] | None,
+        with_sum: bool,
     ) -> None:
-        self._count, self._projection, self._direction, self._with_sum = count, projection, direction, with_sum
+        self._count, self._projection, self._direction = count, projection, direction
+        self._weights = torch.ones(count, device=device) if with_sum else None
         self._parts: dict[str, Tensor] = {}
         self._dots: list[Tensor] = []
         self.total: dict[str, Tensor] = {}
 
     def receive(self, stack: Stack) -> None:
         """Take the term of one parameter, or of several."""
-        if self._with_sum:
-            ones = torch.ones(self._count, device=next(find_factors(stack.term)).device)
-            self.total.update(stack.sum(ones))
+        if self._weights is not None:
+            self.total.update(stack.sum(self._weights))
         for name, term in stack.split() if self._projection or self._direction else ():
             if self._projection and term.shape.numel():
                 self._parts[name] = self._projection.project_term(name, term)

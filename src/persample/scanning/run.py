@@ -242,10 +242,11 @@ class _Run:
     def finish(self) -> None:
         """Write the table and the summary. All shards must be complete."""
         if self._workers.is_first:
-            if "estimated_alignment" in self._measurement.quantities:
-                write_alignment(self._store)
-            summary = summarise(self._store)
-            write_table(self._store)
+            with self._store.keep_contents():
+                if "estimated_alignment" in self._measurement.quantities:
+                    write_alignment(self._store)
+                summary = summarise(self._store)
+                write_table(self._store)
             self._store.write_json("summary.json", summary)
         self._workers.wait()
 

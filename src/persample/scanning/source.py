@@ -139,15 +139,20 @@ class Source:
 
     @property
     def is_sorted_by_length(self) -> bool:
-        """Whether examples are sorted by length within their shards."""
+        """Whether examples are sorted by length within their shards.
+
+        Only texts and sequences of numbers are: the examples of a shard are then in memory at the same time.
+        """
         if self.collate is default_collate:  # it pads nothing
             return False
-        return any(find_length(example) is not None for example in self.read_examples([0]).values())
+        first = list(self.read_examples([0]).values())
+        return any(find_length(example) is not None and _is_sequence(example) for example in first)
 
     @property
     def _can_slice(self) -> bool:
         """Whether a batch is a slice of tensors, which saves the time to read and collate single examples."""
-        return isinstance(self._data, (Tensor, TensorDataset, _TensorDict)) and self.collate is default_collate
+        # A subclass may return other examples than its tensors contain.
+        return type(self._data) in (Tensor, TensorDataset, _TensorDict) and self.collate is default_collate
 
     def read_examples(self, ids: Iterable[int]) -> dict[int, Any]:
         """Single examples by id, as the dataset returns them."""
@@ -209,6 +214,15 @@ def find_length(example: Any) -> int | None:
         is_tokens = all(isinstance(part, int) for part in example)
         return len(example) if is_tokens and isinstance(example, list) else find_length(example[0])
     return None
+
+
+def _is_sequence(example: Any) -> bool:
+    """Whether an example consists of texts, numbers and arrays of one dimension only."""
+    leaves = _torch.pytree.tree_leaves(example)
+    return all(
+        leaf.ndim <= 1 if isinstance(leaf, (Tensor, np.ndarray)) else isinstance(leaf, (str, int, float, type(None)))
+        for leaf in leaves
+    )
 
 
 def _slice_examples(data: Any, ids: range) -> Any:

@@ -38,6 +38,7 @@ from persample._internal.files import (
 from persample.scanning.errors import ScanError, explain_write_errors
 
 FORMAT = 1
+_MAX_KEPT = 256  # files
 Array = NDArray[Any]
 
 
@@ -64,6 +65,16 @@ class Store:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        self._kept: dict[Path, Any] | None = None  # contents of files, inside `keep_contents`
+
+    @contextmanager
+    def keep_contents(self) -> Iterator[None]:
+        """Inside the block, keep the contents of settings and of some shards: no other process may write them then."""
+        self._kept = {}
+        try:
+            yield
+        finally:
+            self._kept = None
 
     # ---- settings ----
 
@@ -90,12 +101,15 @@ class Store:
         """The settings that the scan was started with."""
         if not self.exists:
             raise ScanError(f"There is no scan in {self.directory}: scan.json is missing.")
-        settings = self.read_json("scan.json")
+        path = self.directory / "scan.json"
+        settings = self.read_json(path.name) if self._kept is None or path not in self._kept else self._kept[path]
         if settings.get("format") != FORMAT:
             raise ScanError(
                 f"The scan in {self.directory} was made by another version of persample: its format is "
                 f"{settings.get('format')}, and this version reads format {FORMAT}."
             )
+        if self._kept is not None:
+            self._kept[path] = settings
         return settings
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
@@ -158,7 +172,12 @@ class Store:
         """The columns of a shard, or only those in `names`."""
         path = self._get_path(checkpoint, shard, "npz")
         with self._reading(path):
-            return _load_arrays(path, names)
+            if self._kept is None or (path not in self._kept and len(self._kept) > _MAX_KEPT):
+                return _load_arrays(path, names)
+            if path not in self._kept:
+                self._kept[path] = _load_arrays(path)
+            arrays = self._kept[path]
+            return dict(arrays) if names is None else {name: arrays[name] for name in names}
 
     def list_columns(self, checkpoint: int, shard: int) -> list[str]:
         """The names of the columns of a shard."""

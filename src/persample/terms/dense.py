@@ -9,6 +9,7 @@ from torch import Tensor
 
 from persample._internal.dtypes import promote, widen
 from persample.terms.base import Term, is_dense_smaller, sum_squares, widen_factors
+from persample.terms.kronecker import Sides
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Dense(Term):
     def sum(self, weights: Tensor) -> Tensor:
         values, weights = promote(widen(self.values), weights)
         return (weights @ values.reshape(self.batch, self.shape.numel())).view(self.shape)
+
+    def multiply_sides(self, sides: Sides) -> Tensor:
+        return sides.multiply_dense(widen(self.values))
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         torch.mul(self.values, scale, out=out)
