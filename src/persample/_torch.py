@@ -456,6 +456,11 @@ def get_hooks(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in _read(module, name, "Verifying a recording").values()]
 
 
+def get_backward_hooks(module: nn.Module) -> list[dict[int, Any]]:
+    """The hooks that run before and after a module's backward, by their ids."""
+    return [_read(module, name, "Following hooks on gradients") for name in ("_backward_hooks", "_backward_pre_hooks")]
+
+
 def get_global_hooks() -> list[Any]:
     """The hooks that run before and after the forward and backward of every module."""
     return [hook for name in _GLOBAL_HOOKS for hook in getattr(_module_implementation, name).values()]

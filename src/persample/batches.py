@@ -268,8 +268,13 @@ class Arguments:
 
     def rotate_samples(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
         """The arguments of a call in which sample n + 1 has the place of sample n; None if that is not possible."""
-        order = [(n + 1) % batch for n in range(batch)]
-        return self._replace(find_layout, lambda tensor, layout: replace_samples(tensor, layout, order, batch))
+        return self.replace_samples([(n + 1) % batch for n in range(batch)], batch, find_layout)
+
+    def replace_samples(
+        self, samples: Sequence[int], batch: int, find_layout: Callable[[Tensor], Where | None]
+    ) -> Call | None:
+        """The arguments of a call with `samples[n]` in the place of sample n; None if that is not possible."""
+        return self._replace(find_layout, lambda tensor, layout: replace_samples(tensor, layout, samples, batch))
 
     def _replace(
         self,

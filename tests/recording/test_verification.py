@@ -602,20 +602,53 @@ def test_all_forms_of_arguments_and_outputs(name: str) -> None:
 @pytest.mark.parametrize(
     ("function", "cause"),
     [
-        (lambda f, i: f(i).mean(), "no output has a part for each sample"),
+        (lambda f, i: f(i).amax(), "no output has a part for each sample, or is a sum over them"),
         (lambda f, i: f(i).repeat(1, len(i)), "the outputs of a sample alone have another form, or are not finite"),
         (lambda f, i: [row[None] for row in f(i)], "the outputs of a sample alone have another form"),
         (lambda f, i: f(i) * torch.nan, "the outputs of a sample alone have another form, or are not finite"),
         (lambda f, i: (f(i), 1 / (len(i) - 1), 1 / int(i[0].ne(i[1]).any()))[0], "sample 0 alone raises ZeroDivision"),
         (lambda f, i: (f(i), None)[1], "no forward pass has ended"),
     ],
-    ids=["loss", "shapes", "a list", "nan", "fixed size", "None"],
+    ids=["maximum", "shapes", "a list", "nan", "fixed size", "None"],
 )
 def test_what_cannot_be_verified_says_why(function: Callable[..., Any], cause: str) -> None:
     model = Module(function)
     with record(model) as grads:
         model(x(B))
     assert cause in grads.verification
+
+
+SUMS: dict[str, Callable[..., Tensor]] = {
+    "mean": lambda f, i: f(i).square().mean(),
+    "sum": lambda f, i: f(i).square().sum(),
+    "dropout": lambda f, i: F.dropout(f(i), 0.5).square().sum(),
+}
+
+NO_SUMS: dict[str, Callable[..., Tensor]] = {
+    "a number": lambda f, i: (f(i) / i.std().item()).square().mean(),
+    "a number of rows": lambda f, i: (f(i).square() * (i > 0)).sum() / len((i > 0).nonzero()),
+    "weights by numpy": lambda f, i: (f(i).square() * torch.from_numpy(i.numpy() / i.numpy().max())).mean(),
+    "weights by Python": lambda f, i: (f(i).square().sum(1) * torch.tensor(i[:, 0].abs().softmax(0).tolist())).sum(),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 4, 5])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_model_that_returns_its_loss_is_verified_with_other_batches(name: str, batch: int) -> None:
+    torch.manual_seed(0)
+    model = Module(SUMS[name])
+    with record(model) as grads:
+        model(x(batch)).backward()
+    assert grads.verification == "verified with two other batches"
+
+
+@pytest.mark.parametrize("batch", [3, 5])
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_a_loss_that_is_no_sum_over_the_samples_is_refused(name: str, batch: int) -> None:
+    torch.manual_seed(0)
+    model = Module(NO_SUMS[name])
+    with pytest.raises(PerSampleError), record(model):
+        model(x(batch)).backward()
 
 
 def test_a_list_with_one_item_per_sample_is_no_reason_to_refuse() -> None:

@@ -61,6 +61,10 @@ class History:
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
     decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
 
+    def note_finding(self) -> None:
+        """Have the next passes audited as a whole."""
+        self.audits_due = _PASSES_AFTER_FINDING
+
     def add_decisions(self, decisions: tuple[bool, ...]) -> bool:
         """Add the decisions of a pass; return whether an earlier one took the same, or whether there are too many."""
         is_known = decisions in self.decisions or len(self.decisions) >= _MAX_DECISIONS
@@ -300,7 +304,7 @@ class Audit(_Mode):
         _torch.remove_dispatch_mode(self)
         self._births.stop()
         if self._has_finding:
-            self._history.audits_due = _PASSES_AFTER_FINDING
+            self._history.note_finding()
         elif self._is_whole:
             self._history.audits_due = max(0, self._history.audits_due - 1)
         elif self._history.audits_due == 0:  # what happened before the audit began was not seen
@@ -591,7 +595,7 @@ class Audit(_Mode):
             return None, ()
         key = _torch.get_storage_key(storage)
         found = self._memories.get(key)
-        if found is None and self._exposed:
+        if found is None and (self._exposed or not storage.resizable()):
             found = self._find_overlap(storage)
         if found is None and make:
             found = Memory(StorageWeakRef(storage)), 0
@@ -709,7 +713,8 @@ class Audit(_Mode):
     def _find_overlap(self, storage: torch.UntypedStorage) -> tuple[Memory, int] | None:
         """The exposed memory that a storage shares: by numpy or DLPack, the same memory becomes another storage."""
         start, size = _torch.get_address(storage), storage.nbytes()
-        for memory in self._exposed if size else ():
+        # Memory that torch has not allocated may be that of samples, handed over where no mode sees it.
+        for memory in (self._exposed if storage.resizable() else self._list_memories()) if size else ():
             other = _torch.get_storage(memory.ref)
             # A storage can be resized: its memory is freed then, and may belong to another one.
             if other is None or _torch.get_address(other) != memory.address:
@@ -717,6 +722,15 @@ class Audit(_Mode):
             if memory.address < start + size and start < memory.address + other.nbytes():
                 return memory, start - memory.address
         return None
+
+    def _list_memories(self) -> list[Memory]:
+        """All memory that is known, with its address."""
+        memories = list({id(memory): memory for memory, _ in self._memories.values()}.values())
+        for memory in memories:
+            storage = _torch.get_storage(memory.ref)
+            if not memory.address and storage is not None:
+                memory.address = _torch.get_address(storage)
+        return memories
 
     def _note_rebuilt(self, tensor: Tensor) -> None:
         """A tensor was given another storage. A new storage after samples have left torch may hold copies of them."""

@@ -47,8 +47,14 @@ class WholeModules:
         self.tracker = tracker
         found = [m for m in modules if not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
+        self._with_hooks = [ref(module) for module in modules if any(_torch.get_backward_hooks(module))]
         for module in found:
             vars(module)["forward"] = _WholeForward(self, module)
+
+    @property
+    def with_hooks(self) -> list[nn.Module]:
+        """The modules of the model that have hooks on gradients."""
+        return [module for reference in self._with_hooks if (module := reference()) is not None]
 
     def remove(self) -> None:
         for reference in self._modules:

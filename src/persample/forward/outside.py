@@ -161,7 +161,7 @@ class OutsideTensors:
             return None
         lost = Lost(
             f"a tensor of shape {tuple(imported.shape)} was made from Python numbers after values of the samples had "
-            "been read as numbers (item, tolist, numpy), and may depend on all of them; compute it by torch functions, "
+            "been read as numbers (item, tolist, numpy), and may depend on all of them; compute it by torch functions "
             "or before the block, or pass it in constants="
         )
         if self._find_dim(imported, batch) is None:

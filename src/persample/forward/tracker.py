@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from types import FunctionType, MappingProxyType
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
@@ -32,6 +33,7 @@ from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
 from persample.forward.fastpath import WholeModules, find_fast_modules
+from persample.forward.gradient_hooks import check_custom_backward, follow_module_hooks, follow_tensor_hook
 from persample.forward.inline import is_composite, make_inline
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -172,8 +174,11 @@ class Tracker(TorchFunctionMode):
         self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
         self.is_paused = False  # nothing is followed now
         self.tried = TriedFunctions()
+        self.number_of_reads = 0  # of numbers that were computed from all samples
         self.saved_layouts: SavedLayouts = {}
         self._audit: Audit | None = None
+        self._checked_nodes: WeakSet[Any] = WeakSet()  # of custom functions
+        self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
         self._audit_node: Any = ANY_SEQUENCE  # where the pass is in the sequences of audited passes
         self._buffers_before: dict[int | None, Tensor] = {}
         self._counted = CountedSizes()
@@ -239,6 +244,9 @@ class Tracker(TorchFunctionMode):
         """Compare the functions from now on with those of audited passes, and audit what is new."""
         if self.model is None or tracing.get_trace() is not None:
             return
+        self._hooks.close()
+        if self._whole_modules is not None and self._whole_modules.with_hooks:
+            self._hooks.enter_context(follow_module_hooks(self._whole_modules.with_hooks, self))
         with _torch.DisableTorchFunction():
             if self._audit is not None:
                 self._audit.add_known_tensors()
@@ -255,12 +263,18 @@ class Tracker(TorchFunctionMode):
         audit.start()
         return audit
 
+    def audit_next_passes(self) -> None:
+        """Audit the next passes of the model, too."""
+        if self.model is not None:
+            get_history(self.model, self.isolation is not None).note_finding()
+
     def end_audit(self) -> None:
         """Let the functions that follow pass without an audit: the forward pass has ended."""
         audit, self._audit = self._audit, None  # it refers to the tracker: break the cycle
         self._audit_node = ANY_SEQUENCE
         if audit is not None:
             audit.stop()
+        self._hooks.close()
 
     @property
     def has_read_samples(self) -> bool:
@@ -382,7 +396,9 @@ class Tracker(TorchFunctionMode):
                 self.refuse_nested()
             base = tensor._base
             if base is not None and (of_base := self._known.get(base)) is not None:
-                return self.find_layout_of_view(tensor, base, of_base[0])
+                layout = self.find_layout_of_view(tensor, base, of_base[0])
+                self._check_backward(tensor, layout)
+                return layout
             if tensor.grad_fn is None:
                 if tensor.requires_grad and id(tensor) not in self.collector.parameters:
                     self.can_retain = False  # no tap is behind what is computed from it
@@ -394,6 +410,7 @@ class Tracker(TorchFunctionMode):
                 self.can_retain = False
             else:
                 self._check_custom_function(tensor, layout)
+        self._check_backward(tensor, layout)
         return layout
 
     def refuse_nested(self) -> NoReturn:
@@ -669,6 +686,9 @@ class Tracker(TorchFunctionMode):
                 f"{get_op_name(call.func)} of a weight is called in {self.place()}: a recording keeps the gradients of "
                 "weights per sample, and the hook would not run. Change the recorded gradients instead."
             )
+        if call.func is Tensor.register_hook and isinstance(call.where[0], Layout):
+            hook = follow_tensor_hook(call.args[1], call.where[0], self.place(), self)
+            return call.func(call.args[0], hook)
         if weights and has_samples and torch.is_grad_enabled():
             return self._run_use(call, weights)
         self._save_buffers(call)
@@ -689,6 +709,7 @@ class Tracker(TorchFunctionMode):
         if has_samples and func in READS:
             self._counted.add(result)
             self._counted.add_total(find_read_total(call.tensors[0], call.where[0], result))
+            self.number_of_reads += isinstance(call.where[0], (Lost, Reduced))
             if type(result) is bool:
                 self._note_decision(call, result)
             elif self.is_inside:
@@ -720,6 +741,8 @@ class Tracker(TorchFunctionMode):
 
     def _note_decision(self, call: Call, result: bool) -> None:
         of_all = call.func in _COMPARING or any(isinstance(where, (Lost, Reduced)) for where in call.where)
+        if of_all:
+            self.number_of_reads += 1
         if of_all and self.is_inside:
             self._decisions.append(result)
 
@@ -890,6 +913,15 @@ class Tracker(TorchFunctionMode):
                 "Checkpoint with use_reentrant=False, or record with keep='everything'."
             )
         self.set_layout(tensor, layout)
+
+    def _check_backward(self, tensor: Tensor, layout: Where | None) -> None:
+        """In an audited pass: have the backward of an `autograd.Function` checked, which may mix samples."""
+        node = tensor.grad_fn
+        if self._audit is None or not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout):
+            return
+        if self.batch > 1 and node not in self._checked_nodes and not is_tap(node):
+            self._checked_nodes.add(node)
+            check_custom_backward(tensor, layout, self)
 
     def _find_unseen_layout(self, tensor: Tensor) -> Where | None:
         """The layout of a tensor with a `grad_fn` that the tracker did not see being made."""

@@ -6,6 +6,7 @@ declarations. It takes two forward passes of one sample, in the first recording 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ from persample.errors import PerSampleError, SamplesMixed
 from persample.forward.audit import Audit
 from persample.forward.isolation import refuse_state
 from persample.forward.tracker import Tracker
-from persample.layouts import Layout, replace_samples, take_sample
+from persample.layouts import Layout, Reduced, replace_samples, take_sample
 from persample.recording.differences import (
     Difference,
     Part,
@@ -198,10 +199,13 @@ class Verification:
         try:
             with _torch.DisableTorchFunction():
                 parts = self._find_parts(output)
+                if not parts and not self._find_sums(output):
+                    raise NotVerified("no output has a part for each sample, or is a sum over them")
                 if self._tracker.has_read_samples and not self.has_changed_arguments:  # each may take another branch
                     self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
             with self._open_extra_passes() as runs:
-                status = _Comparison(self, runs, parts).run()
+                comparison = _Comparison(self, runs, parts)
+                status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
         except NotVerified as reason:
             status = _describe(reason, options)
         except torch.OutOfMemoryError:
@@ -222,9 +226,18 @@ class Verification:
                     continue
                 if isinstance(layout, Layout):
                     parts.append(make_part(position, tensor, layout))
-        if not parts:
-            raise NotVerified("no output has a part for each sample")
         return parts
+
+    def _find_sums(self, output: Any) -> dict[int, Tensor]:
+        """The outputs that are sums or means over the samples, such as a loss, by position."""
+        layouts = (
+            (position, tensor, self.find_layout(tensor)) for position, tensor in enumerate(iterate_tensors(output))
+        )
+        return {
+            position: tensor.detach()
+            for position, tensor, where in layouts
+            if isinstance(where, Reduced) and where.kind != "mixed" and tensor.numel() == 1
+        }
 
     @property
     def has_changed_arguments(self) -> bool:
@@ -393,6 +406,49 @@ class _Comparison:
                     refuse_state(name, cause, model)
         return buffers
 
+    def compare_sums(self, sums: dict[int, Tensor]) -> str:
+        """Compare sums over the samples with those of two other batches, which together have each sample twice."""
+        whole = self._run_batch() if self.runs.is_random else sums
+        random = self.runs.read_random_state()
+        half = self.batch // 2
+        middle = [half] * (self.batch % 2)
+        first, last = list(range(half)), list(range(self.batch - half, self.batch))
+        found = [self._run_replaced([*part, *middle, *part]) for part in (first, last)]
+        if self.runs.is_random and not self.runs.can_repeat(random):
+            raise NotVerified("the forward pass draws random numbers other than those of dropout")
+        for position in sums:
+            totals = [float(outputs[position]) for outputs in (whole, *found) if position in outputs]
+            if len(totals) < 3 or not all(map(math.isfinite, totals)):
+                raise NotVerified("the outputs of other batches have another form, or are not finite")
+            difference = abs(2 * totals[0] - totals[1] - totals[2])
+            if difference > 10 * self._tight * (abs(totals[1]) + abs(totals[2])):
+                self._refuse_sum(position, totals)
+        return "verified with two other batches"
+
+    def _run_replaced(self, samples: list[int]) -> dict[int, Tensor]:
+        """The outputs of a batch with `samples[n]` in the place of sample n."""
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            call = self.verification.arguments.replace_samples(samples, self.batch, self.verification.find_layout)
+        if call is None or self.verification.has_changed_arguments:
+            raise NotVerified("the samples in the arguments cannot be replaced")
+        try:
+            return self.runs.run(call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotVerified(f"a batch of some samples twice raises {_shorten(error)}") from error
+
+    def _refuse_sum(self, position: int, totals: list[float]) -> None:
+        self._check_divided()
+        again = self._run_batch().get(position)
+        if again is None or abs(float(again) - totals[0]) > self._tight * abs(totals[0]):
+            raise NotVerified("a second run of the same batch gives other outputs")
+        raise SamplesMixed(
+            f"An output of the model that should be a sum over the samples is none: it is {totals[0]:.6g} for the "
+            f"batch, and {totals[1]:.6g} and {totals[2]:.6g} for two batches with half of the samples twice. "
+            f"{self.verification.advice} The option verify=False turns this check off."
+        )
+
     def _is_finite(self) -> bool:
         """Whether an output of the compared samples has finite entries."""
         with _torch.DisableTorchFunction():
@@ -466,15 +522,7 @@ class _Comparison:
 
     def _judge(self, sample: int, call: Call, found: Difference) -> None:
         """Find out whether a difference is more than rounding; if so, raise."""
-        arguments = self.verification.arguments
-        if _has_list((arguments.args, arguments.kwargs), self.batch):
-            raise NotVerified("a list in the arguments may hold one item for each sample")
-        undivided = arguments.find_undivided(self.batch, self.verification.find_layout)
-        if undivided is not None:
-            raise NotVerified(
-                f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
-                "samples; if it is the same for all samples, pass it in constants="
-            )
+        self._check_divided()
         if self.verification.has_changed_arguments:
             if found.relative > self._loose:
                 self._refuse(sample, found, "depends on the other samples, or on its place among them")
@@ -492,6 +540,18 @@ class _Comparison:
             self._refuse(sample, found, "changes with the other samples of the batch", call)
         if found.relative > self._loose:
             self._refuse(sample, found, "depends on its place in the batch, or on the size of the batch", call)
+
+    def _check_divided(self) -> None:
+        """Raise if an argument may hold several samples and was not divided among them."""
+        arguments = self.verification.arguments
+        if _has_list((arguments.args, arguments.kwargs), self.batch):
+            raise NotVerified("a list in the arguments may hold one item for each sample")
+        undivided = arguments.find_undivided(self.batch, self.verification.find_layout)
+        if undivided is not None:
+            raise NotVerified(
+                f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
+                "samples; if it is the same for all samples, pass it in constants="
+            )
 
     def _compare_batch(self, sample: int, outputs: dict[int, Tensor]) -> Difference | None:
         """The difference of a sample's rows between the batch and another run with as many samples; None if unknown."""

@@ -1,0 +1,164 @@
+"""Code of the user in a backward pass, which must keep samples apart: hooks, and the backward of custom functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from persample import _torch
+from persample._internal.rng import preserve_rng
+from persample._internal.tree import find_tensors
+from persample.errors import SamplesMixed
+from persample.layouts import Layout, Lost, Reduced, Where
+
+# ---- hooks ----
+
+
+def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, place: str, tracker: Any) -> Any:
+    """A hook on the gradient of a tensor that does the same and refuses to mix samples.
+
+    `layout` is where the samples lie in the gradient.
+    """
+    weak_tracker = ref(tracker)  # the graph must not keep it
+
+    def follow(gradient: Tensor) -> Tensor | None:
+        follower = weak_tracker()
+        if follower is None or follower.has_ended:
+            return hook(gradient)
+        with follower:
+            return _run_hook(hook, (gradient,), [(gradient, layout)], place, follower)
+
+    return follow
+
+
+def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Any) -> Any:
+    """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
+    weak_tracker = ref(tracker)
+
+    def follow(module: nn.Module, *gradients: Any) -> Any:
+        follower = weak_tracker()
+        if follower is None or follower.has_ended or follower.batch < 2:
+            return hook(module, *gradients)
+        layouts = [(g, Layout(0)) for g in find_tensors(gradients) if g.dim() and len(g) == follower.batch]
+        with follower:
+            return _run_hook(hook, (module, *gradients), layouts, place, follower)
+
+    return follow
+
+
+def _run_hook(
+    hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Any
+) -> Any:
+    reads = tracker.number_of_reads
+    for gradient, layout in layouts:
+        tracker.set_layout(gradient, layout)
+    result = hook(*args)
+    for each in [*find_tensors(result), *(gradient for gradient, _ in layouts)]:
+        where = tracker.find_layout(each)
+        if where is not None and where not in [layout for _, layout in layouts]:
+            _refuse_hook(hook, place, _describe(where))
+    if result is not None and tracker.number_of_reads > reads:
+        cause = "it reads a number that was computed from all samples, and returns a gradient"
+        _refuse_hook(hook, place, cause)
+    for gradient, _ in layouts:
+        tracker.forget(gradient)
+    return result
+
+
+def _refuse_hook(hook: Callable[..., Any], place: str, cause: str) -> NoReturn:
+    raise SamplesMixed(
+        f"The hook {getattr(hook, '__qualname__', hook)!r} on a gradient, of {place}, mixes the samples of the batch: "
+        f"{cause}. Change the gradient of each sample by itself, or remove the hook while you record."
+    )
+
+
+def _describe(where: Where) -> str:
+    return where.cause if isinstance(where, (Lost, Reduced)) else "it changes their order"
+
+
+@contextmanager
+def follow_module_hooks(modules: Iterable[nn.Module], tracker: Any) -> Iterator[None]:
+    """Inside the block, calls of these modules register hooks on gradients that refuse to mix samples."""
+    changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
+    for module in modules:
+        for hooks in _torch.get_backward_hooks(module):
+            if hooks:
+                changed.append((hooks, dict(hooks)))
+                place = f"a module {type(module).__name__}"
+                hooks.update({key: _follow_module_hook(hook, place, tracker) for key, hook in hooks.items()})
+    try:
+        yield
+    finally:
+        for hooks, before in changed:
+            hooks.update({key: hook for key, hook in before.items() if key in hooks})
+
+
+# ---- the backward of an autograd.Function ----
+
+
+class _RefuseBackward(TorchFunctionMode):
+    """Raises where a backward pass starts, which a second run of a custom function must not repeat."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.backward, torch.autograd.backward):
+            raise RuntimeError("a backward pass")
+        return func(*args, **(kwargs or {}))
+
+
+def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
+    """Have the backward of a user's `autograd.Function` that made `output` checked when it runs.
+
+    It runs twice more, once without the gradients of half of the samples: those of the other half must stay the same.
+    Only gradients with as many rows as the output, in the same dimension, are compared.
+    """
+    node: Any = output.grad_fn
+    function = getattr(node, "_forward_cls", type(node))
+    if function.__module__.partition(".")[0] in ("torch", "persample"):
+        return
+    # The graph must keep neither the tracker nor itself.
+    weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
+    dim, size = layout.dim, output.shape[layout.dim]
+    is_first = torch.tensor(layout.get_ids(size, batch), device=output.device) < (batch + 1) // 2
+    first, others = is_first.nonzero().flatten(), (~is_first).nonzero().flatten()
+
+    def has_rows(tensor: Tensor) -> bool:
+        return tensor.dim() > dim and tensor.shape[dim] == size
+
+    def run(gradients: list[Tensor | None]) -> list[Tensor]:
+        """The rows of the first samples in the gradients of the inputs."""
+        node: Any = weak_node()
+        found = node.apply(*gradients)
+        tensors = [tensor for tensor in find_tensors(found) if has_rows(tensor)]
+        return [tensor.index_select(dim, first) for tensor in tensors]
+
+    def check(gradients: Any, given: tuple[Tensor | None, ...]) -> None:
+        copies = [None if g is None else g.clone() for g in given]
+        halves = [None if g is None else g.index_fill(dim, others, 0) if has_rows(g) else g for g in given]
+        try:
+            with preserve_rng(), torch.no_grad(), _RefuseBackward():
+                whole, half = run(copies), run(halves)
+        except Exception:  # it needs what the first run has freed
+            return
+        if any(a.shape == b.shape and _differ(a, b) for a, b in zip(whole, half, strict=False)):
+            if (checked := weak_tracker()) is not None:
+                checked.audit_next_passes()  # else a later pass would not be checked
+            raise SamplesMixed(
+                f"The backward of {function.__name__}, an autograd.Function called in {place}, mixes the samples of "
+                "the batch: gradients of the first samples change with those of the last ones. Compute the gradient "
+                "of each sample by itself."
+            )
+
+    node.register_hook(check)
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    """Whether two gradients differ by more than rounding."""
+    if not a.numel() or not bool(a.isfinite().all()):
+        return False
+    return bool((a - b).abs().max() > torch.finfo(a.dtype).eps ** 0.5 * a.abs().max())
