@@ -26,8 +26,6 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _torch.is_any_autocast_enabled():
-            return function(*args, **kwargs)
         return call_without_autocast(function, *args, **kwargs)
 
     return run
@@ -35,6 +33,8 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 def call_without_autocast(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Call a function with autocast turned off."""
+    if not _torch.is_any_autocast_enabled():
+        return function(*args, **kwargs)
     with ExitStack() as stack:
         for device in _DEVICES:
             if torch.is_autocast_enabled(device):
