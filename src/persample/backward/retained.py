@@ -11,6 +11,7 @@ it was for the weights. The result and the activations are kept alive until then
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,8 @@ from persample.errors import PerSampleError, get_op_name
 
 if TYPE_CHECKING:
     from persample.backward.collector import Collector
+
+_get_shape = attrgetter("shape")
 
 # Results with more entries get a tap.
 MAX_ENTRIES = 2**16

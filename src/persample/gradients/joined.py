@@ -110,9 +110,12 @@ class JoinedRows:
         """`(batch,)`: the norms of the rows of all parameters together, in float64."""
         return torch.linalg.vector_norm(self.rows, dim=1)
 
-    def are_finite(self, norms: Tensor) -> bool:
-        """Whether the squares of norms are finite in the dtype of the answers."""
-        return float(norms.max()) ** 2 <= torch.finfo(self._dtype).max  # False for NaN
+    def find_nonfinite(self, norms: Tensor) -> list[int]:
+        """The samples whose squared norms are not finite in the dtype of the answers."""
+        most = torch.finfo(self._dtype).max ** 0.5
+        if float(norms.max()) <= most:  # False for NaN
+            return []
+        return [n for n, norm in enumerate(norms.tolist()) if not norm <= most]
 
     def compute_squares(self) -> Tensor:
         """`(batch,)`: the squared norms of the rows of all parameters together."""

@@ -313,12 +313,17 @@ class StreamedClip(_Streamed):
                 self._add_clipped(self._stacks.pop(), self._weights)
 
     def _clip_joined(self, joined: JoinedRows) -> bool:
-        """Compute the clipped sum of small terms that are all there is; False if a row is not finite."""
+        """Compute the clipped sum of small terms, which are all there is; False if the options ask for more."""
         if self._bound.stabiliser or isinstance(self.max_norm, Mapping):
             return False
         norms = joined.compute_norms()
-        if not joined.are_finite(norms):
-            return False
+        nonfinite = joined.find_nonfinite(norms)
+        if nonfinite:
+            if self._nonfinite_mode == "keep":
+                return False
+            self._squares.nonfinite.update(nonfinite)
+            joined = joined.clear_samples(nonfinite)
+            norms = joined.compute_norms()
         # The norm of a row is `scale` times as large, and so is the row.
         weights = norms.reciprocal_().mul_(self.max_norm).clamp_(max=self._scale)
         self._clipped = joined.sum(weights)

@@ -82,10 +82,7 @@ class Outer(Term):
         if self.positions != 1:
             return super().write_exact_rows(out)
         # One product for each entry, so nothing can cancel.
-        count, batch, _ = out.shape
-        rows, columns = self.shape
-        products = torch.mul(self.grad.mT, self.input.conj())
-        out.copy_(products.view(count, batch, rows * columns))
+        out.copy_(torch.mul(self.grad.mT, self.input.conj()).reshape(out.shape))
 
     def write(self, out: Tensor, scale: float = 1.0) -> None:
         if not self.input.dtype == self.grad.dtype == out.dtype or out.is_complex():

@@ -103,7 +103,7 @@ class Patches(Term):
         widths = tuple([before for before, _ in self.padding])
         patches = F.unfold(self.input.squeeze(1).double(), kernel, gaps, widths, steps)
         rows = torch.bmm(self.grad.squeeze(1).flatten(2).double(), patches.mT)
-        out.copy_(rows.view(out.shape))
+        out.copy_(rows.reshape(out.shape))
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -59,7 +59,7 @@ class Rows(Term):
         first = torch.arange(0, batch * self.count, self.count, device=self.ids.device).unsqueeze(1)
         rows = torch.zeros((batch * self.count, width), dtype=out.dtype, device=out.device)
         rows.index_add_(0, (self.ids + first).flatten(), self.grad.flatten(0, 1).to(out.dtype))
-        out.copy_(rows.view(out.shape))
+        out.copy_(rows.reshape(out.shape))
 
     def some(self, start: int, stop: int) -> Rows:
         return Rows(self.ids[start:stop], self.grad[start:stop], self.count)
@@ -82,6 +82,14 @@ class Rows(Term):
         is_new = ordered[:, 1:] != ordered[:, :-1]
         numbers = torch.cat([first, first + is_new.cumsum(1)], 1)[:, :positions]
         return torch.empty_like(order).scatter_(1, order, numbers)
+
+    def _add_squared_counts(self) -> Tensor:
+        """`(batch,)` or `(1,)`: the sum over the rows of the squared number of lookups by each sample."""
+        ordered = (self.ids[:1] if self._are_ids_shared else self.ids).sort(1).values
+        positions = ordered.shape[1]
+        # Each of c equal lookups has the index of the first one: 2 (t - first) + 1, summed over them, is c².
+        first = torch.searchsorted(ordered, ordered, out_int32=positions < 2**31)
+        return positions**2 - 2 * first.sum(1)
 
     def _sum_equal_lookups(self, numbers: Tensor) -> Tensor:
         """`(batch * t, width)`: for each number, the sum of the gradients of the lookups with that number."""
@@ -107,8 +115,8 @@ class Rows(Term):
 
     def squared_norms(self) -> Tensor:
         if self._is_constant:  # |g_n|² is |grad|² times the sum of the squared lookup counts
-            ones = Rows(self.ids, torch.ones_like(widen(self.grad).real[..., :1].contiguous()), self.count)
-            return ones.squared_norms() * sum_squares(widen(self.grad)[:, :1])
+            squares = sum_squares(widen(self.grad)[:, :1])
+            return squares * self._add_squared_counts().to(squares.dtype)
         return sum_squares(self._sum_equal_lookups(self._number_lookups()).view(self.batch, *self.grad.shape[1:]))
 
     def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
