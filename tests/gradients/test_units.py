@@ -87,6 +87,7 @@ UNITS: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "tensor": ({"units": torch.tensor([1, 0, 1, 0, 1, 0])}, [1, 0, 1, 0, 1, 0], 2),
     "names": ({"units": ["b", "a", "c", "b", "b", "a"]}, [1, 0, 2, 1, 1, 0], 3),
     "empty": ({"units": [1, 3, 1, 1, 4, 3], "num_units": 6}, [1, 3, 1, 1, 4, 3], 6),
+    "very ragged": ({"units": [2, 7, 2, 2, 2, 5], "num_units": 9}, [2, 7, 2, 2, 2, 5], 9),
     "consecutive": ({"units": 2}, [0, 0, 1, 1, 2, 2], 3),
     "single": ({"units": [4, 2, 0, 1, 5, 3]}, [4, 2, 0, 1, 5, 3], 6),
 }
