@@ -141,6 +141,17 @@ def test_batches_of_one_unit_are_added_up(name: str, reduction: str) -> None:
     assert (together.units, together.batch_size) == ([0, 1, 2], B)
 
 
+def test_kept_grad_is_that_of_a_plain_pass() -> None:
+    model, x, rows = make_case("text")
+    with record(model, units=3, keep_grad=True) as grads:
+        compute_loss(model, x).backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, rows[name].mean(0))
+            p.grad = None
+    assert grads.row_count == 2
+
+
 def test_batch_without_samples() -> None:
     model, x, _ = make_case("mlp")
     with record(model, units=[], num_units=2) as grads:
