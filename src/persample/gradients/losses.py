@@ -21,6 +21,15 @@ class LossGradients:
 
     The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
     the methods here compare the losses.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model, losses=["first", "second"]) as grads:
+    ...     out = model(torch.randn(5, 3))
+    ...     out[:, 0].square().mean().backward(retain_graph=True)
+    ...     out.sin().sum(1).mean().backward()
+    >>> grads["first"].norms().shape, grads.gram().shape, grads.conflicts().shape
+    (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
     """
 
     def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:
