@@ -76,6 +76,11 @@ class LossGradients:
         """Note that the backward pass of a loss has ended: the next one is of the next loss."""
         self._passes += 1
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the backward passes of all losses have ended."""
+        return self._passes == len(self._grads)
+
     # ---- as one of the recordings ----
 
     @property
