@@ -171,6 +171,30 @@ def test_padding_does_not_count() -> None:
     torch.testing.assert_close(found.grad * 2, wanted.grad * 3)  # the sums are the same, over 2 and 3 rows
 
 
+def test_units_of_very_different_sizes() -> None:
+    model, x = make_case("text")
+    x = x.repeat(4, 1)
+    y = torch.arange(len(x)) % CLASSES
+    with record(model) as expected:
+        F.cross_entropy(model(x), y).backward()
+    with record(model, units=[0] * 8 + [1, 2, 3, 4]) as grads:
+        F.cross_entropy(model(x), y).backward()
+    found, wanted = grads.kfac_factors()["head.weight"], expected.kfac_factors()["head.weight"]
+    torch.testing.assert_close(found.input, wanted.input)
+    torch.testing.assert_close(found.grad * 5, wanted.grad * 12)
+
+
+def test_factors_that_norms_have_replaced_are_missed() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 2).double(), torch.randn(B, 50, 2, dtype=torch.float64)
+    with record(model) as grads:
+        model(x).square().flatten(1).sum(1).mean().backward()
+    assert grads.kfac_factors()["weight"].input.shape == (2, 2)
+    grads.norms()
+    with pytest.raises(PerSampleError, match=r"\['weight'\] were replaced"):
+        grads.kfac_factors()
+
+
 def test_unknown_kind_is_refused() -> None:
     model, x = make_case("mlp")
     with record(model) as grads:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from persample import PerSampleError, record
+from persample import PerSampleError, record, watch
 from persample.testing.oracle import loop_gradients, perturb
 from tests.support.answers import check_answers
 from tests.support.modules import flatten_rows
@@ -95,6 +95,19 @@ def test_losses_of_units() -> None:
     rows = torch.stack([flatten_rows(part) for part in loop_losses(model, x).values()], 1)
     units = torch.stack([rows[[1, 3]].sum(0), rows[[0, 2, 4]].sum(0)])
     torch.testing.assert_close(grads.gram(), units @ units.mT)
+
+
+def test_watched_model() -> None:
+    """A step ends with the backward pass of the last loss."""
+    model, x = make_case()
+    expected, found = record_losses(model, x), []
+    with watch(model, found.append, {"losses": list(LOSSES)}):
+        for _ in range(2):
+            outputs = model(x)
+            for name, loss in LOSSES.items():
+                loss(outputs).backward(retain_graph=name != "c")
+    assert len(found) == 2
+    torch.testing.assert_close(found[1].gram(), expected.gram())
 
 
 def test_missing_and_further_passes_are_refused() -> None:

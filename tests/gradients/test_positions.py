@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, record
 from persample.testing.oracle import assert_rows_close, perturb
@@ -159,6 +160,22 @@ def test_units_and_positions() -> None:
         compute_loss(model, x).backward()
     torch.testing.assert_close(grads.norms(), expected.norms())
     assert grads.by_position().norms().shape == (B, T)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints(reentrant: bool) -> None:
+    class Checkpointed(Text):
+        def forward(self, x: Tensor) -> Tensor:
+            h = F.embedding(x, self.words.weight)
+            return checkpoint(lambda h: self.layers[0](self.norm(h)).tanh(), h, use_reentrant=reentrant)
+
+    model, x = make_model(Checkpointed)
+    with record(model, positions=T) as grads:
+        compute_loss(model, x).backward()
+    parts = {name: part.sum(1) for name, part in grads.by_position().dense().items()}
+    with record(model) as whole:
+        compute_loss(model, x).backward()
+    assert_rows_close(parts, whole.dense())
 
 
 def test_other_sizes_belong_to_no_position() -> None:

@@ -87,6 +87,7 @@ UNITS: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "tensor": ({"units": torch.tensor([1, 0, 1, 0, 1, 0])}, [1, 0, 1, 0, 1, 0], 2),
     "names": ({"units": ["b", "a", "c", "b", "b", "a"]}, [1, 0, 2, 1, 1, 0], 3),
     "empty": ({"units": [1, 3, 1, 1, 4, 3], "num_units": 6}, [1, 3, 1, 1, 4, 3], 6),
+    "very ragged": ({"units": [2, 7, 2, 2, 2, 5], "num_units": 9}, [2, 7, 2, 2, 2, 5], 9),
     "consecutive": ({"units": 2}, [0, 0, 1, 1, 2, 2], 3),
     "single": ({"units": [4, 2, 0, 1, 5, 3]}, [4, 2, 0, 1, 5, 3], 6),
 }
@@ -138,6 +139,17 @@ def test_batches_of_one_unit_are_added_up(name: str, reduction: str) -> None:
     together = found[0].combine(*found[1:])
     check_answers(together, add_rows(rows, ids, 3, reduction))
     assert (together.units, together.batch_size) == ([0, 1, 2], B)
+
+
+def test_kept_grad_is_that_of_a_plain_pass() -> None:
+    model, x, rows = make_case("text")
+    with record(model, units=3, keep_grad=True) as grads:
+        compute_loss(model, x).backward()
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, rows[name].mean(0))
+            p.grad = None
+    assert grads.row_count == 2
 
 
 def test_batch_without_samples() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from persample import PerSampleError
 from persample.private import BatchMemoryManager, PrivacyEngine
 from persample.private.units import SplitUnitSampler, UnitSampler
 from persample.testing.oracle import loop_gradients
+from tests.support.processes import in_two_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 D, CLASSES = 4, 3
@@ -55,12 +59,12 @@ def find_examples(data: Kept, x: Tensor) -> list[int]:
 
 
 def compute_expected_step(
-    model: nn.Module, data: Kept, names: list[str], examples: list[int], bound: float, mean: bool
+    model: nn.Module, data: Kept, names: Sequence[Hashable], examples: list[int], bound: float, mean: bool
 ) -> Tensor:
     """The sum of the clipped gradients of the units, by a loop over the samples, over 4 expected units."""
     rows = loop_gradients(model, (data.x[examples], data.y[examples]), nn.CrossEntropyLoss())
     matrix = torch.cat([part.flatten(1) for part in rows.values()], 1)
-    units = sorted({names[i] for i in examples})
+    units = {names[i] for i in examples}
     total = torch.zeros(matrix.shape[1], dtype=matrix.dtype)
     for unit in units:
         own = matrix[[k for k, i in enumerate(examples) if names[i] == unit]]
@@ -130,6 +134,31 @@ def test_processes_draw_from_disjoint_units() -> None:
         {units[i] for batch in UnitSampler(units, batches=1, rank=rank, processes=2) for i in batch} for rank in (0, 1)
     ]
     assert shares[0] | shares[1] == set(range(7)) and not shares[0] & shares[1]
+
+
+@in_two_processes
+def test_two_processes() -> None:
+    """Each process has its own units; the step has the clipped gradients of the units of both."""
+    torch.manual_seed(0)
+    names = [unit for unit, size in enumerate(SIZES) for _ in range(size)]
+    model = DistributedDataParallel(nn.Linear(D, CLASSES).double())
+    data, engine = Kept(len(names)), PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.3,
+        data_loader=DataLoader(data, batch_size=2), unit_ids=names,
+    )  # fmt: skip
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            examples = find_examples(data, x)
+            expected = torch.zeros(D * CLASSES + CLASSES, dtype=torch.float64)
+            if examples:
+                expected = compute_expected_step(model.module, data, names, examples, 0.3, True)
+            dist.all_reduce(expected)
+            optimizer.step()
+            torch.testing.assert_close(flatten_grads(model), expected)
+    assert engine.accountant.history[0][1:] == (pytest.approx(1 / 3), 6)
 
 
 @pytest.mark.parametrize("limit", [6, 7, 100])

@@ -22,7 +22,7 @@ from persample.layouts import Owners
 from persample.rules.conv import conv, conv_transpose
 from persample.rules.embedding import embedding, scaled_embedding
 from persample.rules.matmul import compute_einsum_term
-from persample.terms import Blocks, Dense, Outer, Patches, Rows, Slices, Sum, Term, add_terms
+from persample.terms import Blocks, Dense, Joined, Outer, Patches, Rows, Slices, Sum, Term, add_terms
 from persample.terms.cost import (
     Algorithm,
     choose_norm_algorithm,
@@ -142,6 +142,20 @@ def slices(dim: int, *shape: int) -> Factory:
     return make
 
 
+def joined(*factories: Factory) -> Factory:
+    """The rows of several terms in turn."""
+
+    def make(batch: int) -> tuple[Term, Tensor]:
+        rows = [torch.arange(batch)[i :: len(factories)] for i in range(len(factories))]
+        terms, parts = zip(*(factory(len(own)) for factory, own in zip(factories, rows, strict=True)), strict=True)
+        expected = parts[0].new_zeros(batch, *parts[0].shape[1:])
+        for own, part in zip(rows, parts, strict=True):
+            expected[own] = part
+        return Joined(terms, rows), expected
+
+    return make
+
+
 TERMS: dict[str, Factory] = {
     "outer, one position": outer(1),
     "outer, few positions": outer(2),
@@ -177,6 +191,9 @@ TERMS: dict[str, Factory] = {
     "folded, rows first": folded("hed,btd->bthe", (2, 3, 4)),
     "folded twice": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,btd->bhet", (4, 2, 3))),
     "folded along different dimensions": add(folded("dhe,btd->bthe", (4, 2, 3)), folded("dhe,bth->btde", (4, 2, 3))),
+    "joined": joined(outer(2), outer(7)),
+    "joined, other classes": joined(outer(2), rows(), dense(5, 4)),
+    "joined twice": add(joined(outer(2), outer(1)), joined(rows(), rows(2))),
     "slices": slices(0, 5, 4),
     "slices of another dimension": slices(1, 2, 5, 4),
     "slices and lookups": add(slices(0, 5, 4), rows()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal.dtypes import promote, widen
-from persample.terms import Folded, Outer, Patches, Term, is_complex
+from persample.terms import Folded, Joined, Outer, Patches, Term, is_complex
 
 # How positions that share a weight are combined; see `compute_kronecker_factors`.
 KroneckerKind = Literal["expand", "reduce"]
@@ -52,13 +53,11 @@ def compute_kronecker_factors(term: Term, kind: KroneckerKind, scale: float) -> 
     Args:
         scale: the factor of the gradients.
     """
-    if not _has_both_sides(term) or is_complex(term):
+    if not has_both_sides(term):
         return None
     totals: list[Tensor] = []
     count = 0
-    step = max(1, 2**22 // max(1, _count_entries(term) // max(1, term.batch)))
-    for start in range(0, max(1, term.batch), step):
-        input, grad = _find_sides(term.some(start, min(start + step, term.batch)))
+    for input, grad in _iterate_sides(term):
         is_used = (grad != 0).any(2)
         if kind == "reduce":
             sizes = is_used.sum(1, keepdim=True).clamp(min=1).to(input.dtype)
@@ -71,8 +70,23 @@ def compute_kronecker_factors(term: Term, kind: KroneckerKind, scale: float) -> 
     return KroneckerFactors(totals[0] / max(1, count), totals[1] * (scale**2 / max(1, term.batch)))
 
 
-def _has_both_sides(term: Term) -> bool:
-    return isinstance(term, (Outer, Folded)) or (isinstance(term, Patches) and term.groups == 1)
+def has_both_sides(term: Term) -> bool:
+    """Whether a term holds the inputs of a layer and the gradients of its outputs."""
+    if isinstance(term, Joined):
+        return all(map(has_both_sides, term.terms))
+    is_product = isinstance(term, (Outer, Folded)) or (isinstance(term, Patches) and term.groups == 1)
+    return is_product and not is_complex(term)
+
+
+def _iterate_sides(term: Term) -> Iterator[tuple[Tensor, Tensor]]:
+    """`(rows, positions, in)` and `(rows, positions, out)`, for some rows at a time."""
+    if isinstance(term, Joined):
+        for part in term.terms:
+            yield from _iterate_sides(part)
+        return
+    step = max(1, 2**22 // max(1, _count_entries(term) // max(1, term.batch)))
+    for start in range(0, max(1, term.batch), step):
+        yield _find_sides(term.some(start, min(start + step, term.batch)))
 
 
 def _count_entries(term: Term) -> int:
@@ -85,7 +99,7 @@ def _count_entries(term: Term) -> int:
 
 
 def _find_sides(term: Term) -> tuple[Tensor, Tensor]:
-    """`(rows, positions, in)` and `(rows, positions, out)`, in one dtype, float32 or wider."""
+    """Both sides of a term, in one dtype, float32 or wider."""
     if isinstance(term, Patches):
         input = term.extract_patches().squeeze(1).mT
         grad = term.grad.movedim(2, -1).flatten(1, -2)

@@ -24,12 +24,12 @@ class LossGradients:
 
     >>> import persample
     >>> model = torch.nn.Linear(3, 2)
-    >>> with persample.record(model, losses=["small", "flat"]) as grads:
+    >>> with persample.record(model, losses=["first", "second"]) as grads:
     ...     out = model(torch.randn(5, 3))
-    ...     out.square().mean().backward(retain_graph=True)
-    ...     out.abs().mean().backward()
-    >>> grads["small"].norms().shape
-    torch.Size([5])
+    ...     out[:, 0].square().mean().backward(retain_graph=True)
+    ...     out.sin().sum(1).mean().backward()
+    >>> grads["first"].norms().shape, grads.gram().shape, grads.conflicts().shape
+    (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
     """
 
     def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:
@@ -75,6 +75,11 @@ class LossGradients:
     def end_pass(self) -> None:
         """Note that the backward pass of a loss has ended: the next one is of the next loss."""
         self._passes += 1
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the backward passes of all losses have ended."""
+        return self._passes == len(self._grads)
 
     # ---- as one of the recordings ----
 

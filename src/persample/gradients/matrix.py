@@ -18,7 +18,7 @@ from persample.gradients import buffers
 from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
-from persample.gradients.curvature import KroneckerFactors, KroneckerKind, compute_kronecker_factors
+from persample.gradients.curvature import KroneckerFactors, KroneckerKind, compute_kronecker_factors, has_both_sides
 from persample.gradients.positions import PositionGradients
 from persample.gradients.projection import METHODS, Method, make_projection
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
@@ -65,6 +65,7 @@ class PerSampleGradients(RecordedGradients):
         self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
         self._exact: set[int] = set()  # samples with rows that are added up in float64
         self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
+        self._compacted: set[str] = set()  # parameters whose factors were replaced by dense gradients
         self._is_cleared = False  # whether all terms that have arrived were searched for samples to clear
         self.outside = OutsideMemory()
 
@@ -369,6 +370,11 @@ class PerSampleGradients(RecordedGradients):
         """
         if kind not in ("expand", "reduce"):
             raise PerSampleError(f"kind must be 'expand' or 'reduce', got {kind!r}.")
+        if self._compacted:
+            raise PerSampleError(
+                f"The factors of {sorted(self._compacted)} were replaced by dense gradients, which an answer before "
+                "needed and which take less memory. Ask for kfac_factors() before norms() and clip()."
+            )
         found = {name: compute_kronecker_factors(term, kind, self._scale) for name, term in self._terms().items()}
         return {name: factors for name, factors in found.items() if factors is not None}
 
@@ -612,7 +618,10 @@ class PerSampleGradients(RecordedGradients):
     def _measure_stacks(self) -> SquaredNorms:
         squares = SquaredNorms(self._nonfinite_mode)
         for stack in self._list_stacks():
+            before = stack.term
             squares.add(stack.names, *stack.measure(compact=True))
+            if stack.term is not before and has_both_sides(before) and not has_both_sides(stack.term):
+                self._compacted.update(stack.names)
         return squares
 
     def _clear_nonfinite(self) -> None:

@@ -107,26 +107,35 @@ def replace_sampler(loader: Any) -> DataLoader[Any]:
 
 def copy_with_sampler(loader: Any, sampler: Any) -> DataLoader[Any]:
     """A copy of a loader with another batch sampler."""
+    return copy_loader(loader, loader.dataset, sampler, loader.collate_fn, loader.generator)
+
+
+def copy_loader(loader: Any, dataset: Any, batch_sampler: Any, collate: Any, generator: Any) -> DataLoader[Any]:
+    """A loader with other data, batches, collation and random numbers, and the other settings of `loader`."""
     return DataLoader(
-        dataset=loader.dataset,
-        batch_sampler=sampler,
-        collate_fn=loader.collate_fn,
+        dataset=dataset,
+        batch_sampler=batch_sampler,
+        collate_fn=collate,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
+        generator=generator,
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
 
 
 def prepare_empty_batches(loader: Any) -> None:
-    """Give a loader of Opacus an example batch, so that it can make an empty batch even as its first batch.
+    """`show_example` for a loader of Opacus."""
+    show_example(loader.collate_fn, loader.dataset)
+
+
+def show_example(collate: Any, dataset: Any) -> None:
+    """Give a collate function of Opacus an example batch, so that it can make an empty batch even as its first batch.
 
     Only shapes and types of the example are used.
     """
-    collate = loader.collate_fn
     if collate.first_batch is None and collate.wrapped_collator_fn is not None:
-        collate.first_batch = collate.wrapped_collator_fn([loader.dataset[0]])
+        collate.first_batch = collate.wrapped_collator_fn([dataset[0]])

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from persample.batches import iterate_tensors
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
-from persample.private.sampling import make_generator_of_process, prepare_empty_batches
+from persample.private.sampling import copy_loader, make_generator_of_process, show_example
 
 
 class UnitBatch(NamedTuple):
@@ -172,16 +172,15 @@ def make_unit_loader(
         processes=processes,
     )
     collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
-    made: DataLoader[Any] = _copy_loader(loader, loader.dataset, sampler, collate, generator)
-    prepare_empty_batches(made)
-    return _copy_loader(loader, _WithUnits(loader.dataset, units), sampler, _CollateUnits(collate), generator)
+    show_example(collate, loader.dataset)
+    return copy_loader(loader, _WithUnits(loader.dataset, units), sampler, _CollateUnits(collate), generator)
 
 
 def split_unit_loader(loader: DataLoader[Any], max_size: int, signal: Callable[[bool], None]) -> DataLoader[Any]:
     """The loader of `make_unit_loader` with parts of batches, each with whole units."""
     sampler: Any = loader.batch_sampler
     split = SplitUnitSampler(sampler, max_size, signal)
-    return _copy_loader(loader, loader.dataset, split, loader.collate_fn, loader.generator)
+    return copy_loader(loader, loader.dataset, split, loader.collate_fn, loader.generator)
 
 
 def _number_units(unit_ids: Tensor | Sequence[Hashable], count: int) -> list[int]:
@@ -190,22 +189,6 @@ def _number_units(unit_ids: Tensor | Sequence[Hashable], count: int) -> list[int
         raise PerSampleError(f"unit_ids has {len(listed)} ids, and the dataset has {count} examples.")
     numbers: dict[Any, int] = {}
     return [numbers.setdefault(unit, len(numbers)) for unit in listed]
-
-
-def _copy_loader(loader: Any, dataset: Any, sampler: Any, collate: Any, generator: Any) -> DataLoader[Any]:
-    return DataLoader(
-        dataset=dataset,
-        batch_sampler=sampler,
-        collate_fn=collate,
-        num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
 
 
 class BatchUnits:

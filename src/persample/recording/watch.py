@@ -22,7 +22,7 @@ from persample.distributed import find_processes
 from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
-from persample.gradients import NonFinite, StreamedClip, UnitIds, UnitReduction
+from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
 from persample.recording.hooks import ModuleHook, PartHook, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
@@ -415,7 +415,7 @@ class Watch:
         if recording is None or step is not self._step:
             _refuse_other_step()
         grads = recording.grads
-        if not isinstance(grads, StreamedClip) or grads.is_complete:
+        if not isinstance(grads, (StreamedClip, LossGradients)) or grads.is_complete:
             recording.tracker.has_ended = True
             self._receive(grads)
 

@@ -9,6 +9,7 @@ from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.folded import Folded
 from persample.terms.groups import Groups, make_groups, merge_samples
+from persample.terms.joined import Joined
 from persample.terms.outer import Outer
 from persample.terms.patches import Patches
 from persample.terms.rows import Rows
@@ -20,6 +21,7 @@ __all__ = [
     "Dense",
     "Folded",
     "Groups",
+    "Joined",
     "Outer",
     "Patches",
     "Rows",

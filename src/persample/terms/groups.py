@@ -12,6 +12,10 @@ from torch import Tensor
 from persample._internal.dtypes import promote, widen
 from persample.terms.base import Term
 from persample.terms.dense import Dense
+from persample.terms.joined import Joined
+
+# Padding to more than this many times the samples is avoided.
+_MAX_PADDING = 1.5
 
 
 @dataclass(frozen=True)
@@ -19,15 +23,17 @@ class Groups:
     """Which samples are added up to which row.
 
     A group is like a sample with more positions: `gather` puts the positions of its samples side by side, so that a
-    term keeps its structure. Groups with fewer samples than others are padded with zeros.
+    term keeps its structure. Groups with fewer samples than others are padded with zeros. If that takes much more than
+    the samples themselves, groups of similar sizes are merged apart from the others (`parts`).
 
     Attributes:
-        rows: `(batch,)`, the row of each sample.
+        rows: `(batch,)`, the row of each sample; -1 if it has none, in a part.
         count: the number of rows.
         slots: `(count, largest group)`, the samples of each row; None if each row has `largest` consecutive samples.
         is_padding: the slots without a sample; None if there are none.
         largest: the size of the largest group.
         weights: `(batch,)`, a factor for each sample; None: 1.
+        parts: groups of similar sizes, with their rows among all; empty if there is no need.
     """
 
     rows: Tensor
@@ -36,6 +42,8 @@ class Groups:
     is_padding: Tensor | None
     largest: int
     weights: Tensor | None = None
+    parts: Sequence[tuple[Tensor, Groups]] = ()
+    has_others: bool = False  # whether there are samples without a row
 
     def count_samples(self) -> Tensor:
         """`(count,)`: the number of samples of each row."""
@@ -48,7 +56,7 @@ class Groups:
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, parts=[(rows.to(device), part.to(device)) for rows, part in self.parts])
 
     def repeat(self, times: int) -> Groups:
         """The groups of a term that has the samples of several weights, one after the other."""
@@ -57,12 +65,16 @@ class Groups:
         batch = len(self.rows)
         slots = None if self.slots is None else torch.cat([self.slots + i * batch for i in range(times)])
         return Groups(
-            rows=torch.cat([self.rows + i * self.count for i in range(times)]),
+            rows=torch.cat([torch.where(self.rows < 0, -1, self.rows + i * self.count) for i in range(times)]),
             count=times * self.count,
             slots=slots,
             is_padding=None if self.is_padding is None else self.is_padding.repeat(times, 1),
             largest=self.largest,
             weights=None if self.weights is None else self.weights.repeat(times),
+            parts=[
+                (torch.cat([rows + i * self.count for i in range(times)]), part.repeat(times))
+                for rows, part in self.parts
+            ],
         )
 
     def scale(self, factor: float) -> Groups:
@@ -70,7 +82,8 @@ class Groups:
         if factor == 1:
             return self
         weights = torch.ones_like(self.rows, dtype=torch.float64) if self.weights is None else self.weights
-        return replace(self, weights=weights * factor)
+        weights = weights * factor
+        return replace(self, weights=weights, parts=[(rows, replace(p, weights=weights)) for rows, p in self.parts])
 
     def gather(self, factor: Tensor) -> Tensor:
         """`(batch, t, ...)` to `(count, largest * t, ...)`; padding is zero."""
@@ -93,6 +106,9 @@ class Groups:
         """
         rows = self.rows if samples is None else self.rows[samples]
         values = self._multiply(widen(values), samples)
+        if self.has_others:
+            is_own = rows >= 0
+            rows, values = rows[is_own], values[is_own]
         return values.new_zeros(self.count, *values.shape[1:]).index_add_(0, rows, values)
 
     def _multiply(self, values: Tensor, samples: slice | None = None) -> Tensor:
@@ -122,11 +138,35 @@ def make_groups(rows: Tensor, count: int, weights: Tensor | None = None) -> Grou
     slots = rows.new_zeros(count, largest)
     slots[rows[order], places] = order
     is_padding = torch.arange(largest, device=rows.device) >= sizes[:, None]
-    return Groups(rows, count, slots, is_padding if bool(is_padding.any()) else None, largest, weights)
+    whole = Groups(rows, count, slots, is_padding if bool(is_padding.any()) else None, largest, weights)
+    if count * largest <= _MAX_PADDING * len(rows):
+        return whole
+    return replace(whole, parts=_split_by_size(whole, slots, is_padding, sizes))
+
+
+def _split_by_size(whole: Groups, slots: Tensor, is_padding: Tensor, sizes: Tensor) -> list[tuple[Tensor, Groups]]:
+    """Groups with at most 1, 2, 4, 8, ... samples, which are padded to less than twice their samples."""
+    found, limit, is_left = [], 1, torch.ones_like(sizes, dtype=torch.bool)
+    while bool(is_left.any()):
+        own = (is_left & (sizes <= limit)).nonzero().squeeze(1)
+        if len(own):
+            largest = int(sizes[own].max())
+            numbers = torch.full_like(sizes, -1)
+            numbers[own] = torch.arange(len(own), device=own.device)
+            part = Groups(
+                numbers[whole.rows], len(own), slots[own, :largest], is_padding[own, :largest], largest, whole.weights,
+                has_others=True,
+            )  # fmt: skip
+            found.append((own, part))
+            is_left[own] = False
+        limit *= 2
+    return found
 
 
 def merge_samples(term: Term, groups: Groups) -> Term:
     """The term with one row for each group: the sum of the gradients of its samples."""
+    if groups.parts and not isinstance(term, Dense):
+        return Joined([merge_samples(term, part) for _, part in groups.parts], [rows for rows, _ in groups.parts])
     merged = term.merge_samples(groups)
     if merged is not None:
         return merged

@@ -264,8 +264,13 @@ def _make_ragged_groups(batch: int) -> Tensor:
     return torch.arange(batch) * 2 % 3 // 2 * 2  # groups 0 and 2; group 1 is empty
 
 
+def _make_very_ragged_groups(batch: int) -> Tensor:
+    return torch.arange(batch).clamp(min=batch - 2) * 2  # nearly all samples in one group; some groups are empty
+
+
 def _check_ragged_groups(case: TermCase) -> None:
     _check_merged(case, _make_ragged_groups, weighted=False)
+    _check_merged(case, _make_very_ragged_groups, weighted=False)
 
 
 # ---- sums with other terms, small batches ----
@@ -354,6 +359,7 @@ def _list_checks() -> Iterator[tuple[str, Callable[[TermCase], None]]]:
         yield f"sum with one class{ending}", partial(_force, algorithm, _check_sum_of_one_class)
         yield f"sum with other classes{ending}", partial(_force, algorithm, _check_sum_of_other_classes)
     yield "groups, weighted", partial(_check_merged, rows=_make_ragged_groups, weighted=True)
+    yield "very ragged groups, weighted", partial(_check_merged, rows=_make_very_ragged_groups, weighted=True)
     yield "groups of one sample", partial(_check_merged, rows=torch.arange, weighted=False)
     yield "sum", _check_sum
     yield "dot", _check_dot
