@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.paths import ROOT
 
@@ -57,12 +58,22 @@ def run_private_lightning(example: Any, monkeypatch: pytest.MonkeyPatch) -> None
     example.main()
 
 
+def run_side_by_side(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # Opacus sets flags of cudnn
+        assert example.main([]) == 0
+    with pytest.raises(SystemExit):
+        example.main(["sideways"])
+    monkeypatch.setitem(example.ROWS, "flat", lambda kind: (torch.zeros(1), float(kind is example.PrivacyEngine)))
+    assert example.main(["flat"]) == 1
+
+
 # How the example is run, and what it prints.
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
     "private_digits": (run_private, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_trainer": (run_private_trainer, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
+    "side_by_side": (run_side_by_side, r"adaptive +epsilon \d\.\d+ and \d\.\d+, weights differ by [\s\S]*DIFFERENT"),
     "private_lightning": (run_private_lightning, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
 }
 
