@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,7 @@ def run_private_lightning(example: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def run_side_by_side(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "side_by_side", example)  # Opacus copies a model of the example by pickle
     with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # Opacus sets flags of cudnn
         assert example.main([]) == 0
     with pytest.raises(SystemExit):
