@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,16 @@ def run_importance_sampling(example: Any, monkeypatch: pytest.MonkeyPatch) -> No
     example.main()
 
 
+def run_side_by_side(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "side_by_side", example)  # Opacus copies a model of the example by pickle
+    with getattr(torch.backends, "__allow_nonbracketed_mutation")():  # Opacus sets flags of cudnn
+        assert example.main([]) == 0
+    with pytest.raises(SystemExit):
+        example.main(["sideways"])
+    monkeypatch.setitem(example.ROWS, "flat", lambda kind: (torch.zeros(1), float(kind is example.PrivacyEngine)))
+    assert example.main(["flat"]) == 1
+
+
 # How the example is run, and what it prints.
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
@@ -86,6 +97,7 @@ EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "two_losses": (run_two_losses, r"weight of the digits 0\.50[\s\S]*samples in conflict +\d+%"),
     "private_trainer": (run_private_trainer, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
+    "side_by_side": (run_side_by_side, r"adaptive +epsilon \d\.\d+ and \d\.\d+, weights differ by [\s\S]*DIFFERENT"),
     "private_lightning": (run_private_lightning, r"accuracy \d+\.\d% at epsilon \d\.\d\d"),
 }
 

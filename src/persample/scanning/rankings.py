@@ -45,9 +45,8 @@ def _compute_normalised_self_influence(store: Store) -> Array:
 def _compute_whitened_self_influence(store: Store) -> Array:
     """The squared length of the projected gradient after whitening with the second moment of all gradients."""
     settings = store.read_settings()
-    blocks = [(start, stop) for _, start, stop in settings.get("blocks") or ()]
     checkpoints = range(len(settings["checkpoints"]))
-    models = [StoredModel(StoredGradients(store, checkpoint, blocks)) for checkpoint in checkpoints]
+    models = [StoredModel(StoredGradients(store, checkpoint)) for checkpoint in checkpoints]
     return compute_self_influence(models, settings["learning_rates"], "whitened", "auto").numpy()
 
 
