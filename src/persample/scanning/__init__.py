@@ -14,7 +14,19 @@ except ImportError as error:
 from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
+from persample.scanning.rescan import rescan
 from persample.scanning.results import Influence, Scan
 from persample.scanning.run import scan
 
-__all__ = ["QUANTITIES", "BadExamples", "DiskFull", "Influence", "NotFinite", "Ranking", "Scan", "ScanError", "scan"]
+__all__ = [
+    "QUANTITIES",
+    "BadExamples",
+    "DiskFull",
+    "Influence",
+    "NotFinite",
+    "Ranking",
+    "Scan",
+    "ScanError",
+    "rescan",
+    "scan",
+]
