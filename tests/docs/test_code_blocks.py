@@ -272,6 +272,10 @@ import torch
 def to_scan():
     data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.arange(40) % 5)
     return torch.nn.Linear(4, 5), data, torch.nn.CrossEntropyLoss()
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))
 """
 
 
@@ -281,9 +285,20 @@ def run_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     directory.mkdir()
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "my_model.py").write_text(MY_MODEL)
+    write_photos(directory / "photos")
     with contextlib.chdir(directory), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path.cwd()))
         run_commands(block, capsys)
+
+
+def write_photos(folder: Path) -> None:
+    """A folder with images of two classes."""
+    from PIL import Image
+
+    for i in range(8):
+        path = folder / ("cats", "dogs")[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (30 * i, 0, 200)).save(path)
 
 
 def run_commands(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
