@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from persample.scanning.notebook import format_html_table
 from persample.scanning.store import Array, Store
 
 BLOCK_SIZE = 4096  # rows
@@ -75,6 +76,10 @@ class Ranking:
 
     ids: Tensor
     scores: Tensor
+
+    def _repr_html_(self) -> str:
+        pairs = zip(self.ids.tolist(), self.scores.tolist(), strict=True)
+        return format_html_table(["example", "score"], [list(pair) for pair in pairs])
 
 
 def compute_products(rows: StoredGradients, directions: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from persample.scanning.errors import ScanError
 from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
 from persample.scanning.examples import Examples
 from persample.scanning.measure import Measurement, Projection, prepare_model
+from persample.scanning.notebook import format_html_table
 from persample.scanning.queries import Ranking, StoredGradients
 from persample.scanning.source import move_to_device
 from persample.scanning.store import Array, Store
@@ -40,6 +41,21 @@ class Influence:
     for_scores: Tensor
     against_ids: Tensor
     against_scores: Tensor
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [sample, direction, i, score]
+            for sample in range(len(self.for_ids))
+            for direction, ids, scores in (
+                ("for", self.for_ids, self.for_scores),
+                ("against", self.against_ids, self.against_scores),
+            )
+            for i, score in zip(ids[sample].tolist(), scores[sample].tolist(), strict=True)
+        ]
+        return format_html_table(["sample", "pushes", "example", "score"], rows, "Influence", most=40)
+
+
+_SHOWN_IN_NOTEBOOKS = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
 
 
 class Scan:
@@ -94,6 +110,21 @@ class Scan:
         columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
         return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
+
+    def _repr_html_(self) -> str:
+        """The scan in a notebook: what was measured, and the first examples by default."""
+        estimate = self.estimate_wrong_labels()
+        caption = repr(self) + (f". Wrong labels: {estimate}" if estimate else "")
+        if self.default_ranking is None:
+            return format_html_table([], [], caption)
+        found = self.ranked(k=10)
+        known = self.describe(found.ids)
+        names = [name for name in _SHOWN_IN_NOTEBOOKS if name in known[0]]
+        rows = [
+            [i, *(example[name] for name in names), score]
+            for i, example, score in zip(found.ids.tolist(), known, found.scores.tolist(), strict=True)
+        ]
+        return format_html_table(["id", *names, self.default_ranking], rows, caption)
 
     def table(self) -> pyarrow.Table:
         """All columns, with one row per example."""
