@@ -136,7 +136,7 @@ def _run(args: Namespace) -> int:
         if rank:
             return 0
         found.store.write_json(COMMAND_FILE, {**task.origin, "checkpoints": args.checkpoints})
-        report = found.report(data=task.data) if args.report else None
+        report = found.report(data=task.data, show=task.show) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
     print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
