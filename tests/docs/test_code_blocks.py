@@ -266,6 +266,11 @@ def to_evaluate():
     x, y = torch.randn(60, 4), torch.arange(60) % 5
     train = lambda data, seed: torch.nn.Linear(4, 5)
     return train, (x[:40], y[:40]), (x[40:], y[40:]), torch.nn.CrossEntropyLoss()
+
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 64 * 64, 2))
 """
 
 
@@ -275,9 +280,20 @@ def run_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     directory.mkdir()
     (directory / "examples").symlink_to(ROOT / "examples")
     (directory / "my_model.py").write_text(MY_MODEL)
+    write_photos(directory / "photos")
     with contextlib.chdir(directory), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path.cwd()))
         run_commands(block, capsys)
+
+
+def write_photos(folder: Path) -> None:
+    """A folder with images of two classes."""
+    from PIL import Image
+
+    for i in range(8):
+        path = folder / ("cats", "dogs")[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (30 * i, 0, 200)).save(path)
 
 
 def run_commands(block: Block, capsys: pytest.CaptureFixture[str]) -> None:

@@ -162,3 +162,14 @@ def test_estimate_warns_of_memorised_and_of_untrained_models() -> None:
     assert "memorised" in estimate_wrong_labels(labels, opinion, [0.99, 1.0]).warning
     assert "too high" in estimate_wrong_labels(labels, opinion, [0.4, 0.6]).warning
     assert estimate_wrong_labels(labels, opinion, [0.5, 0.9, 1.0]).warning == ""
+
+
+def test_results_in_notebooks(noisy: Any) -> None:
+    found, _ = noisy
+    page = found._repr_html_()
+    assert "Wrong labels: about" in page and page.count("<tr>") == 11 and "<th>mean_loss</th>" in page
+    assert found.neighbours(3, 30)._repr_html_().endswith("and 10 more</td></tr></table>")
+    empty = persample.scan(
+        nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.randn(5, 3), torch.arange(5) % 2), quantities=["noise_scale"]
+    )
+    assert "Scan of 5 examples" in empty._repr_html_()

@@ -274,3 +274,80 @@ def test_names_from_the_data_are_escaped(opened):
     page = opened()
     assert CLASSES[3] in page.locator("#legend").inner_text() and "<b>bold</b>" in page.locator("#table").inner_text()
     assert page.locator("img[src='x'], #table td b").count() == 0
+
+
+# ---- what the model says, similar examples, pages ----
+
+
+@pytest.fixture(scope="module")
+def long_report(tmp_path_factory):
+    """A page with several pages of examples, names, predictions and similar gradients."""
+    torch.manual_seed(0)
+    x, y = torch.rand(90, 1, 6, 6), torch.arange(90) % 3
+    x[1] = x[0]
+    y[1] = y[0]  # a duplicate
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3))
+    names = [f"folder/<b>{i}</b>.png" for i in range(90)]
+    scan = persample.scan(model, nn.CrossEntropyLoss(), (x, y), project=64, classes=["cat", "dog", "owl"], ids=names)
+    path = tmp_path_factory.mktemp("long") / "report.html"
+    return scan, write_report(scan, path, data=(x, y), k=60, plots=False)
+
+
+@pytest.fixture
+def long_page(browser, long_report):  # noqa: F811
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    context.set_default_timeout(120_000)
+    page, errors = context.new_page(), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("dialog", lambda dialog: errors.append(dialog.message))
+    page.goto(long_report[1].as_uri())
+    yield page
+    context.close()
+    assert errors == []
+
+
+def test_long_lists_have_pages(long_page):
+    shown = lambda: long_page.locator("#table tbody tr:visible").count()  # noqa: E731
+    assert shown() == 25 and long_page.locator("#page-number").inner_text() == "Page 1 of 3"
+    assert long_page.locator("#count").inner_text() == "60 of 60 suspects shown"
+    assert long_page.get_by_role("button", name="Previous").is_disabled()
+    long_page.get_by_role("button", name="Next").click()
+    long_page.get_by_role("button", name="Next").focus()
+    long_page.keyboard.press("Enter")
+    assert shown() == 10 and column(long_page, "Rank")[0] == "51"
+    assert long_page.get_by_role("button", name="Next").is_disabled()
+    long_page.locator("#table th button", has_text="Rank").click()  # sorting goes back to the first page
+    assert column(long_page, "Rank")[0] == "60"
+    long_page.get_by_label("Search").fill("folder/<b>7</b>")
+    assert shown() <= 1 and not long_page.locator("#pages").is_visible()
+
+
+def test_similar_examples_open_on_click_and_lead_to_their_row(long_page, long_report):
+    scan = long_report[0]
+    row = long_page.locator("#table tbody tr").first
+    assert not row.locator(".similar ul").is_visible()
+    row.locator(".similar summary").click()
+    assert row.locator(".similar ul").is_visible()
+    first = int(scan.ranked(k=1).ids[0])
+    expected = scan.neighbours(first, 4).ids.tolist()
+    texts = row.locator(".similar li").all_inner_texts()
+    assert [int(text.strip().split(",")[0]) for text in texts] == expected
+    listed = scan.ranked(k=60).ids.tolist()
+    for link in long_page.locator('.similar a[href^="#example-"]').all()[:1]:
+        target = int(link.get_attribute("href").rpartition("-")[2])
+        link.evaluate("e => e.closest('details').open = true")
+        link.evaluate("e => e.click()")
+        assert target in listed and long_page.locator(f"#example-{target}").is_visible()
+
+
+def test_predictions_names_and_confusion_are_shown(long_page, long_report):
+    scan = long_report[0]
+    first = scan.describe(scan.ranked(k=1).ids)[0]
+    row = long_page.locator("#table tbody tr").first
+    assert row.locator(".name").inner_text() == first["name"]
+    assert column(long_page, "Model says")[0] == f"{first['predicted']} ({first['probability']:.2f})"
+    cells = long_page.locator(".confusion tbody td").all_inner_texts()
+    assert sum(int(cell or 0) for cell in cells) == 90
+    assert long_page.locator("#table th button", has_text="Loss").first.get_attribute("title")
+    tops = [get_box(long_page, selector)[1] for selector in ("#scatter", "#suspects", "#confusion")]
+    assert tops == sorted(tops)  # the chart comes before the long list

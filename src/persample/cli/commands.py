@@ -8,7 +8,7 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 
 import persample
-from persample.cli import audit, bench, check, demo, evaluate, monitor, query, report, scan
+from persample.cli import apply, audit, bench, check, compare, demo, evaluate, export, monitor, query, report, scan
 from persample.cli.user_code import UsageError
 
 BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
@@ -17,6 +17,9 @@ COMMANDS = {
     "scan": scan.COMMAND,
     "query": query.COMMAND,
     "report": report.COMMAND,
+    "export": export.COMMAND,
+    "apply": apply.COMMAND,
+    "compare": compare.COMMAND,
     "evaluate": evaluate.COMMAND,
     "check": check.COMMAND,
     "audit": audit.COMMAND,

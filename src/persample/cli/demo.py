@@ -28,10 +28,10 @@ _EXIT_CODES = {0: "done", 2: "wrong arguments, or scikit-learn is missing", 4: "
 FLIPPED = 0.05  # fraction of the labels
 INSPECTED = 0.10  # fraction of the images that a user would look at, from the top of a ranking
 EPOCHS, EPOCHS_PER_CHECKPOINT = 12, 3
-BEST = "self_influence"
+BEST = "mean_loss"  # the default ranking
 SCORES = {
-    BEST: "squared gradient norm, summed over the checkpoints",
-    "mean_loss": "mean loss of the checkpoints",
+    BEST: "mean loss of the checkpoints",
+    "self_influence": "squared gradient norm, summed over the checkpoints",
     "norm": "gradient norm of the trained net",
     "loss": "loss of the trained net: the usual baseline",
 }
@@ -139,6 +139,7 @@ def _run_demo(args: Namespace, scanning: Any) -> dict[str, Any]:
 
     scores = {name: score_ranking(found.ranked(name).ids.tolist(), data.ids) for name in SCORES}
     print(_format_scores(scores, len(data.ids)))
+    print(f"estimated number of wrong labels: {found.estimate_wrong_labels()}")
     best, loss = ([f"{part:.0%}" for part in scores[name].values()] for name in (BEST, "loss"))
     path = found.report(
         data=(data.images, data.labels),

@@ -22,12 +22,16 @@ from persample.cli.command import (
 )
 from persample.cli.task import (
     COMMAND_FILE,
+    Task,
     add_task_arguments,
     convert_scan_errors,
     describe_labels,
     get_origin,
+    has_data_files,
     import_scanning,
+    load_data_files,
     load_task,
+    read_origin,
 )
 from persample.cli.user_code import UsageError, join_lines
 
@@ -54,6 +58,10 @@ Then the function returns the model, or the model and a loss:
 
 Labels are class numbers from 0, or names, which are numbered in alphabetical order. Without labels, the loss
 is the loss of the next token.
+
+After labels were corrected (persample export, apply), only the changed examples need to be measured:
+
+    $ persample scan my_model:net --images photos-fixed/ --image-size 64 --base scans/photos --out scans/fixed
 
 To resume a scan that was stopped, run the same command again. Several processes can share a scan:
 
@@ -116,6 +124,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--device", metavar="NAME", help="device, such as cuda:0 (default: of the model)")
     parser.add_argument("--restart", action="store_true", help="discard the results of an earlier scan in DIR")
+    parser.add_argument(
+        "--base",
+        metavar="DIR",
+        help="earlier scan of the same model: take unchanged examples from it, and measure only the others",
+    )
     parser.add_argument("--report", action="store_true", help="write DIR/report.html at the end")
     parser.add_argument("--quiet", action="store_true", help="do not show progress")
 
@@ -127,35 +140,59 @@ def _run(args: Namespace) -> int:
         task = load_task(get_origin(args))
         for line in () if rank else describe_labels(task.data, task.origin):
             print(line)
-        found = scanning.scan(
-            task.model,
-            task.loss_fn,
-            task.data,
-            out=args.out,
-            batch_size=args.batch_size,
-            shard_size=args.shard_size,
-            project=args.project,
-            projection=args.projection,
-            dtype=args.dtype,
-            checkpoints=args.checkpoints,
-            learning_rates=args.learning_rates,
-            loss_reduction=args.loss_reduction,
-            table=args.table,
-            nonfinite=args.nonfinite,
-            device=args.device,
-            resume=not args.restart,
-            collate=task.collate,
-            progress=False if args.quiet else None,
-            quantities=args.quantities.split(",") if args.quantities else scanning.QUANTITIES,
-        )
+        found = _rescan(args, scanning, task) if args.base else _scan(args, scanning, task)
         if rank:
             return 0
         found.store.write_json(COMMAND_FILE, {**task.origin, "checkpoints": args.checkpoints})
-        report = found.report(data=task.data) if args.report else None
+        report = found.report(data=task.data, show=task.show) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
     print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
     return 0
+
+
+def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
+    return scanning.scan(
+        task.model,
+        task.loss_fn,
+        task.data,
+        out=args.out,
+        batch_size=args.batch_size,
+        shard_size=args.shard_size,
+        project=args.project,
+        projection=args.projection,
+        dtype=args.dtype,
+        checkpoints=args.checkpoints,
+        learning_rates=args.learning_rates,
+        loss_reduction=args.loss_reduction,
+        table=args.table,
+        nonfinite=args.nonfinite,
+        device=args.device,
+        resume=not args.restart,
+        collate=task.collate,
+        progress=False if args.quiet else None,
+        quantities=args.quantities.split(",") if args.quantities else scanning.QUANTITIES,
+    )
+
+
+def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
+    from persample.scanning.rescan import rescan
+
+    base = scanning.Scan(args.base)
+    origin = read_origin(base)
+    if origin is None or not has_data_files(origin) or not has_data_files(task.origin):
+        raise UsageError("--base needs data from files (--images or --text); in Python use persample.scanning.rescan")
+    return rescan(
+        base,
+        task.model,
+        task.loss_fn,
+        task.data,
+        before=load_data_files(origin),
+        out=args.out,
+        checkpoints=args.checkpoints,
+        collate=task.collate,
+        progress=False if args.quiet else None,
+    )
 
 
 def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
@@ -163,7 +200,8 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     from persample.scanning.examples import say_opinion
 
     summary = found.summary
-    yield f"{summary['examples']} examples"
+    again = f", {summary['measured_again']} of them measured again" if "measured_again" in summary else ""
+    yield f"{summary['examples']} examples{again}"
     if summary["columns"]:
         header = ["", "median", "99 %", "most"]
         rows = [

@@ -45,6 +45,7 @@ class Task:
     loss_fn: Any
     collate: Any
     origin: Mapping[str, Any]
+    show: Any = None  # from an example to its preview
 
 
 def add_task_arguments(parser: ArgumentParser) -> None:
@@ -133,12 +134,16 @@ def load_task(origin: Mapping[str, Any]) -> Task:
     model, loss_fn = load_model_and_loss(origin)
     if not origin["classes"] and (known := find_model_classes(model)) is not None:
         origin = {**origin, "classes": known}
-    data, collate = load_data_files(origin), None
+    data, collate, show = load_data_files(origin), None, None
     if origin["text"]:
-        from persample.scanning.datasets import TextCollator
+        from persample.scanning.datasets import PretrainedTokenizer, TextCollator
+        from persample.scanning.marked_tokens import mark_worst_tokens
 
-        collate = TextCollator(_load_tokenizer(origin["tokenizer"], origin["max_length"]))
-    return Task(model, data, loss_fn, collate, origin)
+        tokenizer = _load_tokenizer(origin["tokenizer"], origin["max_length"])
+        collate = TextCollator(tokenizer)
+        if isinstance(tokenizer, PretrainedTokenizer) and not data.has_labels:
+            show = mark_worst_tokens(model, tokenizer.tokenizer, tokenizer.max_length)
+    return Task(model, data, loss_fn, collate, origin, show)
 
 
 def has_data_files(origin: Mapping[str, Any]) -> bool:

@@ -400,6 +400,9 @@ class PerSampleGradients(RecordedGradients):
         """The batch size at which the noise of the mean gradient is as large as the gradient.
 
         This is the simple noise scale of McCandlish et al. (2018), tr(Σ) / |G|², from unbiased estimates of both parts.
+        A negative number means that the estimate of |G|² is negative: the mean gradient of this batch is shorter than
+        its noise alone would make it, so the noise scale is larger than the batch, and cannot be told from it. Average
+        both parts over more batches, or take a larger one.
         """
         size = self._count_rows()
         if size < 2:

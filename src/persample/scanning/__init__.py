@@ -16,6 +16,7 @@ from persample.scanning.evaluation import Evaluation, Trained, evaluate
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
+from persample.scanning.rescan import rescan
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
 from persample.scanning.statistics import Estimate
@@ -34,5 +35,6 @@ __all__ = [
     "ScanError",
     "Trained",
     "evaluate",
+    "rescan",
     "scan",
 ]

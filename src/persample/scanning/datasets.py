@@ -101,6 +101,11 @@ class TextTable(Dataset[dict[str, Any]]):
             where = f"The column '{label}' of {path}"
             self._labels, self.classes = read_labels(table[label].to_pylist(), classes or known, where)
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether the texts have classes. Otherwise the loss is that of their tokens."""
+        return self._labels is not None
+
     def _check_text(self, table: pa.Table, name: str) -> Any:
         kind = table[name].type
         if not pa.types.is_string(kind) and not pa.types.is_large_string(kind):
@@ -178,13 +183,20 @@ def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
 
-    def tokenize(texts: list[str]) -> Mapping[str, Any]:
-        # Few lengths, because each new input shape costs time: layouts are found anew.
-        return tokenizer(
-            texts, padding=True, truncation=True, max_length=max_length, pad_to_multiple_of=32, return_tensors="pt"
-        )
+    return PretrainedTokenizer(tokenizer, max_length)
 
-    return tokenize
+
+class PretrainedTokenizer:
+    """Tokenizes lists of texts with a tokenizer of Hugging Face."""
+
+    def __init__(self, tokenizer: Any, max_length: int) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+
+    def __call__(self, texts: list[str]) -> Mapping[str, Any]:
+        # Few lengths, because each new input shape costs time: layouts are found anew.
+        return self.tokenizer(
+            texts, padding=True, truncation=True, max_length=self.max_length, pad_to_multiple_of=32, return_tensors="pt"
+        )
 
 
 def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from persample._internal.text import format_table
 from persample.scanning.damping import Damping, Whitening, check_damping, count_effective_dims
 from persample.scanning.errors import ScanError
+from persample.scanning.notebook import format_html_table
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 
@@ -68,6 +69,18 @@ class Influence:
         end = f"\n  ... and {samples - _SHOWN_SAMPLES} more samples" if samples > _SHOWN_SAMPLES else ""
         title = f"Influence on {samples} sample{'s' * (samples != 1)}, {k} example{'s' * (k != 1)} for and against:"
         return f"{title}\n{table}{end}"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            [sample, direction, i, score]
+            for sample in range(len(self.for_ids))
+            for direction, ids, scores in (
+                ("for", self.for_ids, self.for_scores),
+                ("against", self.against_ids, self.against_scores),
+            )
+            for i, score in zip(ids[sample].tolist(), scores[sample].tolist(), strict=True)
+        ]
+        return format_html_table(["sample", "pushes", "example", "score"], rows, "Influence", most=40)
 
 
 _SHOWN_SAMPLES, _SHOWN_EXAMPLES = 8, 4

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from persample._internal.text import format_table
 from persample.scanning.damping import Damping, Whitening
+from persample.scanning.notebook import format_html_table
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 
@@ -43,6 +44,10 @@ class Ranking:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def _repr_html_(self) -> str:
+        pairs = zip(self.ids.tolist(), self.scores.tolist(), strict=True)
+        return format_html_table(["example", "score"], [list(pair) for pair in pairs])
 
     def __iter__(self) -> Iterator[tuple[int, float]]:
         return zip(self.ids.tolist(), self.scores.tolist(), strict=True)

@@ -21,6 +21,7 @@ from persample.scanning.estimates import WrongLabels, count_far_out, read_estima
 from persample.scanning.examples import Examples
 from persample.scanning.export_rows import write_rows
 from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
+from persample.scanning.notebook import format_html_table
 from persample.scanning.probe import Adam, Probe
 from persample.scanning.queries import Ranking
 from persample.scanning.store import Array, Store
@@ -29,6 +30,9 @@ from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+_SHOWN_IN_NOTEBOOKS = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
 
 
 class Scan:
@@ -89,6 +93,21 @@ class Scan:
         columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
         return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
+
+    def _repr_html_(self) -> str:
+        """The scan in a notebook: what was measured, and the first examples by default."""
+        estimate = self.estimate_wrong_labels()
+        caption = repr(self) + (f". Wrong labels: {estimate}" if estimate else "")
+        if self.default_ranking is None:
+            return format_html_table([], [], caption)
+        found = self.ranked(k=10)
+        known = self.describe(found.ids)
+        names = [name for name in _SHOWN_IN_NOTEBOOKS if name in known[0]]
+        rows = [
+            [i, *(example[name] for name in names), score]
+            for i, example, score in zip(found.ids.tolist(), known, found.scores.tolist(), strict=True)
+        ]
+        return format_html_table(["id", *names, self.default_ranking], rows, caption)
 
     def table(self) -> pyarrow.Table:
         """All columns, with one row per example."""

@@ -27,6 +27,7 @@ from persample.scanning.report.charts import (
 )
 from persample.scanning.report.previews import Preview, find_content, make_preview
 from persample.scanning.report.reasons import Reasons
+from persample.scanning.report.similar import find_similar
 from persample.scanning.report.wording import format_number, get_meaning, get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
@@ -41,6 +42,7 @@ _POINT_PREVIEW_LENGTH = 120  # characters
 _POINT_PREVIEW_BYTES = 1_000_000  # for all points, so that the page can be sent by mail
 _READ_AT_ONCE = 32  # examples, which may be large
 _TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "estimated_alignment", "alignment")
+_MAX_CLASSES_IN_CONFUSION, _MAX_PAIRS = 12, 12
 _COMPARED = ("loss", "confident", "el2n", "normalised_self_influence", "whitened_self_influence")  # rankings
 _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
@@ -140,7 +142,7 @@ class Page:
             text += f", {format_number(norm['99%'] / norm['median'])} times the median." if norm["median"] else "."
             cards.append({"name": "Median gradient norm", "value": format_number(norm["median"]), "text": text})
         if noise := self.noise:
-            text = f"It suggests batches of about {noise['size']:,}. {noise['meaning']}"
+            text = f"{noise['advice']} {noise['meaning']}"
             cards.append({"name": "Noise scale", "value": noise["scale"], "text": text})
         if len(self.classes) > 1:
             counts = [one["count"] for one in self.classes]
@@ -168,11 +170,14 @@ class Page:
         size, scale = summary.get("suggested_batch_size"), summary.get("noise_scale")
         if size is None:
             return None
-        noise = {"size": size, "mean": format_number(summary["mean_gradient_norm"])}
+        advice = f"It suggests batches of about {size:,}." if size > 1 else "Any batch size gives good steps."
+        noise = {"size": size, "mean": format_number(summary["mean_gradient_norm"]), "advice": advice}
         if scale is None:
             meaning = "The mean gradient cannot be distinguished from noise with this many examples: use large batches."
             return noise | {"scale": "very large", "meaning": meaning, "curve": None}
         meaning = "Smaller batches give noisy steps; much larger batches improve a step only little."
+        if scale < 1:
+            meaning = "The examples agree: the gradient of a single one is already close to the mean."
         if scale > len(self.scan):
             meaning = "The gradients of examples differ so much that even a batch of all examples gives a noisy step."
         axis, (positions, gains) = compute_noise_curve(scale, len(self.scan))
@@ -182,7 +187,11 @@ class Page:
             "at": float(axis.locate([size])[0]),
             "gain": 100 / (1 + scale / size) if size else 100.0,
         }
-        return noise | {"scale": format_number(scale), "meaning": meaning, "curve": curve}
+        return noise | {
+            "scale": "below 0.1" if scale < 0.1 else format_number(scale),
+            "meaning": meaning,
+            "curve": curve,
+        }
 
     # ---- table of suspects ----
 
@@ -196,7 +205,7 @@ class Page:
         """The measured columns of the table, including the one that suspects are ranked by."""
         names = [name for name in _TABLE_COLUMNS if name in self.columns]
         names += [self.by] if self.by and self.by not in names else []
-        return [{"name": name, "title": get_title(name)} for name in names]
+        return [{"name": name, "title": get_title(name), "meaning": get_meaning(name)} for name in names]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -218,9 +227,67 @@ class Page:
                 "note": self._notes.get(i, ""),
                 "preview": self.previews.get(i),
                 "is_suspect": rank <= self.cut,
+                "similar": self._describe_similar(i),
             }
             for rank, i in enumerate(self.suspects, 1)
         ]
+
+    @cached_property
+    def _similar(self) -> dict[int, list[tuple[int, float, bool]]]:
+        return find_similar(self.scan, self.suspects)
+
+    def _describe_similar(self, i: int) -> list[dict[str, Any]]:
+        """The examples with gradients similar to that of example `i`: id, class, cosine, preview."""
+        return [
+            {
+                "id": j,
+                "label": label["name"] if (label := self._get_class(j)) else "",
+                "cosine": f"{cosine:.2f}",
+                "is_duplicate": is_duplicate,
+                "preview": self.previews.get(j),
+                "is_listed": j in self.descriptions,
+            }
+            for j, cosine, is_duplicate in self._similar.get(i, [])
+        ]
+
+    # ---- confusion of classes ----
+
+    @cached_property
+    def confusion(self) -> dict[str, Any] | None:
+        """How often the model says each class for each given class, and the most frequent differences."""
+        if self.labels is None or "predicted" not in self.scan.columns:
+            return None
+        predicted = self.scan.column("predicted")
+        is_known = (predicted >= 0) & (self.labels >= 0)
+        given, said = self.labels[is_known], predicted[is_known]
+        classes = np.union1d(given, said)
+        if len(classes) < 2:
+            return None
+        counts = np.zeros((len(classes), len(classes)), dtype=int)
+        np.add.at(counts, (np.searchsorted(classes, given), np.searchsorted(classes, said)), 1)
+        names = [self.get_class_name(int(label)) for label in classes]
+        totals = counts.sum(1)
+        pairs = [
+            {
+                "given": names[i],
+                "said": names[j],
+                "count": int(counts[i, j]),
+                "share": f"{counts[i, j] / totals[i]:.0%}",
+            }
+            for i, j in zip(*np.nonzero(counts), strict=True)
+            if i != j
+        ]
+        pairs.sort(key=lambda pair: -pair["count"])
+        table = [
+            (name, [(int(n), f"{100 * n / max(1, total):.0f}", i == j) for j, n in enumerate(row)])
+            for i, (name, row, total) in enumerate(zip(names, counts, totals, strict=True))
+        ]
+        return {
+            "names": names,
+            "rows": table if len(names) <= _MAX_CLASSES_IN_CONFUSION else [],
+            "pairs": pairs[:_MAX_PAIRS],
+            "differences": int(counts.sum() - np.trace(counts)),
+        }
 
     @property
     def estimate(self) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from persample.scanning.report.charts import PALETTE
 from persample.scanning.source import LABEL_KEYS
 from persample.scanning.store import Array
 
@@ -26,12 +27,36 @@ _IMAGE_KEYS = ("image", "img", "pixel_values", "picture", "x", "input", "inputs"
 
 
 @dataclass(frozen=True)
+class MarkedText:
+    """A text with marked parts, as pairs of start and end."""
+
+    text: str
+    marks: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
 class Preview:
     """A preview: a data URI of an image, or a text. `tiny` images are enlarged without smoothing."""
 
     kind: Literal["image", "text", "numbers"]
     content: str
     tiny: bool = False
+    marks: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def pieces(self) -> list[tuple[str, bool]]:
+        """The text in pieces, each with whether it is marked.
+
+        >>> Preview("text", "a cold war", marks=((2, 6),)).pieces
+        [('a ', False), ('cold', True), (' war', False)]
+        """
+        pieces, at = [], 0
+        for start, end in sorted(self.marks):
+            start, end = max(start, at), min(end, len(self.content))
+            if start < end:
+                pieces += [(self.content[at:start], False), (self.content[start:end], True)]
+                at = end
+        return [piece for piece in (*pieces, (self.content[at:], False)) if piece[0]]
 
 
 def find_content(example: Any) -> Any:
@@ -41,10 +66,14 @@ def find_content(example: Any) -> Any:
     ('a film to forget', 'splendid')
     """
     if isinstance(example, Mapping):
+        if "text" not in example and all(isinstance(example.get(key), str) for key in ("prompt", "completion")):
+            return example["prompt"] + example["completion"]
         texts = [key for key in example if isinstance(example[key], str)]
         keys = [key for key in _TEXT_KEYS if key in texts] or [key for key in texts if key not in LABEL_KEYS]
         keys += [key for key in _IMAGE_KEYS if key in example] + [key for key in example if key not in LABEL_KEYS]
         return find_content(example[keys[0]]) if keys else None
+    if isinstance(example, (tuple, list)) and len(example) == 2 and (overlay := _overlay_mask(*example)) is not None:
+        return overlay
     if isinstance(example, (tuple, list)) and example and not isinstance(example[0], (int, float)):
         return find_content(example[0])
     return example
@@ -62,6 +91,8 @@ def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> 
         return None
     if isinstance(value, Image.Image):
         return _make_thumbnail(_convert_mode(value), side)
+    if isinstance(value, MarkedText):
+        return _shorten_marked(value, length)
     if isinstance(value, str):
         return Preview("text", _shorten(value, length))
     array = _to_array(value)
@@ -70,6 +101,17 @@ def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> 
     if (pixels := _to_pixels(array)) is not None:
         return _make_thumbnail(_convert_mode(Image.fromarray(pixels)), side)
     return Preview("numbers", _format_numbers(array))
+
+
+def _shorten_marked(value: MarkedText, most: int) -> Preview:
+    """A part of the text of at most `most` characters that begins at or before the first mark."""
+    first = min((start for start, _ in value.marks), default=0)
+    begin = max(0, first - most // 5) if first > most // 2 else 0
+    text = "".join(" " if character.isspace() else character for character in value.text)[begin : begin + most]
+    before, after = "…" if begin else "", "…" if begin + most < len(value.text) else ""
+    shift = len(before) - begin
+    marks = [(start + shift, min(end + shift, len(before) + len(text))) for start, end in value.marks]
+    return Preview("text", f"{before}{text}{after}", marks=tuple(mark for mark in marks if mark[0] < mark[1]))
 
 
 def _shorten(text: str, most: int) -> str:
@@ -111,6 +153,23 @@ def _to_pixels(array: Array) -> Array | None:
     if short < _MIN_IMAGE_SIDE or long > _MAX_IMAGE_RATIO * short:
         return None
     return array if array.dtype == np.uint8 else (255 * _scale_to_unit(array)).round().astype(np.uint8)
+
+
+def _overlay_mask(image: Any, mask: Any) -> Image.Image | None:
+    """An image with a colour for each class of its mask; None if the pair is no image with a mask of its size."""
+    if not (isinstance(image, (Tensor, np.ndarray)) and isinstance(mask, (Tensor, np.ndarray))):
+        return None
+    pixels, classes = _to_array(image), _to_array(mask)
+    pixels = None if pixels is None else _to_pixels(pixels)
+    if pixels is None or classes is None or classes.ndim != 2 or classes.dtype.kind not in "biu":
+        return None
+    if pixels.shape[:2] != classes.shape:
+        return None
+    colours = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in PALETTE], dtype=np.float64)
+    picture = np.asarray(_convert_mode(Image.fromarray(pixels)).convert("RGB"), dtype=np.float64)
+    is_marked = classes > 0  # class 0 is usually the background, and negative classes are ignored
+    mixed = np.where(is_marked[..., None], (picture + colours[classes.astype(int) % len(colours)]) / 2, picture)
+    return Image.fromarray(mixed.round().astype(np.uint8))
 
 
 def _scale_to_unit(array: Array) -> Array:

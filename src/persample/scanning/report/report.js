@@ -16,14 +16,24 @@
       rows.map((row) => [row, [...row.querySelectorAll("[data-search]")].map((c) => c.textContent).join(" ").toLowerCase()])
     );
 
-    const filter = () => {
+    const perPage = 25;
+    let current = 0; // page
+
+    const filter = (to = 0) => {
       const words = text.value.toLowerCase().split(/\s+/).filter(Boolean);
-      let count = 0;
-      for (const row of rows) {
+      const found = rows.filter((row) => {
         const matches = words.every((word) => searchTexts.get(row).includes(word));
-        row.hidden = !(matches && (!choice || choice.value === "" || row.dataset.class === choice.value));
-        count += row.hidden ? 0 : 1;
-      }
+        return matches && (!choice || choice.value === "" || row.dataset.class === choice.value);
+      });
+      const count = found.length;
+      const last = Math.max(0, Math.ceil(count / perPage) - 1);
+      current = Math.min(last, Math.max(0, to));
+      const shown = new Set(found.slice(current * perPage, (current + 1) * perPage));
+      for (const row of rows) row.hidden = !shown.has(row);
+      byId("pages").hidden = last === 0;
+      byId("page-number").textContent = `Page ${current + 1} of ${last + 1}`;
+      byId("previous").disabled = current === 0;
+      byId("next").disabled = current === last;
       table.parentElement.hidden = count === 0;
       byId("no-rows").hidden = count !== 0;
       byId("count").textContent = `${count} of ${rows.length} suspects shown`;
@@ -44,11 +54,14 @@
         return sign * (numeric ? Number(one) - Number(two) : one.localeCompare(two, "en", { numeric: true }));
       });
       body.append(...rows);
+      filter();
     };
 
     heads.forEach((head) => head.querySelector("button")?.addEventListener("click", () => sort(head)));
-    text.addEventListener("input", filter);
-    choice?.addEventListener("change", filter);
+    text.addEventListener("input", () => filter());
+    choice?.addEventListener("change", () => filter());
+    byId("previous").addEventListener("click", () => filter(current - 1));
+    byId("next").addEventListener("click", () => filter(current + 1));
     text.form.addEventListener("submit", (event) => event.preventDefault());
     const showAll = () => {
       text.value = "";
@@ -59,10 +72,15 @@
       showAll();
       text.focus();
     });
-    byId("jump")?.addEventListener("click", (event) => {
-      const row = document.querySelector(event.target.getAttribute("href"));
-      if (row?.hidden || table.parentElement.hidden) showAll(); // a hidden row cannot be scrolled to
-    });
+    const reveal = (event) => {
+      const link = event.target.closest('a[href^="#example-"]');
+      const row = link && byId(link.getAttribute("href").slice(1));
+      if (!row?.hidden) return;
+      showAll(); // a hidden row cannot be scrolled to
+      filter(Math.floor(rows.indexOf(row) / perPage));
+    };
+    byId("jump")?.addEventListener("click", reveal);
+    body.addEventListener("click", reveal);
     text.form.hidden = false;
     filter();
   }

@@ -1,0 +1,191 @@
+"""A scan of corrected data that measures only the examples that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.utils.data import Dataset
+
+from persample.batches import BatchDim
+from persample.losses import LossFunction
+from persample.scanning.checkpoints import State
+from persample.scanning.digest import compute_digest
+from persample.scanning.errors import ScanError
+from persample.scanning.names import Ids
+from persample.scanning.results import Scan
+from persample.scanning.run import scan
+from persample.scanning.source import Collate, Source
+from persample.scanning.store import Array, Store
+from persample.scanning.summary import summarise
+from persample.scanning.table import write_table
+
+# They depend on the mean gradient of all examples, so that every change of the data changes all of them.
+LEFT_OUT = ("alignment", "estimated_alignment", "noise_scale")
+
+_SAME = (
+    "checkpoints", "learning_rates", "parameters", "groups", "project", "projection", "seed", "dtype", "loss",
+    "loss_reduction", "code",
+)  # fmt: skip
+
+
+def rescan(
+    base: Scan | str | Path,
+    model: nn.Module,
+    loss_fn: LossFunction,
+    data: Any,
+    *,
+    before: Any,
+    out: str | Path,
+    checkpoints: Sequence[State | str | Path] | None = None,
+    collate: Collate | None = None,
+    ids: Ids | None = None,
+    classes: Sequence[str] | None = None,
+    batch_dim: BatchDim = 0,
+    progress: bool | None = None,
+) -> Scan:
+    """Scan corrected data, and take the examples that have not changed from an earlier scan.
+
+    `base` is the earlier scan, and `before` the data that it has scanned. Examples are compared as a whole, inputs and
+    label, wherever they are in the data. Model, loss and checkpoints must be those of the earlier scan; its first
+    examples are measured again, and must give the same numbers. The alignment and the noise scale are left out: they
+    depend on the mean gradient of all examples, which needs a scan of all data.
+    """
+    base = base if isinstance(base, Scan) else Scan(base)
+    settings, directory = base.settings, Path(out)
+    if directory.exists() and any(directory.iterdir()):
+        raise ScanError(f"{directory} exists. Choose an empty or a new directory for the new scan.")
+    batch_size, shard_size = settings["batch_size"], settings["shard_size"]
+    old = Source(before, batch_size, collate)
+    new = Source(data, batch_size, collate, ids)
+    if old.size is None or new.size is None:
+        raise ScanError("A stream cannot be rescanned: its examples cannot be read by number.")
+    if old.compute_digest() != settings["data"]:
+        raise ScanError(f"`before` is not the data of the scan in {base.directory}, or has changed.")
+    places = _find_unchanged(old, new)
+    unchanged = [j for j in range(new.size) if places[j] >= 0]
+    measured = unchanged[:batch_size] + [j for j in range(new.size) if places[j] < 0]
+    part = scan(
+        model,
+        loss_fn,
+        _Chosen(new, measured),
+        quantities=[name for name in settings["quantities"] if name not in LEFT_OUT],
+        batch_size=batch_size,
+        project=settings["project"],
+        projection=settings["projection"],
+        seed=settings["seed"],
+        dtype=settings["dtype"],
+        groups=settings["groups"] or None,
+        parameters=list(settings["parameters"]),
+        checkpoints=checkpoints,
+        learning_rates=settings["learning_rates"],
+        batch_dim=batch_dim,
+        loss_reduction=settings["loss_reduction"],
+        nonfinite=settings["nonfinite"],
+        collate=new.collate,
+        classes=classes or new.classes or settings["classes"],
+        progress=progress,
+    )
+    _check_same(settings, part.settings)
+    columns = _choose_columns(base.store, part.store, len(settings["checkpoints"]))
+    _check_numbers(base.store, part.store, [int(places[j]) for j in unchanged[:batch_size]])
+
+    store = Store(directory)
+    changes = {"examples": new.size, "data": new.compute_digest(), "names": new.names.compute_digest()}
+    kept = {key: part.settings[key] for key in ("quantities", "classes", "labelled", "about")}
+    store.start({**{k: v for k, v in settings.items() if k != "format"}, **changes, **kept}, resume=True)
+    rows = {j: k for k, j in enumerate(measured)}
+    for checkpoint in range(len(settings["checkpoints"])):
+        readers = [_Reader(found.store, checkpoint, columns) for found in (base, part)]
+        for shard, start in enumerate(range(0, new.size, shard_size)):
+            wanted = range(start, min(start + shard_size, new.size))
+            origins = [(1, rows[j]) if places[j] < 0 else (0, int(places[j])) for j in wanted]
+            packed, gradients = _join(readers, origins)
+            packed["id"] = np.arange(wanted.start, wanted.stop)
+            if new.names.exist:
+                packed["name"] = new.names.encode(wanted)
+            store.write_shard(checkpoint, shard, packed, gradients)
+    summary = summarise(store)
+    summary["measured_again"] = new.size - len(unchanged)
+    write_table(store)
+    store.write_json("summary.json", summary)
+    return Scan(directory, model, loss_fn, checkpoints, batch_dim=batch_dim)
+
+
+def _find_unchanged(old: Source, new: Source) -> Array:
+    """For each new example, the number of an equal old example, or -1."""
+    known = {digest: i for i, digest in enumerate(_compute_digests(old))}
+    return np.array([known.get(digest, -1) for digest in _compute_digests(new)], dtype=np.int64)
+
+
+def _compute_digests(source: Source) -> Iterator[str]:
+    for i in range(source.size or 0):
+        yield compute_digest(source.read_examples([i])[i])
+
+
+class _Chosen(Dataset[Any]):
+    """Some examples of a source, as a dataset."""
+
+    def __init__(self, source: Source, ids: Sequence[int]) -> None:
+        self._source, self._ids = source, ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, k: int) -> Any:
+        return self._source.read_examples([self._ids[k]])[self._ids[k]]
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
+    for key in _SAME:
+        if before[key] != now[key]:
+            raise ScanError(f"The model, the loss or an option differs from that of the earlier scan: {key!r}.")
+
+
+def _choose_columns(base: Store, part: Store, checkpoints: int) -> list[str]:
+    """The columns that both scans have, which are all of the new one."""
+    stored, own = base.list_columns(checkpoints - 1, 0), part.list_columns(checkpoints - 1, 0)
+    if missing := set(own) - set(stored) - {"name"}:
+        raise ScanError(f"The earlier scan has no column {sorted(missing)[0]!r}: scan all data anew.")
+    return [name for name in own if name not in ("id", "name")]
+
+
+def _check_numbers(base: Store, part: Store, places: Sequence[int]) -> None:
+    """Compare losses and norms of unchanged examples in the two scans."""
+    for checkpoint in range(len(base.read_settings()["checkpoints"])):
+        before, now = (_Reader(store, checkpoint, ["loss", "norm"]) for store in (base, part))
+        for name in ("loss", "norm"):
+            old = np.array([before.read(i)[0][name] for i in places])
+            new = np.array([now.read(k)[0][name] for k in range(len(places))])
+            if not np.allclose(old, new, rtol=1e-3, atol=1e-3 * np.abs(old).max(initial=0.0), equal_nan=True):
+                raise ScanError(f"The {name} of unchanged examples differs from the earlier scan: scan all data anew.")
+
+
+class _Reader:
+    """Reads single examples of a stored checkpoint. Keeps the last shard."""
+
+    def __init__(self, store: Store, checkpoint: int, columns: Sequence[str]) -> None:
+        settings = store.read_settings()
+        self._store, self._checkpoint, self._columns = store, checkpoint, columns
+        self._size, self._has_rows = settings["shard_size"], settings["project"] is not None
+        self._shard, self._parts, self._rows = -1, dict[str, Array](), np.zeros(0)
+
+    def read(self, i: int) -> tuple[dict[str, Any], Array | None]:
+        """The columns and the projected gradient of an example."""
+        shard, at = divmod(i, self._size)
+        if shard != self._shard:
+            self._parts = self._store.read_columns(self._checkpoint, shard, self._columns)
+            self._rows = self._store.read_rows(self._checkpoint, shard) if self._has_rows else self._rows
+            self._shard = shard
+        row = np.array(self._rows[at]) if self._has_rows else None
+        return {name: part[at] for name, part in self._parts.items()}, row
+
+
+def _join(readers: Sequence[_Reader], origins: Sequence[tuple[int, int]]) -> tuple[dict[str, Array], Array | None]:
+    """The columns and rows of examples of two scans."""
+    found = [readers[which].read(at) for which, at in origins]
+    columns = {name: np.array([values[name] for values, _ in found]) for name in found[0][0]}
+    return columns, None if found[0][1] is None else np.stack([row for _, row in found if row is not None])
