@@ -456,6 +456,12 @@ def get_hooks(module: nn.Module) -> list[Any]:
     return [hook for name in _HOOKS for hook in _read(module, name, "Verifying a recording").values()]
 
 
+def get_custom_function(node: Any) -> type:
+    """The `autograd.Function` that a node of the graph belongs to; the type of the node if that is not known."""
+    found: type = getattr(node, "_forward_cls", type(node))
+    return found
+
+
 def get_backward_hooks(module: nn.Module) -> list[dict[int, Any]]:
     """The hooks that run before and after a module's backward, by their ids."""
     return [_read(module, name, "Following hooks on gradients") for name in ("_backward_hooks", "_backward_pre_hooks")]

@@ -118,7 +118,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
     Only gradients with as many rows as the output, in the same dimension, are compared.
     """
     node: Any = output.grad_fn
-    function = getattr(node, "_forward_cls", type(node))
+    function = _torch.get_custom_function(node)
     if function.__module__.partition(".")[0] in ("torch", "persample"):
         return
     # The graph must keep neither the tracker nor itself.
