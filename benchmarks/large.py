@@ -144,14 +144,15 @@ class Steps:
         grads.project(512)
 
 
-def run_step(step: Callable[[], None], measured: Measured) -> None:
-    """Measure one step."""
+def run_step(name: str, step: Callable[[], None], measured: Measured) -> None:
+    """Measure one step, and print the result."""
     gc.collect()
     reset_peak()
     before, start = read_status("VmRSS"), time.perf_counter()
     step()
     measured.seconds.append(time.perf_counter() - start)
     measured.peaks.append(read_status("VmHWM") - before)
+    print(f"{name}: {measured.seconds[-1]:.2f} s, {measured.peaks[-1] / 2**30:.2f} GB", flush=True)
 
 
 # By name: the plain step that a step is compared with.
@@ -170,6 +171,8 @@ COMPARED = {
 def measure(rounds: int, only: str, batch: int, length: int) -> dict[str, Measured]:
     """Measure each step with `only` in its name, and the steps that it is compared with."""
     names = {name for name in COMPARED if only in name}
+    if "first private step" in names:
+        names.add("private")
     names |= {COMPARED[name] for name in names}
     found = {name: Measured() for name in [*dict.fromkeys(COMPARED.values()), *COMPARED] if name in names}
     steps: dict[str, Callable[[], None]] = {}
@@ -194,13 +197,11 @@ def measure(rounds: int, only: str, batch: int, length: int) -> dict[str, Measur
         }
     chosen = {name: step for name, step in steps.items() if name in names}
     for name, step in chosen.items():  # the first run of each; also starts threads and loads libraries
-        run_step(
-            step, found["first private step"] if name == "private" and "first private step" in found else Measured()
-        )
+        first = found.get("first private step") if name == "private" else None
+        run_step(f"{name}, first", step, Measured() if first is None else first)
     for _ in range(rounds):
         for name, step in chosen.items():
-            run_step(step, found[name])
-            print(f"{name}: {found[name].seconds[-1]:.2f} s, {found[name].peaks[-1] / 2**30:.2f} GB", flush=True)
+            run_step(name, step, found[name])
     return found
 
 
