@@ -176,8 +176,7 @@ class Measurement:
         """`norm`, and `norm/GROUP` for each group."""
         if grads is None:
             return {name: torch.zeros(count).double() for name in ("norm", *(f"norm/{group}" for group in self.groups))}
-        if not self.groups:
-            return {"norm": grads.norms().double()}
+        # By parameter, also without groups: `norms()` adds up in the order in which terms arrive, which may differ.
         squares = {name: norms.double().square() for name, norms in grads.norms(per_parameter=True).items()}
         columns = {"norm": torch.stack(list(squares.values())).sum(0).sqrt()}
         for group, names in self.groups.items():

@@ -25,7 +25,7 @@ class ReducedRows:
         self._count, self._projection, self._direction = count, projection, direction
         self._weights = torch.ones(count, device=device) if with_sum else None
         self._parts: dict[str, Tensor] = {}
-        self._dots: list[Tensor] = []
+        self._dots: dict[str, Tensor] = {}
         self.total: dict[str, Tensor] = {}
 
     def receive(self, stack: Stack) -> None:
@@ -36,7 +36,7 @@ class ReducedRows:
             if self._projection and term.shape.numel():
                 self._parts[name] = self._projection.project_term(name, term)
             if self._direction:
-                self._dots.append(term.dot(self._direction[name]))
+                self._dots[name] = term.dot(self._direction[name])
 
     def project(self) -> Tensor:
         """`(count, dim)`: the projections of the rows."""
@@ -46,4 +46,7 @@ class ReducedRows:
 
     def dot(self) -> Tensor:
         """`(count,)`: the inner products of the rows with the direction, in float64."""
-        return torch.stack([part.double() for part in self._dots]).sum(0) if self._dots else torch.zeros(self._count)
+        if not self._dots:
+            return torch.zeros(self._count)
+        # Sorted, because the order in which terms arrive differs between the first pass and later ones.
+        return torch.stack([self._dots[name].double() for name in sorted(self._dots)]).sum(0)
