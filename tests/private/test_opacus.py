@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from opacus.data_loader import DPDataLoader
 from opacus.grad_sample import GradSampleModule
+from opacus.layers import DPGRU, DPLSTM, DPRNN
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
 from opacus.validators import ModuleValidator
 from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, record
@@ -308,6 +310,28 @@ def test_layers_of_opacus(kind: Any) -> None:
         train(model, optimizer, loader)
         weights.append(flatten(model))
     torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [DPRNN, DPLSTM, DPGRU])
+def test_packed_sequences_in_layers_of_opacus(kind: Any, batch_first: bool) -> None:
+    torch.manual_seed(0)
+    model = kind(4, 3, num_layers=2, batch_first=batch_first, bidirectional=True).double()
+    samples = [torch.randn(length, 4, dtype=torch.float64) for length in (5, 3, 2, 4, 1)]
+
+    def compute_loss(packed: Any) -> Tensor:
+        padded, _ = pad_packed_sequence(model(packed)[0], batch_first=True)
+        return (padded.square() + padded).sum((1, 2)).sum()
+
+    expected = []
+    for sample in samples:
+        grads = torch.autograd.grad(compute_loss(pack_sequence([sample])), list(model.parameters()))
+        expected.append(torch.cat([grad.flatten() for grad in grads]))
+    packed = pack_sequence(samples, enforce_sorted=False)
+    with record(model, batch_dim=0 if batch_first else 1) as rows:
+        compute_loss(packed).backward()
+    found = torch.cat([part.flatten(1) for part in rows.dense().values()], 1)
+    torch.testing.assert_close(found, torch.stack(expected))
 
 
 # ---- data ----
