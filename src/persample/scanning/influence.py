@@ -164,7 +164,7 @@ class StoredModel:
         """The whitening of the features of `method`."""
         key = (method, damping)
         if key not in self._whitenings:
-            dims = count_effective_dims(self.get_scale(method))
+            dims = count_effective_dims(self.stored.lengths)  # of the loss, which show how far the training has come
             self._whitenings[key] = Whitening(self._get_moment(method), damping, dims)
         return self._whitenings[key]
 
@@ -295,7 +295,7 @@ def _score_sample(
         features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
         own = test.rows[:, half].double()
         if method in DAMPED:
-            dims = count_effective_dims(features.norm(dim=1))
+            dims = count_effective_dims(model.stored.lengths)
             own = Whitening(features.T @ features / len(features), damping, dims).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
