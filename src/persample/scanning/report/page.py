@@ -370,7 +370,8 @@ class Page:
         for i, across, up in reversed(list(positions)):  # suspects last, so that they are drawn on top
             label = self._get_class(i)
             colour = label["colour"] if label else "var(--accent)"
-            circles.append((f"{across:.2f}", f"{100 - up:.2f}", colour, i in ranks, label["label"] if label else ""))
+            is_suspect = ranks.get(i, math.inf) <= self.cut
+            circles.append((f"{across:.2f}", f"{100 - up:.2f}", colour, is_suspect, label["label"] if label else ""))
             details.append(self._describe_point(i, ranks.get(i)))
         is_finite = np.isfinite(self.columns["loss"]) & np.isfinite(self.columns["norm"])
         left_out = int((~is_finite).sum())
