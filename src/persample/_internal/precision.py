@@ -26,17 +26,12 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        return call_without_autocast(function, *args, **kwargs)
+        if not _torch.is_any_autocast_enabled():
+            return function(*args, **kwargs)
+        with ExitStack() as stack:
+            for device in _DEVICES:
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            return function(*args, **kwargs)
 
     return run
-
-
-def call_without_autocast(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Call a function with autocast turned off."""
-    if not _torch.is_any_autocast_enabled():
-        return function(*args, **kwargs)
-    with ExitStack() as stack:
-        for device in _DEVICES:
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        return function(*args, **kwargs)

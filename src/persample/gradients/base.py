@@ -42,12 +42,8 @@ class RecordedGradients(ABC):
         nonfinite: NonFinite = "raise",
     ) -> None:
         self._nonfinite_mode = nonfinite
-        if type(processes) is Processes:
-            self._parameters = dict(parameters)
-            self._names = {id(p): name for name, p in parameters.items()}
-        else:
-            self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
-            self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
+        self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
+        self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
         self._given_reduction = loss_reduction
         self._found_reduction: Reduction | None = None
         self._noted_pass: int | None = None  # the backward pass for which `note_loss` was called, while it runs
@@ -79,12 +75,10 @@ class RecordedGradients(ABC):
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
 
-    @without_autocast
     def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
-        found = self._names
-        names = [found.get(id(parameter), "") for parameter in parameters]
-        if "" not in names:
+        names = [self._names.get(id(parameter), "") for parameter in parameters]
+        if all(names):
             self._receive_stack(Stack(names, term))
             return
         for name, own in Stack(names, term).split():

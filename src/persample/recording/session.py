@@ -15,14 +15,13 @@ from persample import _torch
 from persample._internal import tracing
 from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import refuse_parameter_hooks
-from persample._internal.precision import call_without_autocast, without_autocast
+from persample._internal.precision import without_autocast
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.audit import Audit
-from persample.forward.fastpath import find_fast_modules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
@@ -132,6 +131,7 @@ class Recording:
 
         end = self._end = _End(ended)
 
+        @without_autocast
         def finish() -> None:
             unrecorded.check()
             grads.finish()
@@ -139,13 +139,9 @@ class Recording:
 
         used = trainable.values() if is_alone else map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad)
-        self.collector = Collector(
-            used,
-            deliver,
-            partial(call_without_autocast, finish),
-            early=not isinstance(grads, PerSampleGradients),
-            deliver_stack=None if options.keep_grad else grads.receive_stack,
-        )
+        streamed = None if isinstance(grads, PerSampleGradients) else grads
+        deliver_stack = None if options.keep_grad else without_autocast(grads.receive_stack)
+        self.collector = Collector(used, deliver, finish, early=streamed is not None, deliver_stack=deliver_stack)
         self.tracker = Tracker(
             self.collector,
             model,
@@ -160,7 +156,7 @@ class Recording:
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = is_alone and tracing.get_trace() is None
         self.tracker.tried = grads.tried
-        self.tracker.fast_modules = find_fast_modules(modules)
+        self.tracker.modules = modules
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
         self.is_verifying = False  # calls of the model are extra passes
