@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -146,12 +147,12 @@ class Arguments:
         `opens_objects`: if there are no tensors, look into dataclasses and other objects.
         """
         try:
-            return find_batch_size(self._leaves, _ARGUMENTS)
+            return find_batch_size(self._leaves(), _ARGUMENTS)
         except NoSamplesFound:
             self._refuse_graphs()
             if not opens_objects:
                 raise
-            inside = ((t, dim) for leaf, dim in self._leaves if has_attributes(leaf) for t in iterate_tensors(leaf))
+            inside = ((t, dim) for leaf, dim in self._leaves() if has_attributes(leaf) for t in iterate_tensors(leaf))
             return find_batch_size(inside, _ARGUMENTS)
         except BatchSizesDiffer as error:
             self._refuse_graphs()
@@ -174,7 +175,7 @@ class Arguments:
                 return True
             return find_state_dim(leaf, batch_size, dim) is not None
 
-        return all(has_samples(leaf, dim) for leaf, dim in self._leaves)
+        return all(has_samples(leaf, dim) for leaf, dim in self._leaves())
 
     def add_to(self, tracker: Tracker, search: bool) -> None:
         """Tell the tracker where the samples lie.
@@ -184,7 +185,7 @@ class Arguments:
         """
         batch_size = tracker.batch
         rejected: list[int] = []
-        for leaf, dim in self._leaves:
+        for leaf, dim in self._leaves():
             if isinstance(leaf, PackedSequence):
                 if int(leaf.batch_sizes[0]) != batch_size:
                     raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
@@ -230,7 +231,7 @@ class Arguments:
 
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
-        for leaf, dim in self._leaves:
+        for leaf, dim in self._leaves():
             if isinstance(leaf, Tensor) and dim is not None and not tracker.is_known(leaf) and leaf.grad_fn is None:
                 find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
                 found = find(leaf, tracker.batch, dim)
@@ -239,7 +240,7 @@ class Arguments:
 
     def iterate_tensors(self) -> Iterator[Tensor]:
         """The tensors in arguments that have a batch dimension."""
-        for leaf, dim in self._leaves:
+        for leaf, dim in self._leaves():
             if dim is not None and not isinstance(leaf, PackedSequence):
                 yield from iterate_tensors(leaf)
 
@@ -248,7 +249,7 @@ class Arguments:
 
         It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
         """
-        for leaf, dim in self._leaves:
+        for leaf, dim in self._leaves():
             if dim is None or isinstance(leaf, PackedSequence):
                 continue
             for tensor in iterate_tensors(leaf):
@@ -349,8 +350,11 @@ class Arguments:
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
         return [*positional, *named]
 
-    @cached_property
     def _leaves(self) -> list[Leaf]:
+        return self._found_leaves
+
+    @functools.cached_property
+    def _found_leaves(self) -> list[Leaf]:
         """The tensors and other objects in the arguments, with their batch dimensions."""
         given = [constant for constant in self.constants if isinstance(constant, str)]
         constant_ids = [id(constant) for constant in self.constants]

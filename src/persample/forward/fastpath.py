@@ -6,7 +6,6 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -35,17 +34,12 @@ _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttentio
 _found: WeakKeyDictionary[nn.Module, dict[Any, Motion]] = WeakKeyDictionary()
 
 
-def find_fast_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that torch may run on its fast path."""
-    return [module for module in modules if isinstance(module, _FAST)]
-
-
 class WholeModules:
     """Until `remove`, runs the transformer layers of a tracker's model without the tracker and sets their layouts."""
 
-    def __init__(self, tracker: Any, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, tracker: Any, modules: list[nn.Module]) -> None:
         self.tracker = tracker
-        found = [m for m in modules if not _has_own_forward(m)]
+        found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
         self._with_hooks = [ref(module) for module in modules if any(_torch.get_backward_hooks(module))]
         for module in found:

@@ -32,7 +32,7 @@ from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place
 from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
-from persample.forward.fastpath import WholeModules, find_fast_modules
+from persample.forward.fastpath import WholeModules
 from persample.forward.gradient_hooks import check_custom_backward, follow_module_hooks, follow_tensor_hook
 from persample.forward.inline import is_composite, make_inline
 from persample.forward.isolation import Isolation
@@ -187,7 +187,7 @@ class Tracker(TorchFunctionMode):
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
-        self.fast_modules: list[nn.Module] | None = None  # for `start`, if the caller has just searched the model
+        self.modules: list[nn.Module] | None = None  # for `start`, if the caller has just searched the model
         self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
         # The layout of a tensor, and whether the tensor required grad when the layout was found.
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
@@ -212,10 +212,8 @@ class Tracker(TorchFunctionMode):
             self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
             if self.model is not None:
-                fast, self.fast_modules = self.fast_modules, None
-                if fast is None:
-                    fast = find_fast_modules(read_model(self.model)[0])
-                self._whole_modules = WholeModules(self, fast) if fast else None
+                modules, self.modules = self.modules, None  # the tracker must not keep its model
+                self._whole_modules = WholeModules(self, modules or read_model(self.model)[0])
         self._depth += 1
 
     def stop(self) -> None:
@@ -523,11 +521,15 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
                     self.set_layout(result, motion.simple)
+                    if quick is not None:
+                        self._keep_quick_call(quick, call, result)
                 return result
             if motion.use is not None and func not in _UPDATING and can_repeat(call, motion.use, self):
                 is_checkpointed = prepare_recomputation(self)
                 result = repeat_use(args, kwargs, motion.use, self, is_checkpointed)
                 self.set_layout(result, motion.results[0])
+                if quick is not None:
+                    self._keep_quick_call(quick, call, result)
                 return result
         call = self._without_unread_tensor(call, find_layout)
         result = self._run(call)

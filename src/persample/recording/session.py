@@ -24,7 +24,6 @@ from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.forward.audit import Audit
-from persample.forward.fastpath import find_fast_modules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
@@ -177,7 +176,7 @@ class Recording:
         if options.positions is not None:
             self._split_positions(options.positions)
         self.tracker.tried = grads.tried
-        self.tracker.fast_modules = find_fast_modules(modules)
+        self.tracker.modules = modules
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
         self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
