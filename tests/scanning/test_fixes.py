@@ -196,7 +196,7 @@ def test_rescan_equals_a_scan_of_everything(tmp_path: Path, several: bool) -> No
     model.register_forward_hook(lambda *_: calls.append(1))
     found = rescan(base, model, loss_fn, data, before=(x, y), out=tmp_path / "new", progress=False, **options)
     few, calls[:] = len(calls), []
-    quantities = [name for name in persample.scanning.QUANTITIES if name not in ("alignment", "noise_scale")]
+    quantities = [name for name in persample.scanning.QUANTITIES if name not in LEFT_OUT]
     whole = persample.scan(model, loss_fn, data, quantities=quantities, **options, **QUICK)
     assert few < len(calls) and found.summary["measured_again"] == 2
     assert found.columns == whole.columns

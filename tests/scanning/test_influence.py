@@ -298,7 +298,7 @@ def test_random_scores_are_noticed() -> None:
     inputs = kinds[labels] + torch.randn(420, 300)
     data, test = (inputs[:400], labels[:400]), (inputs[400:], labels[400:])
     options = {**OPTIONS, "batch_size": 64, "shard_size": 128, "quantities": ["loss", "norm"]}
-    coarse = persample.scan(model, nn.CrossEntropyLoss(), data, **{**options, "project": 4})
+    coarse = persample.scan(model, nn.CrossEntropyLoss(), data, **{**options, "project": 4, "projection": "tensor"})
     with pytest.warns(RandomScores, match="on par with random"):
         coarse.influence(test, method="tracin")
     fine = persample.scan(model, nn.CrossEntropyLoss(), data, **{**options, "project": 2048})

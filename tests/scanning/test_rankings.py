@@ -52,7 +52,7 @@ def test_every_ranking_finds_flipped_labels(noisy: Any) -> None:
     found, wrong = noisy
     assert found.default_ranking == "mean_loss"
     for by in (*found.rankings, None):
-        if by is not None and (by == "alignment" or by.startswith("norm/")):
+        if by is not None and ("alignment" in by or by.startswith("norm/")):
             continue
         first = set(found.ranked(by, 2 * FLIPPED).ids.tolist())
         assert len(first & set(wrong)) >= 0.9 * FLIPPED, by
@@ -98,7 +98,7 @@ def test_whitened_self_influence_matches_dense_formula(noisy: Any) -> None:
         rows *= np.concatenate([found.store.read_columns(c, s, ["length"])["length"] for s in shards])[:, None]
         moment = rows.T @ rows / COUNT
         damped = moment + 0.1 * np.trace(moment) / len(moment) * np.eye(len(moment))
-        expected += np.einsum("ni,ij,nj->n", rows, np.linalg.inv(damped), rows)
+        expected += np.einsum("ni,ij,nj->n", rows, np.linalg.inv(damped), rows) / 3
     np.testing.assert_allclose(found.scores_by("whitened_self_influence"), expected, rtol=1e-3, atol=1e-5)
 
 

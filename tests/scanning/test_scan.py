@@ -611,7 +611,7 @@ def test_progress_bar_shows_rate(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_missing_package_is_named() -> None:
-    code = "import sys; sys.modules['pyarrow'] = None\nimport persample\npersample.scan"
+    code = "import sys; sys.modules['pyarrow'] = None\nimport persample\npersample.scan(None, None, None)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ImportError: persample.scan needs pyarrow: pip install 'persample[scan]'" in done.stderr
 

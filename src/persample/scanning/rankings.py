@@ -17,6 +17,8 @@ from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.suggestions import compute_confidence
 from persample.scanning.table import get_column_names, read_column, read_opinion
 
+_DAMPING = 0.1  # of the mean eigenvalue, as in `benchmarks/results/rankings.json`
+
 # The order of preference of the default ranking, from `benchmarks/results/rankings.json`.
 _PREFERRED = ("mean_loss", "loss", "self_influence", "norm")
 
@@ -47,7 +49,7 @@ def _compute_whitened_self_influence(store: Store) -> Array:
     settings = store.read_settings()
     checkpoints = range(len(settings["checkpoints"]))
     models = [StoredModel(StoredGradients(store, checkpoint)) for checkpoint in checkpoints]
-    return compute_self_influence(models, settings["learning_rates"], "whitened", "auto").numpy()
+    return compute_self_influence(models, settings["learning_rates"], "whitened", _DAMPING).numpy()
 
 
 def _compute_confident(store: Store) -> Array:
