@@ -166,7 +166,7 @@ def test_ordinary_gradients_are_refused() -> None:
     model, x = make_small()
     watched = watch(model, lambda grads: None, {})
     with pytest.raises(PerSampleError, match="receives a gradient from a use that was not recorded"):
-        F.linear(torch.randn(B, 6), model[2].weight).sum().backward()
+        model[2].forward(torch.randn(B, 6)).sum().backward()
     with pytest.raises(SamplesMixed, match="as a penalty on the weights does"):
         model(x).sum() + model[0].weight.square().sum()
     watched.stop()

@@ -19,6 +19,7 @@ from persample.cli import main
 from persample.scanning import Scan, ScanError, rescan
 from persample.scanning.comparison import compare_scans
 from persample.scanning.fixes import Fix, apply_to_folder, apply_to_table, read_fixes, write_suspects
+from persample.scanning.rescan import LEFT_OUT
 from tests.support.scans import QUICK, build
 
 N = 23
