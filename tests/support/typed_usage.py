@@ -24,7 +24,15 @@ from persample import (
     StreamedNorms,
     Watch,
 )
-from persample.private import AuditResult, AuditRun, BatchMemoryManager, PrivacyEngine, PrivateOptimizer, audit
+from persample.private import (
+    AdaptiveOptimizer,
+    AuditResult,
+    AuditRun,
+    BatchMemoryManager,
+    PrivacyEngine,
+    PrivateOptimizer,
+    audit,
+)
 from persample.terms import Dense, Term
 
 torch.manual_seed(0)
@@ -157,7 +165,7 @@ def use_private() -> None:
         noise_multiplier=1.0,
         max_grad_norm=1.0,
     )
-    assert isinstance(optimizer, PrivateOptimizer)
+    assert isinstance(optimizer, PrivateOptimizer) and not isinstance(optimizer, AdaptiveOptimizer)
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
         for inputs, targets in parts:
             optimizer.zero_grad()

@@ -1,6 +1,21 @@
 """Private training: the engine of Opacus with the gradients of persample. Requires `pip install 'persample[private]'`.
 
-Users import the names in `__all__ = [
+Users import the names in `__all__` from here, and the integrations from `persample.private.huggingface` and
+`persample.private.lightning`. Other packages use nothing from here.
+"""
+
+try:
+    import opacus  # noqa: F401
+except ImportError as error:
+    raise ImportError("persample.private needs Opacus: pip install 'persample[private]'") from error
+
+from persample.private.adaptive import AdaptiveOptimizer
+from persample.private.auditing import AuditResult, AuditRun, audit
+from persample.private.engine import PrivacyEngine
+from persample.private.optimizer import PrivateOptimizer
+from persample.private.splitting import BatchMemoryManager
+
+__all__ = [
     "AdaptiveOptimizer",
     "AuditResult",
     "AuditRun",

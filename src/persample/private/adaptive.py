@@ -35,6 +35,18 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
             this value.
 
     The other arguments are the arguments of `PrivateOptimizer`.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(3, 2)
+    >>> optimizer = AdaptiveOptimizer(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), module=model, noise_multiplier=1.0, max_grad_norm=1.0,
+    ...     expected_batch_size=5, target_unclipped_quantile=0.5, clipbound_learning_rate=0.2, max_clipbound=10.0,
+    ...     min_clipbound=0.1, unclipped_num_std=2.0)
+    >>> model(torch.randn(5, 3)).square().mean().backward()
+    >>> optimizer.step()
+    >>> optimizer.max_grad_norm != 1.0
+    True
+    >>> optimizer.release()
     """
 
     def __init__(
