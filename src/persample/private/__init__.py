@@ -1,7 +1,7 @@
 """Private training: the engine of Opacus with the gradients of persample. Requires `pip install 'persample[private]'`.
 
-Users import `PrivacyEngine`, `PrivateOptimizer`, `BatchMemoryManager` and `audit` from here, and the integrations from
-`persample.private.huggingface` and `persample.private.lightning`. Other packages use nothing from here.
+Users import the names of `__all__` from here, and the integrations from `persample.private.huggingface` and
+`persample.private.lightning`. Other packages use nothing from here.
 """
 
 try:
@@ -9,9 +9,18 @@ try:
 except ImportError as error:
     raise ImportError("persample.private needs Opacus: pip install 'persample[private]'") from error
 
+from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.auditing import AuditResult, AuditRun, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.splitting import BatchMemoryManager
 
-__all__ = ["AuditResult", "AuditRun", "BatchMemoryManager", "PrivacyEngine", "PrivateOptimizer", "audit"]
+__all__ = [
+    "AdaptiveOptimizer",
+    "AuditResult",
+    "AuditRun",
+    "BatchMemoryManager",
+    "PrivacyEngine",
+    "PrivateOptimizer",
+    "audit",
+]
