@@ -141,6 +141,11 @@ class PrivateTraining(pl.Callback):
             )
         if len(trainer.optimizers) != 1:
             raise PerSampleError(f"PrivateTraining supports one optimizer, got {len(trainer.optimizers)}.")
+        if trainer.world_size > 1 and not isinstance(loader.batch_sampler, PartSampler):
+            raise PerSampleError(
+                "Lightning has replaced the Poisson sampling of the loader. Pass use_distributed_sampler=False to the "
+                "Trainer: poisson(loader) divides the data over the processes itself."
+            )
         parts = getattr(loader.batch_sampler, "parts", 1)
         if trainer.accumulate_grad_batches != parts:
             raise PerSampleError(
@@ -174,14 +179,8 @@ class PrivateTraining(pl.Callback):
         pl_module.log("epsilon", self.budget.spent(self.engine), prog_bar=True)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Forget which checkpoint an earlier call of fit() was resumed from; refuse another sampler."""
+        """Forget which checkpoint an earlier call of fit() was resumed from."""
         self._is_restored = False
-        connector = getattr(trainer, "_accelerator_connector", None)
-        if trainer.world_size > 1 and getattr(connector, "use_distributed_sampler", False):
-            raise PerSampleError(
-                "Lightning would replace the Poisson sampling of the loader. Pass use_distributed_sampler=False to the "
-                "Trainer: poisson(loader) divides the data over the processes itself."
-            )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End private training and restore the original optimizer."""
