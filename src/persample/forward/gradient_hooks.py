@@ -16,6 +16,7 @@ from persample._internal.rng import preserve_rng
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, Lost, Reduced, Where
+from persample.rules import is_handler
 
 # ---- hooks ----
 
@@ -29,7 +30,8 @@ def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, 
 
     def follow(gradient: Tensor) -> Tensor | None:
         follower = weak_tracker()
-        if follower is None or follower.has_ended:
+        # Torch's multi-gradient hooks, which FSDP uses, may be called without a gradient.
+        if gradient is None or follower is None or follower.has_ended:
             return hook(gradient)
         with follower:
             return _run_hook(hook, (gradient,), [(gradient, layout)], place, follower)
@@ -119,8 +121,8 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
     """
     node: Any = output.grad_fn
     function = _torch.get_custom_function(node)
-    if function.__module__.partition(".")[0] in ("torch", "persample"):
-        return
+    if function.__module__.partition(".")[0] in ("torch", "persample") or is_handler(function):
+        return  # known, or a rule in torch's convention, whose backward adds to `grad_sample`
     # The graph must keep neither the tracker nor itself.
     weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
     dim, size = layout.dim, output.shape[layout.dim]

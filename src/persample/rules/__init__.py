@@ -13,6 +13,7 @@ from persample.rules.registry import (
     find_adapter,
     get_handler,
     get_rules,
+    is_handler,
     register_adapter,
     register_rule,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "get_handler",
     "get_rules",
     "grouped",
+    "is_handler",
     "linear",
     "matmul",
     "norm",

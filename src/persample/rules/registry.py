@@ -84,6 +84,11 @@ def get_handler(func: Callable[..., Any]) -> Any:
     return HANDLED_FUNCTIONS.get(_find_key(func))
 
 
+def is_handler(value: Any) -> bool:
+    """Whether an object is the entry of a torch function in HANDLED_FUNCTIONS."""
+    return any(handler is value for handler in HANDLED_FUNCTIONS.values())
+
+
 def get_rules(func: Callable[..., Any]) -> list[Rule]:
     """All rules of a torch function. The same list object is returned until a rule is added or replaced.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeGuard
 
 import torch
@@ -30,9 +31,10 @@ class Joined(Term):
 
     def _join(self, values: Sequence[Tensor]) -> Tensor:
         """`(batch, ...)` from the values of each term, `(term.batch, ...)`."""
-        result = values[0].new_empty(self.batch, *values[0].shape[1:])
+        dtype = reduce(torch.promote_types, (value.dtype for value in values))  # terms choose the dtype by their sizes
+        result = values[0].new_empty(self.batch, *values[0].shape[1:], dtype=dtype)
         for rows, value in zip(self.rows, values, strict=True):
-            result[rows] = value
+            result[rows] = value.to(dtype)
         return result
 
     def _map(self, change: Callable[[Term], Term]) -> Joined:
