@@ -66,7 +66,7 @@ def find_projection(model: nn.Module) -> Tensor:
     for (name, p), part in zip(parameters.items(), unit, strict=True):
         grads._receive(name, Dense(part.reshape(total, *p.shape)))
     grads.finish()
-    return grads.project(DIM)
+    return grads.project(DIM, method="kronecker")
 
 
 def compute_loss(model: nn.Module, batch: Any) -> Tensor:

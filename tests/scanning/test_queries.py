@@ -76,7 +76,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
         for batch in (test, data()):
             with persample.record(model) as grads:
                 F.cross_entropy(model(batch[0]), batch[1]).backward()
-            recordings.append(grads.project(64))
+            recordings.append(grads.project(64, method="kronecker"))
         projected += rate * recordings[0] @ recordings[1].T
     torch.testing.assert_close(scores, projected, rtol=1e-4, atol=1e-5)
     errors = (scores - exact) / slack
@@ -115,7 +115,7 @@ def test_whitened_scores_match_direct_computation(tmp_path: Path) -> None:
         F.cross_entropy(model(data()[0][:3]), data()[1][:3]).backward()
     moment = stored.T @ stored / N
     ridge = 1e-3 * moment.trace() / 64 * torch.eye(64)
-    expected = grads.project(64).double() @ torch.linalg.inv(moment + ridge) @ stored.T
+    expected = grads.project(64, method="kronecker").double() @ torch.linalg.inv(moment + ridge) @ stored.T
     scores = found.scores(tuple(part[:3] for part in data()), "whitened", damping=1e-3)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-3)
     assert scores.argmax(1).tolist() == [0, 1, 2], "the best match of an example is the example"
