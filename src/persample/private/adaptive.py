@@ -27,14 +27,14 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
     private under Poisson sampling.
 
     Args:
-        max_grad_norm: the bound of the first step.
         target_unclipped_quantile: the share of samples that should not be clipped.
         clipbound_learning_rate: how fast the bound changes.
-        min_clipbound, max_clipbound: limits of the bound.
+        max_clipbound: upper limit of the bound.
+        min_clipbound: lower limit of the bound.
         unclipped_num_std: standard deviation of the noise of the count. `noise_multiplier` must be smaller than twice
             this value.
 
-    The other arguments are the arguments of `PrivateOptimizer`.
+    The other arguments are the arguments of `PrivateOptimizer`; `max_grad_norm` is the bound of the first step.
 
     >>> import torch
     >>> model = torch.nn.Linear(3, 2)
