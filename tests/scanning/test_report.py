@@ -111,6 +111,17 @@ def test_suspects_are_ranked_by_the_given_column(scan, tmp_path, by):
     assert [a["id"] for a in page.all("tr", role="row") if "id" in a] == [f"example-{i}" for i in order]
 
 
+def test_tables_are_sorted_by_the_most_suspicious_value_first(tmp_path):
+    model, (x, y) = torch.nn.Linear(3, 2), (torch.randn(9, 3), torch.arange(9) % 2)
+    found = persample.scan(model, torch.nn.CrossEntropyLoss(), (x, y), progress=False)
+    found.report(tmp_path / "report.html")
+    heads = re.findall(
+        r'<th [^>]*data-kind="number"([^>]*)><button[^>]*>([^<]+)', (tmp_path / "report.html").read_text()
+    )
+    first = {title: "descending" in options for options, title in heads}
+    assert first["Loss"] and first["Gradient norm"] and not first["Alignment (estimate)"]
+
+
 def test_notes_are_shown_and_counted(scan, tmp_path):
     first, last = scan.ranked().ids[[0, -1]].tolist()
     page = write_page(scan, tmp_path, notes={first: "label flipped from 3", last: "fine"}, k=5)
