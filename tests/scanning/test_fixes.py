@@ -293,7 +293,7 @@ def test_from_suspects_to_fixes_on_the_command_line(
     assert main(["compare", "first", "second"]) == 0
     printed = capsys.readouterr().out
     assert "12 examples in both, 0 only before, 0 only after" in printed and "relabelled: 1" in printed
-    assert f"{target}/{Path(moved).name}" in printed
+    assert f"{target}/{Path(moved).name}  {Path(moved).parts[0]} -> {target}" in printed
     assert main(["compare", "first", "second", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["examples in both"] == 12
     assert main(["apply", "fixes.csv", "--images", "photos", "--text", "x.csv", "--out", "o"]) == 2
