@@ -1,4 +1,4 @@
-"""Models for `persample check`, for example: python -m persample check examples/check_model.py:language_model"""
+"""Models for `persample check`, for example: persample check examples/check_model.py:language_model"""
 
 import torch
 import torch.nn.functional as F

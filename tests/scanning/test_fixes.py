@@ -97,11 +97,20 @@ def test_folder_is_copied_with_fixes(photos: Path, tmp_path: Path) -> None:
     assert read_folder(photos) == before  # the data itself stays as it is
     assert read_folder(tmp_path / "new/fixed") == {
         "dogs/1.png": b"dogs/1.png",
-        "dogs/1-1.png": b"cats/1.png",  # the name was taken
+        "dogs/cats-1.png": b"cats/1.png",  # the name was taken
         "cats/deep/3.png": b"dogs/deep/3.png",
         "readme.txt": b"about",
     }
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["fixed"]
+
+
+def test_swapped_images_get_new_names(photos: Path, tmp_path: Path) -> None:
+    """A name that the original folder has never names another image in the copy."""
+    fixes = [Fix(0, "cats/1.png", "cats", "dogs"), Fix(2, "dogs/1.png", "dogs", "cats")]
+    apply_to_folder(fixes, photos, tmp_path / "fixed")
+    copy = read_folder(tmp_path / "fixed")
+    assert copy["dogs/cats-1.png"] == b"cats/1.png" and copy["cats/dogs-1.png"] == b"dogs/1.png"
+    assert not {"cats/1.png", "dogs/1.png"} & set(copy)
 
 
 @pytest.mark.parametrize(
@@ -236,6 +245,15 @@ def test_scans_are_compared(tmp_path: Path) -> None:
         compare_scans(old, shorter)
 
 
+def test_moved_files_are_matched_by_their_names(tmp_path: Path) -> None:
+    model, (x, y), loss_fn, _ = build("images")
+    names = ["cats/1.png", "cats/2.png", "cats/3.png", "dogs/1.png", "dogs/2.png"]
+    moved = ["dogs/cats-1.png", "cats/2.png", "dogs/3.png", "cats/dogs-1.png", "dogs/2.png"]
+    old = persample.scan(model, loss_fn, (x[:5], y[:5]), ids=names, **QUICK)
+    new = persample.scan(model, loss_fn, (x[:5], y[:5]), ids=moved, **QUICK)
+    assert compare_scans(old, new).pairs == [(i, i) for i in range(5)]
+
+
 TASKS = """
 import torch
 from torch import nn
@@ -275,7 +293,7 @@ def test_from_suspects_to_fixes_on_the_command_line(
     assert main(["compare", "first", "second"]) == 0
     printed = capsys.readouterr().out
     assert "12 examples in both, 0 only before, 0 only after" in printed and "relabelled: 1" in printed
-    assert f"{target}/{Path(moved).name}" in printed
+    assert f"{target}/{Path(moved).name}  {Path(moved).parts[0]} -> {target}" in printed
     assert main(["compare", "first", "second", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["examples in both"] == 12
     assert main(["apply", "fixes.csv", "--images", "photos", "--text", "x.csv", "--out", "o"]) == 2

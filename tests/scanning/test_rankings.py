@@ -59,6 +59,18 @@ def test_every_ranking_finds_flipped_labels(noisy: Any) -> None:
     assert {"confident", "el2n", "normalised_self_influence", "whitened_self_influence"} <= set(found.rankings)
 
 
+def test_only_cosines_rank_the_smallest_first() -> None:
+    """The name of a module may contain the name of a column."""
+    model = nn.Sequential()
+    model.add_module("alignment", nn.Linear(3, 2))
+    x, y = torch.randn(9, 3), torch.arange(9) % 2
+    found = persample.scan(model, nn.CrossEntropyLoss(), (x, y), **QUICK)
+    for by, sign in (("norm/alignment", -1), ("estimated_alignment", 1)):
+        ranking = found.ranked(by)
+        assert ranking.ids.tolist() == np.argsort(sign * found.column(by), kind="stable").tolist()
+        np.testing.assert_array_equal(ranking.scores, found.column(by)[ranking.ids])
+
+
 def test_suspects_are_cut_at_the_estimate(noisy: Any) -> None:
     found, wrong = noisy
     estimate = found.estimate_wrong_labels()

@@ -111,6 +111,17 @@ def test_suspects_are_ranked_by_the_given_column(scan, tmp_path, by):
     assert [a["id"] for a in page.all("tr", role="row") if "id" in a] == [f"example-{i}" for i in order]
 
 
+def test_tables_are_sorted_by_the_most_suspicious_value_first(tmp_path):
+    model, (x, y) = torch.nn.Linear(3, 2), (torch.randn(9, 3), torch.arange(9) % 2)
+    found = persample.scan(model, torch.nn.CrossEntropyLoss(), (x, y), progress=False)
+    found.report(tmp_path / "report.html")
+    heads = re.findall(
+        r'<th [^>]*data-kind="number"([^>]*)><button[^>]*>([^<]+)', (tmp_path / "report.html").read_text()
+    )
+    first = {title: "descending" in options for options, title in heads}
+    assert first["Loss"] and first["Gradient norm"] and not first["Alignment (estimate)"]
+
+
 def test_notes_are_shown_and_counted(scan, tmp_path):
     first, last = scan.ranked().ids[[0, -1]].tolist()
     page = write_page(scan, tmp_path, notes={first: "label flipped from 3", last: "fine"}, k=5)
@@ -447,6 +458,7 @@ def make_columns(count=200):
         ({"norm": 12.0}, ["largest gradient of all, 12 times the median"]),
         ({"norm": 12345.0}, ["largest gradient of all, 12,333 times the median"]),
         ({"alignment": -0.414}, ["gradient points against the others: cosine −0.41, lowest 0.5 %"]),
+        ({"alignment": 0.02}, ["gradient has little in common with the others: cosine 0.02, lowest 0.5 %"]),
         ({"norm/0": 3.0, "norm/2": 0.3}, ["99 % of the gradient in layer 0 (median 36 %)"]),
         ({"loss": math.nan, "norm": math.inf}, ["loss is not finite", "gradient is not finite"]),
         ({}, ["gradient norm: rank 101 of 200"]),
@@ -471,6 +483,14 @@ def test_reasons_depend_on_ranks_and_not_on_the_size_of_values(shift, scale):
     for words in ("loss", "gradient in the top", "points against", "in layer"):
         assert sum(words in text for text in texts) <= 11, words
     assert sum("rank" in text for text in texts) >= 150
+
+
+def test_an_estimated_cosine_is_called_so():
+    found = make_columns()
+    found["estimated_alignment"] = found.pop("alignment")
+    found["estimated_alignment"][99] = -0.2
+    expected = "gradient points against the others: estimated cosine −0.20, lowest 0.5 %"
+    assert Reasons(found, "norm", found["norm"]).find(99) == [expected]
 
 
 def test_the_opinion_of_the_model_comes_first():

@@ -38,7 +38,7 @@ _EXIT_CODES = {
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_target_argument(parser)
+    add_target_argument(parser, "trains privately and returns the engine")
     parser.add_argument(
         "--canaries", choices=["gradient", "input"], default="gradient", help="kind of canaries (default: gradient)"
     )

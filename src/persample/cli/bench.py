@@ -36,7 +36,7 @@ Step = Callable[[], Any]
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_target_argument(parser, nargs="?")
+    add_target_argument(parser, "returns (model, batch, loss)", nargs="?")
     parser.add_argument("--rounds", type=parse_positive, default=15, metavar="N", help="number of rounds (default: 15)")
     parser.add_argument(
         "--dense", action="store_true", help="also measure the dense gradients, which take B times the model's memory"

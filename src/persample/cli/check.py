@@ -43,7 +43,7 @@ _EXIT_CODES = {
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_target_argument(parser)
+    add_target_argument(parser, "returns (model, batch, loss)")
     parser.add_argument(
         "--samples", type=parse_positive, default=4, metavar="N", help="number of samples to compare (default: 4)"
     )

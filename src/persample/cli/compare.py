@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from persample._internal.text import format_count
@@ -34,7 +34,7 @@ def _run(args: Namespace) -> int:
 
         before, after = scanning.Scan(args.before), scanning.Scan(args.after)
         found = compare_scans(before, after)
-        lines = list(_describe(found, after))
+        lines = list(_describe(found, before, after))
     if args.json:
         answer = asdict(found)
         del answer["pairs"]
@@ -44,18 +44,23 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-def _describe(found: Any, after: Any) -> Iterator[str]:
+def _describe(found: Any, before: Any, after: Any) -> Iterator[str]:
     only = f"{len(found.only_before):,} only before, {len(found.only_after):,} only after"
     yield f"{format_count(len(found.pairs), 'example')} in both, {only}"
-    for title, (old, new) in (("estimated wrong labels", found.wrong_labels), ("mean loss", found.mean_loss)):
-        if old is not None and new is not None:
-            texts = [format_number(part) if isinstance(part, float) else str(part) for part in (old, new)]
-            yield f"{title}: {texts[0]} -> {texts[1]}"
+    old, new = found.wrong_labels
+    if old is not None and new is not None:
+        yield f"estimated wrong labels: {replace(old, warning='')} -> {replace(new, warning='')}"
+        yield from (f"  {title}: {part.warning}" for title, part in (("before", old), ("after", new)) if part.warning)
+    old, new = found.mean_loss
+    if old is not None and new is not None:
+        yield f"mean loss: {format_number(old)} -> {format_number(new)}"
     for title in ("relabelled", "resolved", "remaining", "new"):
         pairs = getattr(found, title)
         yield f"{title}: {len(pairs):,}"
-        for (_, j), example in zip(pairs, after.describe([j for _, j in pairs[:_SHOWN]]), strict=False):
-            yield "  ".join(filter(None, [f"  {j}", example.get("name"), example.get("label")]))
+        earlier = before.describe([i for i, _ in pairs[:_SHOWN]])
+        for (_, j), was, now in zip(pairs, earlier, after.describe([j for _, j in pairs[:_SHOWN]]), strict=False):
+            labels = [was["label"], now["label"]] if title == "relabelled" else [now.get("label")]
+            yield "  ".join(filter(None, [f"  {j}", now.get("name"), " -> ".join(filter(None, labels))]))
         if len(pairs) > _SHOWN:
             yield f"  and {len(pairs) - _SHOWN:,} more"
 

@@ -34,10 +34,18 @@ _EXIT_CODES = {0: "done", 2: "wrong arguments, or the training fails", 3: "the m
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_target_argument(parser)
+    add_target_argument(parser, "returns (train, data, test batch, loss)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="methods of influence (default: all)")
-    parser.add_argument("--subsets", type=parse_positive, default=32, metavar="N", help="subsets (default: 32)")
-    parser.add_argument("--part", type=float, default=0.5, metavar="P", help="part of the data in one (default: 0.5)")
+    parser.add_argument(
+        "--subsets",
+        type=parse_positive,
+        default=32,
+        metavar="N",
+        help="random subsets of the data to train on (default: 32)",
+    )
+    parser.add_argument(
+        "--part", type=float, default=0.5, metavar="P", help="part of the data in a subset (default: 0.5)"
+    )
     parser.add_argument(
         "--repeats", type=parse_positive, default=1, metavar="N", help="trainings for each subset (default: 1)"
     )
@@ -50,7 +58,13 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--project", type=parse_positive, default=512, metavar="K", help="size of a projected gradient (default: 512)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of everything (default: 0)")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of subsets, flips and trainings (default: 0)",
+    )
     parser.add_argument("--quiet", action="store_true", help="do not show progress")
 
 

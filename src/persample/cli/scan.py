@@ -37,8 +37,8 @@ from persample.cli.user_code import UsageError, join_lines
 
 _DESCRIPTION = """\
 Measure each example of a dataset: its loss, the norm of its gradient (in total and by layer), its
-self-influence, and the alignment of its gradient with the mean gradient. A projection of the gradient is
-stored as well; `persample query` uses it to find neighbours, duplicates, outliers and influence.
+self-influence, and the estimated alignment of its gradient with the mean gradient. A projection of the
+gradient is stored as well; `persample query` uses it to find neighbours, duplicates, outliers and influence.
 
 The function takes no arguments and returns a model, a dataset and a loss:
 
@@ -56,8 +56,8 @@ Then the function returns the model, or the model and a loss:
     $ persample scan my_model:net --images photos/ --image-size 64 --out scans/photos
     $ persample scan my_model:net --text reviews.csv --label mood --tokenizer tokenizer/ --out scans/reviews
 
-Labels are class numbers from 0, or names, which are numbered in alphabetical order. Without labels, the loss
-is the loss of the next token.
+Labels are class numbers from 0, or names, which are numbered in the order of --classes, of the model's config,
+or of the alphabet. Without labels, the loss is the loss of the next token.
 
 After labels were corrected (persample export, apply), only the changed examples need to be measured:
 

@@ -50,7 +50,7 @@ class Task:
 
 def add_task_arguments(parser: ArgumentParser) -> None:
     """Add the arguments that `get_origin` reads."""
-    add_target_argument(parser)
+    add_target_argument(parser, "returns (model, data, loss)")
     data = parser.add_argument_group("data from files; the function returns the model, or (model, loss_fn)")
     data.add_argument("--images", metavar="FOLDER", help="folder with a subfolder of images for each class")
     data.add_argument(

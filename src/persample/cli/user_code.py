@@ -31,12 +31,12 @@ class UsageError(Exception):
         self.code = code
 
 
-def add_target_argument(parser: ArgumentParser, **options: Any) -> None:
-    """Add the argument `module:function`."""
+def add_target_argument(parser: ArgumentParser, task: str, **options: Any) -> None:
+    """Add the argument `module:function`. `task` says what the function does, such as "returns the model"."""
     parser.add_argument(
         "target",
         metavar="module:function",
-        help="function that returns the model: my.module:function or path/to/file.py:function",
+        help=f"function that {task}: my.module:function or path/to/file.py:function",
         **options,
     )
 

@@ -29,8 +29,8 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
     Args:
         target_unclipped_quantile: the share of samples that should not be clipped.
         clipbound_learning_rate: how fast the bound changes.
-        min_clipbound: the smallest bound.
-        max_clipbound: the largest bound.
+        max_clipbound: upper limit of the bound.
+        min_clipbound: lower limit of the bound.
         unclipped_num_std: standard deviation of the noise of the count. `noise_multiplier` must be smaller than twice
             this value.
 

@@ -128,11 +128,11 @@ class PrivacyEngine(opacus.PrivacyEngine):
                 module is under DDP or FSDP2. With True, the module is not wrapped: the weights of the first process are
                 sent to the others once, and the sums of all processes are added up in each step.
             normalize_clipping: divide the private gradient by `max_grad_norm`.
-            target_unclipped_quantile: for `clipping="adaptive"`; see `AdaptiveOptimizer`, also for the next four.
+            target_unclipped_quantile: for `clipping="adaptive"`, as the next four; see `AdaptiveOptimizer`.
             clipbound_learning_rate: how fast the bound changes.
-            max_clipbound: the largest bound.
-            min_clipbound: the smallest bound.
-            unclipped_num_std: the noise of the count of samples that are not clipped.
+            max_clipbound: upper limit of the bound.
+            min_clipbound: lower limit of the bound.
+            unclipped_num_std: standard deviation of the noise of the number of samples that were not clipped.
             grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` are filled; by default as
                 `grad_sample_mode` says.
             unit_ids: the unit (user, patient, document) of each example of the dataset. Then the privacy is that of
@@ -142,13 +142,13 @@ class PrivacyEngine(opacus.PrivacyEngine):
             units: the number of consecutive samples of the model's batch that are one row, such as augmentations of one
                 example.
             unit_reduction: whether the gradient of a unit is the "mean" or the "sum" of the gradients of its samples.
-            batch_dim: where the samples lie in the arguments of the model, as in `persample.record`: 0 by default, or 1
-                with `batch_first=False`. An argument without the batch's size in that dimension has its samples in the
-                only other dimension of that size, as an initial state `(layers, batch, features)` has.
-            batch_size: the number of samples, as in `persample.record`.
-            constants: what is the same for all samples, as in `persample.record`.
-            passes: 2 for two backward passes with less memory; by default `memory` decides.
-            memory: the largest size in bytes of what one pass keeps; by default half of the free memory.
+            batch_dim: the dimension of the samples in the arguments of the model, as in `persample.record`: 0 by
+                default, or 1 with `batch_first=False`. An argument without the batch's size in that dimension has its
+                samples in the only other dimension of that size, as an initial state `(layers, batch, features)` has.
+            batch_size: the number of samples, if the arguments do not agree, as in `persample.record`.
+            constants: tensors that are the same for all samples, as in `persample.record`.
+            passes: 2 for two backward passes, which take less memory; by default, `memory` decides.
+            memory: the bytes that one pass may keep before two passes are made; by default half of the free memory.
             verify: "first": two samples of the first batch run alone, and their outputs are compared with those of the
                 batch. "always": in every batch. False: never.
             nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").

@@ -34,7 +34,8 @@ class Comparison:
 def compare_scans(before: Scan, after: Scan) -> Comparison:
     """Compare two scans of the same or corrected data.
 
-    Examples are matched by name, then by the name of their file, as a corrected label moves it to another folder.
+    Examples are matched by name, then by the name of their file, because a corrected label moves it to another folder.
+    Names that occur more than once are not matched.
     Without names the scans must have the same number of examples, which are matched by id.
     """
     pairs = _match(before, after)
@@ -65,9 +66,20 @@ def _match(before: Scan, after: Scan) -> list[tuple[int, int]]:
         return [(i, i) for i in range(len(before))]
     old, new = before.column("name"), after.column("name")
     found = _match_unique({i: str(name) for i, name in enumerate(old)}, {j: str(name) for j, name in enumerate(new)})
-    left = {i: posixpath.basename(old[i]) for i in range(len(old)) if i not in found}
-    right = {j: posixpath.basename(new[j]) for j in range(len(new)) if j not in set(found.values())}
-    return sorted((found | _match_unique(left, right)).items())
+    for rename in (_add_class, posixpath.basename):
+        left = {i: rename(old[i]) for i in range(len(old)) if i not in found}
+        right = {j: posixpath.basename(new[j]) for j in range(len(new)) if j not in set(found.values())}
+        found |= _match_unique(left, right)
+    return sorted(found.items())
+
+
+def _add_class(name: str) -> str:
+    """The name that `persample apply` gives to a moved file whose own name was taken.
+
+    >>> _add_class("cats/1.png")
+    'cats-1.png'
+    """
+    return f"{name.partition('/')[0]}-{posixpath.basename(name)}"
 
 
 def _match_unique(left: dict[int, str], right: dict[int, str]) -> dict[int, int]:

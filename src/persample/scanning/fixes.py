@@ -7,6 +7,7 @@ into the column `new_label`: the name of a class, or `remove`; an empty cell kee
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -137,15 +138,21 @@ def apply_to_folder(fixes: Sequence[Fix], folder: str | Path, out: str | Path) -
             if fix.removes:
                 source.unlink()
                 continue
-            target = copy / fix.new / PurePosixPath(*PurePosixPath(fix.name).parts[1:])
+            target = copy / _find_free_place(fix, [root, copy])
             target.parent.mkdir(parents=True, exist_ok=True)
-            source.rename(_find_free_name(target))
+            source.rename(target)
 
 
-def _find_free_name(path: Path) -> Path:
-    """The path, or one with a number behind its name if there is a file already."""
-    names = (path.with_stem(f"{path.stem}-{i}") for i in range(1, 1_000_000))
-    return path if not path.exists() else next(name for name in names if not name.exists())
+def _find_free_place(fix: Fix, folders: Sequence[Path]) -> PurePosixPath:
+    """The place of the image in the folder of its new class, with another name if one of `folders` has that file.
+
+    A name that only the original folder has is not reused: `compare_scans` would take one image for the other.
+    """
+    place = PurePosixPath(fix.new, *PurePosixPath(fix.name).parts[1:])
+    renamed = place.with_name(f"{fix.given}-{place.name}")
+    numbered = (renamed.with_stem(f"{renamed.stem}-{i}") for i in range(1, 1_000_000))
+    places = itertools.chain([place, renamed], numbered)
+    return next(place for place in places if not any((folder / place).exists() for folder in folders))
 
 
 # ---- tables ----

@@ -22,6 +22,9 @@ _DAMPING = 0.1  # of the mean eigenvalue, as in `benchmarks/results/rankings.jso
 # The order of preference of the default ranking, from `benchmarks/results/rankings.json`.
 _PREFERRED = ("mean_loss", "loss", "self_influence", "norm")
 
+# Columns in which the smallest value is the most suspicious.
+SMALLEST_FIRST = ("alignment", "estimated_alignment")
+
 
 @dataclass(frozen=True)
 class _Method:
@@ -86,7 +89,7 @@ def compute_scores(store: Store, name: str, columns: Sequence[str]) -> Array:
     """`(examples,)`: scores that are large for the examples that come first."""
     if name in columns:
         values = read_column(store, name).astype(np.float64)
-        return -values if "alignment" in name else values
+        return -values if name in SMALLEST_FIRST else values
     possible = list_rankings(store, columns)
     if name not in possible:
         raise ScanError(f"The scan has no column '{name}' to rank by. Choose from {', '.join(possible)}.")

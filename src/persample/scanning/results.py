@@ -134,15 +134,16 @@ class Scan:
     def ranked(self, by: str | None = None, k: int | None = None) -> Ranking:
         """The `k` examples that come first by a column or another of `rankings`, most suspicious first.
 
-        That is the largest value, for "alignment" the smallest. The default is the mean loss over the checkpoints, or
-        the loss if there is one checkpoint: `benchmarks/results/rankings.json` compares the rankings.
+        That is the largest value, for "alignment" and "estimated_alignment" the smallest. The default is the mean loss
+        over the checkpoints, or the loss if there is one checkpoint: `benchmarks/results/rankings.json` compares the
+        rankings.
         """
         by = by or self.default_ranking
         if by is None:
             raise ScanError("The scan has no column to rank by.")
         scores = torch.from_numpy(self.scores_by(by)).nan_to_num(nan=torch.inf)
         order = scores.argsort(descending=True, stable=True)[:k]
-        return Ranking(order, -scores[order] if "alignment" in by else scores[order])
+        return Ranking(order, -scores[order] if by in rankings.SMALLEST_FIRST else scores[order])
 
     def scores_by(self, by: str) -> Array:
         """One score per example, large for the examples that `ranked` puts first."""

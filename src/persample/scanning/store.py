@@ -100,7 +100,10 @@ class Store:
     def read_settings(self) -> dict[str, Any]:
         """The settings that the scan was started with."""
         if not self.exists:
-            raise ScanError(f"There is no scan in {self.directory}: scan.json is missing.")
+            raise ScanError(
+                f"There is no scan in {self.directory}: scan.json is missing. `persample scan` and "
+                "persample.scan(..., out=...) write one."
+            )
         path = self.directory / "scan.json"
         settings = self.read_json(path.name) if self._kept is None or path not in self._kept else self._kept[path]
         if settings.get("format") != FORMAT:

@@ -91,7 +91,11 @@ class Reasons:
         share = int(np.searchsorted(values, cosine, side="right")) / len(values)
         if share > self._limit:
             return []
-        return [f"gradient points against the others: cosine {_format_cosine(cosine)}, lowest {_format_percent(share)}"]
+        finding = (
+            "gradient points against the others" if cosine < 0 else "gradient has little in common with the others"
+        )
+        kind = "cosine" if name == "alignment" else "estimated cosine"
+        return [f"{finding}: {kind} {_format_cosine(cosine)}, lowest {_format_percent(share)}"]
 
     def _check_layers(self, i: int) -> list[str]:
         """The layer with the most unusual share. Each further layer makes an unusual share in one of them likelier."""

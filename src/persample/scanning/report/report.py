@@ -15,6 +15,7 @@ from markupsafe import Markup
 from persample._internal.files import remove_unfinished
 from persample._internal.text import format_count
 from persample.scanning.errors import ScanError
+from persample.scanning.rankings import SMALLEST_FIRST
 from persample.scanning.report.page import Page
 from persample.scanning.report.plots import write_plots
 from persample.scanning.report.wording import get_title
@@ -79,7 +80,8 @@ def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
         remarks=[remarks] if isinstance(remarks, str) else list(remarks),
         about=page.scan.settings["about"],
         ranked_by=get_title(page.by).lower() if page.by else None,
-        smallest_first=page.by in ("alignment", "estimated_alignment"),
+        columns_with_smallest_first=SMALLEST_FIRST,
+        smallest_first=page.by in SMALLEST_FIRST,
         style=Markup(style),
         script=Markup(script),
         digest=digest,
