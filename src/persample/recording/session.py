@@ -414,5 +414,5 @@ def _deliver_term(grads: Gradients, processes: Processes, keep_grad: bool, param
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
         total = term.sum(torch.ones(term.batch, device=parameter.device))
         if isinstance(grads, StreamedNorms):
-            grads.note_sum(parameter, total)
+            grads.note_sum(parameter, term, total)
         processes.add_to_grad(parameter, total.to(parameter.dtype))
