@@ -367,3 +367,17 @@ def test_a_step_that_does_not_reach_the_chosen_parameters_has_norms_of_zero() ->
     with persample.monitor(model, every=1, parameters=["1.weight"]) as watching:
         model(x).square().mean().backward()
     assert watching.history[0].norms["most"] == 0
+
+
+def test_steps_that_something_else_records_are_measured_later() -> None:
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+    with persample.monitor(first, every=3) as one, persample.monitor(second, every=3) as other:
+        for x, _ in make_batches(6):
+            second(first(x)).square().mean().backward()
+        before = [p.grad.clone() for p in second.parameters()]
+        with persample.record(second) as grads:
+            second(first(x).detach()).square().mean().backward()
+    assert [found.step for found in one.history] == [0, 3]
+    assert [found.step for found in other.history] == [1, 4]
+    assert len(grads) == SIZE
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(second.parameters(), before, strict=True))

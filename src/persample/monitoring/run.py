@@ -25,6 +25,7 @@ from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.recording.hooks import ModuleHook
 from persample.recording.options import Constants, Options, Selection, Verify, get_trainable
+from persample.recording.session import is_recording, leave_ended_modes
 from persample.recording.watch import Watch
 
 # Receives the numbers of a measured step by name, and the number of the step.
@@ -56,7 +57,8 @@ def monitor(
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
     The loop, the model and `p.grad` stay as they are. A step is a call of the model in training mode and the backward
-    pass behind it. The first step is measured, so that a model that mixes samples is refused at once.
+    pass behind it. The first step is measured, so that a model that mixes samples is refused at once. A step that
+    something else records (`record`, or a monitor of another model) is not measured; the next one is in its place.
 
     Args:
         model: the model that is trained.
@@ -259,6 +261,11 @@ class Monitor:
             return
         self.step += 1
         is_due = self._calls % self._every == 0
+        if watch is None:
+            leave_ended_modes()
+            if is_recording():  # by somebody else; a call that is due is measured later
+                self._calls += not is_due
+                return
         if watch is None and is_due and self._has_open_call:  # this call may belong to the step of the last one
             self._note_open_call(model)
             return
