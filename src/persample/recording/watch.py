@@ -77,7 +77,9 @@ def watch(
         options: instead of the keywords, a mapping of them, or a function that returns those of the next step. It is
             called when the step begins.
 
-    The keywords are those of `record`. The samples are followed from the call of the model on: what is computed before
+    The keywords are those of `record`. `units` may be a function of the batch size that returns the units of the batch
+    that the model is called with; it may be asked several times for one call, and a call with other units than the one
+    before begins a new step. The samples are followed from the call of the model on: what is computed before
     it is not seen.
 
     Raises:
