@@ -109,6 +109,8 @@ def check_all_answers(model: nn.Module, batch: Batch, unused_trains: bool) -> No
         "clip per parameter": lambda g: g.clip(limit / 4, per_parameter=True),
         "second moment": lambda g: g.second_moment(),
         "variance": lambda g: g.variance(),
+        "mean of some": lambda g: g.select(g.names[:1]).mean(),
+        "mean of scaled rows": lambda g: g.scale({}).mean(),
     }.items():
         assert_same_sums(ask(grads), ask(alone), model, what)
     assert_same_sums(grads.sum(batch.weights[own]), alone.sum(batch.weights), model, "weighted sum")

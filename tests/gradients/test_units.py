@@ -216,3 +216,30 @@ def test_combine_needs_named_units() -> None:
         compute_loss(model, x).backward()
     with pytest.raises(PerSampleError, match="unit of each sample"):
         grads.combine(grads)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("loss_reduction", ["sum", "mean"])
+def test_some_parameters_and_the_sum_of_streamed_rows(reduction: Any, loss_reduction: str) -> None:
+    model, x, y = nn.Linear(3, 2).double(), torch.randn(6, 3).double(), torch.tensor([0, 1, 1, 0, 1, 0])
+    found = []
+    for keep in ("everything", "norms"):
+        with record(model, units=list("bababb"), unit_reduction=reduction, keep=keep, keep_grad=True) as grads:
+            F.cross_entropy(model(x), y, reduction=loss_reduction).backward()
+        found.append(grads)
+    total = torch.cat([part.flatten() for part in found[0].sum().values()])
+    torch.testing.assert_close(found[1].norm_of_sum(), total.norm())
+    weights = found[0].select(["weight"])
+    torch.testing.assert_close(weights.norms(), found[0].norms(per_parameter=True)["weight"])
+    torch.testing.assert_close(weights.mean()["weight"], found[0].mean()["weight"])
+    assert weights.units == ["a", "b"]
+
+
+def test_a_sum_with_rows_that_are_not_finite_is_not_answered() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    x[1] = torch.inf
+    for nonfinite, error in (("raise", "not finite"), ("zero", "not finite")):
+        with record(model, keep="norms", keep_grad=True, nonfinite=nonfinite) as grads:
+            model(x).sum().backward()
+        with pytest.raises(PerSampleError, match=error):
+            grads.norm_of_sum()

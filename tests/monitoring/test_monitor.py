@@ -300,3 +300,84 @@ def test_weights_fit_the_epoch_although_norms_change() -> None:
 def test_wrong_samplers_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(PerSampleError):
         persample.ImportanceSampler(**options)
+
+
+@pytest.mark.parametrize("keeps_output", [False, True], ids=["output freed", "output alive"])
+def test_ids_after_a_step_that_was_given_up_are_those_of_the_next_call(keeps_output: bool) -> None:
+    model, x = nn.Linear(3, 2), torch.tensor([[1.0, 0, 0], [9.0, 0, 0]])
+    with persample.monitor(model, every=1) as watching:
+        watching.ids = ["a", "b"]
+        output = model(torch.randn(2, 3))
+        if not keeps_output:
+            del output
+        watching.ids = ["c", "d"]
+        model(x).square().mean().backward()
+        assert [name for name, _ in watching.find_hardest()] == ["d", "c"]
+        assert len(watching.history) == 1
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize(
+    "reduce", [lambda out: out.square().mean(), lambda out: out.sum(1).mean()], ids=["used", "freed"]
+)
+def test_several_calls_in_one_loss_are_one_step(every: int, reduce: Any) -> None:
+    model, gradients = make_model(), []
+    batches = make_batches(7)
+    for is_monitored in (False, True):
+        model.zero_grad()
+        watching = persample.monitor(model, every=every) if is_monitored else None
+        for x, _ in batches:
+            (reduce(model(x)) + reduce(model(x + 1))).backward()
+        gradients.append([p.grad for p in model.parameters()])
+        if watching is not None:
+            watching.stop()
+            assert len(watching.history) >= 7 // every
+    torch.testing.assert_close(*gradients)
+
+
+def test_only_calls_of_the_model_in_training_are_measured() -> None:
+    model, (x, y) = make_model(), make_batches(1)[0]
+    with persample.monitor(model, every=5) as watching:
+        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model.eval()(x), y).backward()
+        model.train()[0](x).sum(1).mean().backward()
+    assert len(watching.history) == 1
+
+
+def test_groups_may_leave_parameters_out_and_parameters_may_be_frozen_later() -> None:
+    model, (x, y) = make_model(), make_batches(1)[0]
+    with persample.monitor(model, every=1, groups={"last": ["4.weight"], "both": ["4.weight", "4.bias"]}) as watching:
+        for is_frozen in (False, True):
+            model[4].weight.requires_grad_(not is_frozen)
+            F.cross_entropy(model(x), y).backward()
+            with persample.record(model.eval()) as grads:
+                F.cross_entropy(model(x), y).backward()
+            model.train()
+            norms, mean = grads.norms(), grads.mean()
+            length = torch.cat([part.flatten() for part in mean.values()]).norm()
+            found = watching.history[-1]
+            assert found.norms["most"] == pytest.approx(float(norms.max()))
+            assert found.cosine_with_mean == pytest.approx(float(length / norms.mean()))
+            assert (found.layers["last"]["most"] == 0) == is_frozen
+
+
+def test_a_step_that_does_not_reach_the_chosen_parameters_has_norms_of_zero() -> None:
+    model, (x, _) = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]).double(), make_batches(1)[0]
+    model.forward = lambda x: model[0](x)
+    with persample.monitor(model, every=1, parameters=["1.weight"]) as watching:
+        model(x).square().mean().backward()
+    assert watching.history[0].norms["most"] == 0
+
+
+def test_steps_that_something_else_records_are_measured_later() -> None:
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+    with persample.monitor(first, every=3) as one, persample.monitor(second, every=3) as other:
+        for x, _ in make_batches(6):
+            second(first(x)).square().mean().backward()
+        before = [p.grad.clone() for p in second.parameters()]
+        with persample.record(second) as grads:
+            second(first(x).detach()).square().mean().backward()
+    assert [found.step for found in one.history] == [0, 3]
+    assert [found.step for found in other.history] == [1, 4]
+    assert len(grads) == SIZE
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(second.parameters(), before, strict=True))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from persample import PerSampleError
 from persample.private import BatchMemoryManager, PrivacyEngine
-from persample.private.units import SplitUnitSampler, UnitSampler
+from persample.private.units import SplitUnitSampler, UnitBatch, UnitSampler
 from persample.testing.oracle import loop_gradients
 from tests.support.processes import in_two_processes
 
@@ -280,3 +280,34 @@ def test_other_numbers_of_augmentations_are_refused() -> None:
     x, _ = next(iter(loader))
     with pytest.raises(PerSampleError, match="units=4"):
         model(x[:, :2].flatten(0, 1))
+
+
+def test_a_batch_after_one_that_was_given_up_has_its_own_units() -> None:
+    _, model, optimizer, _, data, _ = make_private(unit_reduction="sum")
+    x, y = data.x[:6], data.y[:6]
+    rows = loop_gradients(model, (x, y), F.cross_entropy)
+    for units in ([0, 0, 0, 1, 1, 1], [0, 1, 2, 3, 4, 5]):
+        optimizer.add_samples(UnitBatch(torch.tensor(units), (x, y)))
+        output = model(x)  # the one before is alive
+    F.cross_entropy(output, y).backward()
+    norms = torch.cat([part.flatten(1) for part in rows.values()], 1).norm(dim=1)
+    factors = (0.3 / norms).clamp(max=1)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, torch.einsum("n,n...->...", factors, rows[name]))
+    optimizer.release()
+
+
+def test_rows_of_a_parameter_without_a_gradient_are_those_of_units() -> None:
+    model = nn.ModuleList([nn.Linear(D, 2), nn.Linear(D, 2)]).double()
+    model.forward = lambda x: model[0](x)
+    made = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=0.3,
+        data_loader=DataLoader(TensorDataset(torch.randn(8, D).double()), batch_size=4),
+        unit_ids=[0, 0, 1, 1, 2, 2, 3, 3], grad_samples=True,
+    )  # fmt: skip
+    _, optimizer, _ = made
+    x = torch.randn(6, D).double()
+    optimizer.add_samples(UnitBatch(torch.tensor([0, 0, 1, 1, 2, 2]), x))
+    model(x).square().mean().backward()
+    assert [len(rows) for rows in optimizer.grad_samples] == [3, 3, 3, 3]
+    optimizer.release()

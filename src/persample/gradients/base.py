@@ -83,6 +83,13 @@ class RecordedGradients(ABC):
         self._batch_size = batch_size
         return batch_size
 
+    def has_same_units(self, batch_size: int) -> bool:
+        """Whether the next batch, of this size, has the units of this one: a function may give others for each."""
+        if self._unit_options is None or self._units is None or not callable(self._unit_options.ids):
+            return True
+        units = self._unit_options.find_units(batch_size, self._device)
+        return list(units.names) == list(self._units.names) and torch.equal(units.groups.rows, self._units.groups.rows)
+
     def receive(self, parameter: Tensor, term: Term) -> None:
         """Take what a backward pass found for a parameter; parameters that are not recorded are ignored."""
         name = self._names.get(id(parameter))

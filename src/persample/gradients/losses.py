@@ -47,6 +47,10 @@ class LossGradients:
             grads.start(batch_size)
         return batch_size
 
+    def has_same_units(self, batch_size: int) -> bool:
+        """Whether the next batch, of this size, has the units of this one."""
+        return self._grads[0].has_same_units(batch_size)
+
     @property
     def _current(self) -> PerSampleGradients:
         if self._passes >= len(self._grads):

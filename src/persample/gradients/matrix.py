@@ -309,7 +309,7 @@ class PerSampleGradients(RecordedGradients):
     def _replace_terms(self, terms: Mapping[str, Term], loss_reduction: str) -> PerSampleGradients:
         """Gradients of the same samples and parameters with other terms; zero where there is none."""
         other = PerSampleGradients(self._parameters, loss_reduction, Processes(), self._nonfinite_mode)
-        other.start(self.row_count)
+        other._units, other._batch_size, other._processes = self._units, self.batch_size, self._processes
         for name, term in terms.items():
             other._receive(name, term)
         other.finish()

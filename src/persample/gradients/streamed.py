@@ -142,6 +142,7 @@ class StreamedNorms(_Streamed):
     ) -> None:
         super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
+        self._has_sums = False
         self._receivers: list[Callable[[Stack], None]] = []
 
     def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
@@ -153,10 +154,14 @@ class StreamedNorms(_Streamed):
         for receive in self._receivers:
             receive(stack)
 
-    def note_sum(self, parameter: Tensor, total: Tensor) -> None:
-        """Note the sum of the rows of a parameter, before they are scaled. Only its norm is kept."""
-        if (name := self._names.get(id(parameter))) is not None:
-            self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
+    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
+        """Note the sum over the samples of a parameter's term, before it is scaled. Only its norm is kept."""
+        self._has_sums = True
+        if (name := self._names.get(id(parameter))) is None:
+            return
+        if self._units is not None and self._units.reduction == "mean":  # the rows do not add up to the sum of samples
+            total = self._merge(term).sum(torch.ones(self.row_count, device=total.device))
+        self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
 
     def finish(self) -> None:
         """Note that a backward pass has ended: the norms are complete."""
@@ -166,9 +171,17 @@ class StreamedNorms(_Streamed):
     def norm_of_sum(self) -> Tensor:
         """The norm of the sum of the rows of this process. Requires `keep_grad`, which computes the sum anyway."""
         self._check_done()
-        if not self._squared_sums:
+        if not self._has_sums:
             raise NotKept("This recording has not added up the rows. Record with keep_grad=True, or keep='everything'.")
-        return torch.stack(list(self._squared_sums.values())).sum().sqrt() * self._scale
+        if self._nonfinite_mode == "raise":
+            check_finite(self._squares.nonfinite)
+        if self._nonfinite_mode == "zero" and self._squares.nonfinite:
+            raise NotKept(
+                f"The sum that this recording has kept contains {len(self._squares.nonfinite)} {self._row_kind} that "
+                "are not finite. Record with keep='everything' to leave them out."
+            )
+        total = sum(self._squared_sums.values(), torch.zeros((), dtype=torch.float64, device=self._device))
+        return total.sqrt() * self._scale
 
 
 class StreamedClip(_Streamed):

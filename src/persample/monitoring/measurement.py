@@ -86,11 +86,12 @@ def measure(
 ) -> Measurement:
     """Measure a step from its recorded norms. The running estimate and the warnings are the caller's."""
     by_parameter = grads.norms(per_parameter=True)
+    by_name = {name: norms.double().square() for name, norms in by_parameter.items()}
+    total = torch.stack(list(by_name.values())).sum(0)  # not of the groups: they may overlap, or leave parameters out
     squares = {
-        group: torch.stack([by_parameter[name].double().square() for name in names]).sum(0)
+        group: sum((by_name[name] for name in names if name in by_name), torch.zeros_like(total))  # others are frozen
         for group, names in groups.items()
     }
-    total = torch.stack(list(squares.values())).sum(0)
     is_finite = total.isfinite()
     count = int(is_finite.sum())
     norms = total.sqrt()

@@ -12,11 +12,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from persample._internal.groups import group_by_module
 from persample._internal.text import describe_value, format_table
 from persample._version import __version__
-from persample.batches import BatchDim
+from persample.batches import BatchDim, iterate_tensors
 from persample.errors import PerSampleError
 from persample.gradients import StreamedNorms
 from persample.monitoring.advice import Advice, advise
@@ -24,10 +25,13 @@ from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.recording.hooks import ModuleHook
 from persample.recording.options import Constants, Options, Selection, Verify, get_trainable
+from persample.recording.session import is_recording, leave_ended_modes
 from persample.recording.watch import Watch
 
 # Receives the numbers of a measured step by name, and the number of the step.
 Log = Callable[[dict[str, float], int], None]
+
+Ids = Sequence[ExampleId] | Tensor | None
 
 _EXPLODED = 10.0  # times its median over the last steps: a layer's norm that is unusual
 _STEPS_TO_JUDGE = 5  # measured steps before a layer is judged
@@ -53,7 +57,8 @@ def monitor(
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
     The loop, the model and `p.grad` stay as they are. A step is a call of the model in training mode and the backward
-    pass behind it. The first step is measured, so that a model that mixes samples is refused at once.
+    pass behind it. The first step is measured, so that a model that mixes samples is refused at once. A step that
+    something else records (`record`, or a monitor of another model) is not measured; the next one is in its place.
 
     Args:
         model: the model that is trained.
@@ -141,7 +146,7 @@ class Monitor:
         self._every, self._bounds, self._hardest = every, tuple(bounds), hardest
         self._log: Log | None = _make_log(log)
         self.history: list[Measurement] = []
-        self.ids: Sequence[ExampleId] | Tensor | None = None
+        self.ids: Ids = None
         self.step = 0
         self._calls = 0
         self._norms: dict[ExampleId, float] = {}  # of the hardest examples, at the last time that each was seen
@@ -149,6 +154,9 @@ class Monitor:
         self._estimate = NoiseScaleEstimate(window)
         self._watch: Watch | None = None  # of the step that is being measured, or was measured last
         self._is_measured = True
+        self._open_call_hook: RemovableHandle | None = None
+        self._has_open_call = False  # whether the call before one that is due has had no backward pass yet
+        self._measured: tuple[int, int, Ids] = (0, 0, None)  # the number of the step of the watch; our step and ids
         self._file: TextIO | None = None
         if out is not None:
             self._file = open(out, "w", encoding="utf-8")  # noqa: SIM115  # closed by stop()
@@ -167,6 +175,8 @@ class Monitor:
         """End the monitoring; the model is as it was before."""
         self._end_step()
         self._hook.remove()
+        if self._open_call_hook is not None:
+            self._open_call_hook.remove()
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -241,25 +251,60 @@ class Monitor:
     def _start_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
-        if self._watch is not None:
-            if not self._is_measured:  # the watch itself sees this call: it belongs to the step that is being measured
-                return
+        if self._watch is not None and self._is_measured:
             self._end_step()
+        watch, ids, step = self._watch, self.ids, self.step
+        self.ids = None
+        if watch is not None and watch.steps == self._measured[0]:  # the call is part of the step that is measured
+            if ids is not None:  # or the step was given up, and its outputs are still alive
+                self._measured = (watch.steps, self._measured[1], ids)
+            return
+        self.step += 1
         is_due = self._calls % self._every == 0
+        if watch is None:
+            leave_ended_modes()
+            if is_recording():  # by somebody else; a call that is due is measured later
+                self._calls += not is_due
+                return
+        if watch is None and is_due and self._has_open_call:  # this call may belong to the step of the last one
+            self._note_open_call(model)
+            return
         self._calls += 1
-        if is_due:
-            step, ids = self.step, self.ids
+        if watch is not None:  # the step was given up, and the watch has begun another one with this call
+            self._measured = (watch.steps, step, ids)
+        elif is_due:
             own = ref(self)
 
             def receive(grads: StreamedNorms) -> None:
                 if (watching := own()) is not None:
-                    watching._measure(grads, step, ids)
+                    watching._measure(grads)
 
             self._is_measured = False
+            self._measured = (1, step, ids)
             self._watch = Watch(model, receive, self._options)
             self._watch.begin(args, kwargs)
-        self.ids = None
-        self.step += 1
+        elif self._calls % self._every == 0:
+            self._note_open_call(model)
+
+    def _note_open_call(self, model: nn.Module) -> None:
+        """Note that the call that is about to run, and is not measured, waits for its backward pass."""
+        if self._open_call_hook is not None:
+            self._open_call_hook.remove()
+        own = ref(self)
+
+        def close(grad: Tensor) -> None:
+            if (watching := own()) is not None:
+                watching._has_open_call = False
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if (watching := own()) is not None:
+                hook.remove()
+                for tensor in iterate_tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(close)
+                        watching._has_open_call = True
+
+        self._open_call_hook = hook = model.register_forward_hook(ModuleHook(after))
 
     def _end_step(self) -> None:
         """Stop the recording of a step that has ended or was given up."""
@@ -268,10 +313,12 @@ class Monitor:
             watch.stop()
 
     @torch.no_grad()
-    def _measure(self, grads: StreamedNorms, step: int, ids: Sequence[ExampleId] | Tensor | None) -> None:
+    def _measure(self, grads: StreamedNorms) -> None:
+        number, step, ids = self._measured
+        if self._watch is None or self._watch.steps != number:  # a call in eval mode, or of a part of the model
+            return
         self._is_measured = True
-        if self._watch is not None:
-            self._watch.allow_unrecorded()
+        self._watch.retire()
         if not grads.batch_size:
             return
         found = measure(grads, step, self._groups, self._bounds, _check_ids(ids, grads.batch_size), self._hardest)
@@ -307,7 +354,7 @@ class Monitor:
             print(json.dumps(line), file=self._file, flush=True)
 
 
-def _check_ids(ids: Sequence[ExampleId] | Tensor | None, count: int) -> list[ExampleId] | None:
+def _check_ids(ids: Ids, count: int) -> list[ExampleId] | None:
     if ids is None:
         return None
     found = ids.tolist() if isinstance(ids, Tensor) else list(ids)

@@ -277,7 +277,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         """Put the gradients of the samples into `p.grad_sample`: a tensor, or one for each backward pass."""
         for p in self.params:
             rows = grads.rows.get(self._names[id(p)])
-            rows = p.new_zeros(grads.batch_size, *p.shape) if rows is None else self._restore_scale(rows).to(p.dtype)
+            rows = p.new_zeros(grads.row_count, *p.shape) if rows is None else self._restore_scale(rows).to(p.dtype)
             before = getattr(p, "grad_sample", None)
             shown = rows if before is None else [*(before if isinstance(before, list) else [before]), rows]
             p.grad_sample = shown

@@ -52,7 +52,8 @@ def leave_ended_modes() -> None:
             _torch.remove_dispatch_mode(mode)
 
 
-def _is_recording() -> bool:
+def is_recording() -> bool:
+    """Whether a recording, of any model, is under way in this thread."""
     return any(isinstance(mode, Tracker) for mode in _torch.get_function_modes())
 
 
@@ -121,9 +122,9 @@ class Recording:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
         leave_ended_modes()
-        if _is_recording():
+        if is_recording():
             gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
-        if _is_recording():
+        if is_recording():
             raise PerSampleError(
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."
@@ -414,5 +415,5 @@ def _deliver_term(grads: Gradients, processes: Processes, keep_grad: bool, param
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
         total = term.sum(torch.ones(term.batch, device=parameter.device))
         if isinstance(grads, StreamedNorms):
-            grads.note_sum(parameter, total)
+            grads.note_sum(parameter, term, total)
         processes.add_to_grad(parameter, total.to(parameter.dtype))

@@ -77,7 +77,9 @@ def watch(
         options: instead of the keywords, a mapping of them, or a function that returns those of the next step. It is
             called when the step begins.
 
-    The keywords are those of `record`. The samples are followed from the call of the model on: what is computed before
+    The keywords are those of `record`. `units` may be a function of the batch size that returns the units of the batch
+    that the model is called with; it may be asked several times for one call, and a call with other units than the one
+    before begins a new step. The samples are followed from the call of the model on: what is computed before
     it is not seen.
 
     Raises:
@@ -147,6 +149,9 @@ class Watch:
         self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
         self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
         self._thread = 0  # in which the current step began
+        self.steps = 0  # that have begun
+        self._refusals: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
         self._refusals = self._refuse_unrecorded(model)
@@ -159,13 +164,14 @@ class Watch:
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
         self.rest()
-        self.allow_unrecorded()
-        for hook in self._hooks:
-            hook.remove()
+        self.retire()
 
-    def allow_unrecorded(self) -> None:
-        """Accept ordinary gradients of the parameters from now on. For a watch whose last step has ended."""
-        for hook in self._refusals:
+    def retire(self) -> None:
+        """Record no further step, and accept ordinary gradients of the parameters. `stop` is still to be called.
+
+        In contrast to `stop`, it may be called when a step is received.
+        """
+        for hook in (*self._refusals, *self._hooks):
             hook.remove()
 
     def __del__(self) -> None:
@@ -333,11 +339,12 @@ class Watch:
         self._is_inside, self._entry = True, ref(module)
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call belongs to the current step: an earlier output is alive, and the batch size is equal."""
+        """Whether a call belongs to the current step: results of it are alive, and batch size and units are equal."""
         recording = self._recording
-        if recording is None or not self._is_step_alive():
+        if recording is None or not self._is_step_alive(search=True):
             return False
-        return recording.find_batch_size(args, kwargs) == recording.grads.batch_size
+        batch_size = recording.find_batch_size(args, kwargs)
+        return batch_size == recording.grads.batch_size and recording.grads.has_same_units(batch_size)
 
     def _is_step_alive(self, search: bool = False) -> bool:
         """Whether an output of the current step is alive; with `search`, or something that was computed from it."""
@@ -349,6 +356,7 @@ class Watch:
 
     def _begin(self, model: nn.Module) -> None:
         self.rest()
+        self.steps += 1
         self._outputs = []
         self._first_part = None
         self._thread = get_ident()
