@@ -245,9 +245,9 @@ class PerSampleGradients(RecordedGradients):
             dim: the number of entries of a projected row.
             seed: selects the projection.
             method: "tensor" makes gradients dense only where that is faster. "sparse" always makes them dense, in
-                blocks; use it if samples have one position each (an MLP). "kronecker" projects the inputs and the output
-                gradients of each layer before it multiplies them, which is the fastest by far. Its parameters have
-                separate entries of a row, see `projection_blocks`, so that its error is 1.5 to 3 times as large.
+                blocks; use it if samples have one position each (an MLP). "kronecker" projects the inputs and the
+                output gradients of each layer before it multiplies them, which is the fastest by far. Its parameters
+                have separate entries of a row, see `projection_blocks`: its error is 1.5 to 3 times as large.
         """
         if method not in METHODS:
             raise PerSampleError(f"method must be one of {', '.join(map(repr, METHODS))}; got {method!r}.")
