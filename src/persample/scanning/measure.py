@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
+from persample._internal.groups import group_by_module
 from persample._internal.rng import seed_all
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
@@ -40,9 +41,6 @@ from persample.scanning.source import find_labels, move_to_device
 QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "estimated_alignment", "noise_scale", "predictions")
 ALL_QUANTITIES = (*QUANTITIES, "alignment")
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
-
-# Without `groups`, parameters are grouped by module, at the greatest depth that gives at most this many groups.
-MAX_GROUPS = 16
 
 Gradient = dict[str, Tensor]  # by parameter name
 Columns = dict[str, Tensor]  # by column name, one entry per example
@@ -355,15 +353,10 @@ def group_parameters(names: Sequence[str], groups: Groups | None) -> dict[str, l
             raise ScanError(f"groups contains {repeated[0]!r} twice.")
         return {group: list(members) for group, members in groups.items()}
     if groups is None:
-        modules = [name.split(".")[:-1] or [name] for name in names]
-        depths = range(max(map(len, modules)), 0, -1)
-        depth = next((d for d in depths if len({tuple(m[:d]) for m in modules}) <= MAX_GROUPS), 1)
-        keys = [".".join(module[:depth]) for module in modules]
-    else:
-        keys = [groups(name) for name in names]
+        return group_by_module(names)
     found: dict[str, list[str]] = {}
-    for key, name in zip(keys, names, strict=True):
-        found.setdefault(key, []).append(name)
+    for name in names:
+        found.setdefault(groups(name), []).append(name)
     return found
 
 
