@@ -362,11 +362,11 @@ class _Answers:
             sketch = TensorSketch(PROJECTED, 0, name, rows.shape[1:], torch.device("cpu"))
             tensor += Dense(rows).project(sketch)
             sparse += Dense(rows).project(SparseSketch(PROJECTED, 0, name))
-        yield 'project(method="tensor")', grads.project(PROJECTED, method="tensor"), tensor
+        yield "project()", grads.project(PROJECTED), tensor
         shapes = tuple((name, rows.shape[1:]) for name, rows in self.rows.items())
         dense = {name: Dense(rows) for name, rows in self.rows.items() if rows.numel()}
         kronecker = make_projection("kronecker", PROJECTED, 0, shapes, torch.device("cpu")).project(dense, self.batch)
-        yield "project()", grads.project(PROJECTED), kronecker
+        yield 'project(method="kronecker")', grads.project(PROJECTED, method="kronecker"), kronecker
         yield 'project(method="sparse")', grads.project(PROJECTED, method="sparse"), sparse
 
 
