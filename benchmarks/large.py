@@ -168,39 +168,56 @@ COMPARED = {
 }
 
 
+def make_steps(own: Steps, private: Steps) -> dict[str, Callable[[], None]]:
+    """Each kind of step by name. The model of the private steps is in private training from the first one."""
+    return {
+        "plain": own.run_plain,
+        "training": own.make_training(is_private=False),
+        "norms": own.compute_norms,
+        "clip": own.clip,
+        'keep="clip"': own.keep_clip,
+        "scan row": own.compute_scan_row,
+        "private": private.make_training(is_private=True),
+    }
+
+
+def choose_names(only: str) -> set[str]:
+    """The steps with `only` in their names, and the steps that they are compared with."""
+    names = {name for name in COMPARED if only in name}
+    if any("private" in name for name in names):
+        names |= {"private", "first private step"}
+    return names | {COMPARED[name] for name in names}
+
+
 def measure(rounds: int, only: str, batch: int, length: int) -> dict[str, Measured]:
     """Measure each step with `only` in its name, and the steps that it is compared with."""
-    names = {name for name in COMPARED if only in name}
-    if "first private step" in names:
-        names.add("private")
-    names |= {COMPARED[name] for name in names}
-    found = {name: Measured() for name in [*dict.fromkeys(COMPARED.values()), *COMPARED] if name in names}
+    names = choose_names(only)
     steps: dict[str, Callable[[], None]] = {}
     if any(not name.startswith("adapters") for name in names):
-        own, private = Steps(GPT2(), batch, length), Steps(GPT2(), batch, length)
-        steps = {
-            "plain": own.run_plain,
-            "training": own.make_training(is_private=False),
-            "norms": own.compute_norms,
-            "clip": own.clip,
-            'keep="clip"': own.keep_clip,
-            "scan row": own.compute_scan_row,
-            "private": private.make_training(is_private=True),
-        }
+        steps |= make_steps(*(Steps(GPT2(), batch, length) for _ in range(2)))
     if any(name.startswith("adapters") for name in names):
-        own, private = (Steps(add_adapters(GPT2()), batch, length) for _ in range(2))
-        steps |= {
-            "adapters, plain": own.run_plain,
-            "adapters, training": own.make_training(is_private=False),
-            "adapters, norms": own.compute_norms,
-            "adapters, private": private.make_training(is_private=True),
-        }
-    chosen = {name: step for name, step in steps.items() if name in names}
-    for name, step in chosen.items():  # the first run of each; also starts threads and loads libraries
-        first = found.get("first private step") if name == "private" else None
-        run_step(f"{name}, first", step, Measured() if first is None else first)
+        adapted = make_steps(*(Steps(add_adapters(GPT2()), batch, length) for _ in range(2)))
+        steps |= {f"adapters, {name}": step for name, step in adapted.items()}
+    return measure_steps({name: step for name, step in steps.items() if name in names}, rounds)
+
+
+def measure_steps(
+    steps: dict[str, Callable[[], None]], rounds: int, before: Callable[[], object] = lambda: None
+) -> dict[str, Measured]:
+    """Run each step once and then in rounds. `before` is called before each step.
+
+    The first run also starts threads and loads libraries. It is kept for private steps, as "first private step".
+    """
+    found = {name: Measured() for name in steps}
+    for name, step in steps.items():
+        before()
+        first = Measured()
+        run_step(f"{name}, first", step, first)
+        if name == "private":
+            found["first private step"] = first
     for _ in range(rounds):
-        for name, step in chosen.items():
+        for name, step in steps.items():
+            before()
             run_step(name, step, found[name])
     return found
 

@@ -44,3 +44,17 @@ def test_private_steps_are_timed_with_batches_of_changing_size() -> None:
     (workload,) = select_workloads("mlp")
     sizes = [len(x) for x, labels in private.draw_batches(workload, 5) if len(x) == len(labels)]
     assert len({*sizes}) > 1 and 200 < sum(sizes) / 5 < 310
+
+
+def test_chosen_steps_of_a_large_model_bring_what_they_are_compared_with() -> None:
+    assert large.choose_names("adapters, norms") == {"adapters, norms", "adapters, plain"}
+    assert {"first private step", "private", "training"} <= large.choose_names("first")
+    assert large.choose_names("") == {*large.COMPARED, *large.COMPARED.values()}
+
+
+def test_the_first_private_step_of_a_large_model_is_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(large, "run_step", lambda name, step, measured: measured.seconds.append(step()))
+    steps = {name: lambda name=name: made.append(name) or float(len(made)) for name in ("training", "private")}
+    found = large.measure_steps(steps, rounds=2)
+    assert found["first private step"].seconds == [2.0] and found["private"].seconds == [4.0, 6.0]
