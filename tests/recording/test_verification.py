@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -408,6 +409,48 @@ def test_checkpoints_do_not_see_the_extra_passes(reentrant: bool) -> None:
     with record(model, loss_reduction="sum") as grads:
         checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
     torch.testing.assert_close(grads.norms(), expected)
+
+
+def differentiate(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+    return h + gradient
+
+
+def differentiate_functionally(model: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h + torch.func.grad(lambda x: x.square().sum())(x)
+
+
+@pytest.mark.parametrize("function", [differentiate, differentiate_functionally])
+def test_a_model_that_differentiates_in_its_forward_pass_is_verified(function: Callable[..., Any]) -> None:
+    assert verify_plain(Around(function), torch.randn(B, D)).startswith("verified")
+
+
+def test_extra_passes_keep_nothing_for_a_backward_pass() -> None:
+    kept: list[Any] = []
+
+    class Keep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            own = x.clone()
+            kept.append(weakref.ref(own))
+            ctx.save_for_backward(own)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    alive: list[int] = []
+
+    def count(model: Any, h: Tensor, x: Tensor) -> Tensor:
+        for _ in range(3):
+            h = Keep.apply(h)
+        alive.append(sum(ref() is not None for ref in kept))
+        return h
+
+    model = Around(count)
+    assert verify_plain(model, torch.randn(B, D)).startswith("verified")
+    assert alive == [3, 3, 3]  # those of the first pass, whose graph is still needed
 
 
 def test_gradients_under_autocast_are_the_same() -> None:

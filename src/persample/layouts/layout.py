@@ -226,16 +226,26 @@ def replace_samples(tensor: Tensor, layout: Layout, samples: Sequence[int], batc
     >>> replace_samples(torch.arange(6), Layout(dim=0, inner=3), [1, 0], batch=2)
     tensor([3, 4, 5, 0, 1, 2])
     """
-    if tensor.dim() == 0:
+    if not has_equal_shares(tensor, layout, batch):
         return None
     ids = _make_ids(tensor, layout, batch)
-    counts = torch.bincount(ids[ids >= 0], minlength=batch)
-    if bool((ids < 0).any()) or bool((counts != counts[0]).any()):
-        return None
     order = ids.argsort(stable=True)  # the rows of sample 0, then those of sample 1, and so on
     index = torch.empty_like(order)
     index[order] = order.view(batch, -1)[torch.tensor(samples, device=order.device)].flatten()
     return tensor.index_select(layout.dim, index)
+
+
+def has_equal_shares(tensor: Tensor, layout: Layout, batch: int) -> bool:
+    """Whether all samples have the same number of rows, and each row belongs to a sample.
+
+    >>> has_equal_shares(torch.arange(3), Layout(dim=0, ids=(0, 1, 1)), batch=2)
+    False
+    """
+    if tensor.dim() == 0:
+        return False
+    ids = _make_ids(tensor, layout, batch)
+    counts = torch.bincount(ids[ids >= 0], minlength=batch)
+    return not bool((ids < 0).any()) and bool((counts == counts[0]).all())
 
 
 def _make_ids(tensor: Tensor, layout: Layout, batch: int) -> Tensor:

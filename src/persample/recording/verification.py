@@ -28,7 +28,7 @@ from persample.errors import PerSampleError, SamplesMixed
 from persample.forward.audit import Audit
 from persample.forward.isolation import refuse_state
 from persample.forward.tracker import Tracker
-from persample.layouts import Layout, Reduced, replace_samples, take_sample
+from persample.layouts import Layout, Reduced, has_equal_shares, take_sample
 from persample.recording.differences import (
     Difference,
     Part,
@@ -268,17 +268,31 @@ def _return_same(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class _NoSavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Frees what a forward pass saves for its backward pass. `was_needed`: the forward pass itself asked for it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: None, self._refuse)
+        self.was_needed = False
+
+    def _refuse(self, saved: None) -> NoReturn:
+        self.was_needed = True
+        raise RuntimeError("The saved tensors of this pass were freed.")
+
+
 class _Runs:
     """Runs the model from the state in which it was before the forward pass.
 
     If the forward pass drew random numbers, dropout is off and no graph is kept. Else gradients are enabled as they are
-    now, because modules may compute in another way without them.
+    now, because modules may compute in another way without them; what they save for a backward pass is freed at once,
+    unless the forward pass computes gradients itself.
     """
 
     def __init__(self, verification: Verification, writes: Writes, is_random: bool) -> None:
         self.model = verification.model
         self.is_random = is_random
         self.is_precise = False  # without autocast, and in float32 at least
+        self._keeps_saved = False
         self._before, self._random = verification.before, verification.random_before
         self._writes = writes
 
@@ -289,6 +303,18 @@ class _Runs:
 
     def run(self, call: Call, hook: Callable[..., None] | None = None) -> dict[int, Tensor]:
         """The tensors in the output of a call, by position. `hook` is called after the forward of each submodule."""
+        if not self._keeps_saved:
+            hooks = _NoSavedTensors()
+            try:
+                with hooks:
+                    return self._run(call, hook)
+            except Exception as error:
+                if not (hooks.was_needed or "saved tensor hooks" in str(error)):
+                    raise
+                self._keeps_saved = True
+        return self._run(call, hook)
+
+    def _run(self, call: Call, hook: Callable[..., None] | None) -> dict[int, Tensor]:
         self._before.restore()
         if self.is_random:
             self._random.restore()
@@ -601,16 +627,13 @@ class _Comparison:
             raise
         except Exception:  # the model needs this order, as one that takes sorted lengths does
             return
-        order = [(n - 1) % self.batch for n in range(self.batch)]  # back to the places of the batch
         with _torch.DisableTorchFunction():
-            parts = self._select_parts(outputs)
-            moved = [(p.position, replace_samples(p.tensor, p.layout, order, self.batch)) for p in parts]
-            back = {position: tensor for position, tensor in moved if tensor is not None}
+            # The samples have kept their places in a rotated output only if these are of one size.
+            parts = [p for p in self._select_parts(outputs) if has_equal_shares(p.tensor, p.layout, self.batch)]
             for sample in range(self.batch):
                 own = {
-                    part.position: take_sample(back[part.position], part.layout, sample, self.batch)
-                    for part in self.parts
-                    if part.position in back
+                    part.position: take_sample(part.tensor, part.layout, (sample - 1) % self.batch, self.batch)
+                    for part in parts
                 }
                 found = find_difference(self.parts, own, sample, self.batch)
                 is_exact = self.runs.rounding <= torch.finfo(torch.float32).eps
