@@ -48,7 +48,8 @@ def _format_scores(row: Mapping[str, Any]) -> str:
 
 
 def _format_interval(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+    value, low, high = (round(found[key], 2) + 0.0 for key in ("value", "low", "high"))  # + 0.0: no "-0.00"
+    return f"{value:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def _format_table(title: str, tasks: Tasks, rows: Sequence[Sequence[str]]) -> str:
