@@ -37,7 +37,7 @@ from persample.scanning.evaluation import estimate_ceiling, retrain_on_subsets
 from persample.scanning.retraining import SubsetRuns, draw_subsets
 from persample.scanning.statistics import correlate_ranks, estimate_lds
 
-SUBSETS, REPEATS, MODELS, PROJECT, RESAMPLES = 32, 2, 5, 512, 200
+SUBSETS, REPEATS, MODELS, PROJECT, RESAMPLES = 32, 4, 5, 512, 200
 DAMPINGS = (1e-3, 0.1, 0.3, 1.0, 3.0, 10.0)
 RANKINGS = ("loss", "mean_loss", "norm", "self_influence", "whitened self-influence", "trak self-influence")
 

@@ -4,8 +4,9 @@
 
 The tasks of `attribution_tasks.py`, each with few and many examples, and trained briefly and long. For each, models are
 trained on random halves of the data. Whitened influence with the automatic damping is compared with fixed dampings by
-the linear datamodeling score (LDS), for several sizes of the projection. The correlation by which `RandomScores` is
-decided is beside it.
+the linear datamodeling score (LDS), for several sizes of the projection, and with an automatic damping that is relative
+to the mean eigenvalue of all parameters together (TOGETHER). The correlation by which `RandomScores` is decided is
+beside it.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import persample
 from benchmarks.attribution_tasks import TASKS, Task
 from benchmarks.machine import describe_machine
 from benchmarks.output import RESULTS, write_json
 from persample.scanning import influence
+from persample.scanning.damping import Whitening, count_effective_dims
 from persample.scanning.evaluation import retrain_on_subsets
 from persample.scanning.probe import Probe
 from persample.scanning.retraining import draw_subsets
 from persample.scanning.statistics import correlate_ranks
+from persample.scanning.stored_gradients import StoredGradients
 
 SUBSETS, REPEATS, MODELS = 24, 1, 1
 DIMS = (4, 64, 512)
+TOGETHER = "auto, all parameters together"
 DAMPINGS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
@@ -61,6 +65,7 @@ def measure_variant(task: Task) -> list[dict[str, Any]]:
             scores |= {str(value): found.scores(task.test, damping=value) for value in DAMPINGS}
             tests = Probe(loss_fn).project_batch(model, None, found.settings, 0, task.test)
             models = [influence.StoredModel(found._get_gradients(0))]
+            scores[TOGETHER] = score_together(models[0].stored, tests[0].rows)
             results.append(
                 {
                     "seed": seed,
@@ -74,6 +79,20 @@ def measure_variant(task: Task) -> list[dict[str, Any]]:
                 }
             )
     return results
+
+
+def score_together(stored: StoredGradients, tests: Tensor) -> Tensor:
+    """Whitened influence with an automatic damping that is the same for all parameters."""
+    rows = stored[torch.arange(len(stored))].double() * stored.lengths[:, None]
+    whitening = Whitening(rows.T @ rows / len(rows), "auto", count_effective_dims(stored.lengths))
+    return whitening.solve(tests) @ rows.T
+
+
+def compare_together(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean LDS of "auto" and of TOGETHER, and in how many cases the first is better."""
+    pairs = [(row["lds"]["auto"], row["lds"][TOGETHER]) for row in rows if row["dim"] >= 64]
+    own, together = (statistics.mean(part) for part in zip(*pairs, strict=True))
+    return {"auto": own, TOGETHER: together, "better": sum(a > b for a, b in pairs), "cases": len(pairs)}
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -107,7 +126,9 @@ def main() -> None:
                 f"{row['half_correlation']['whitened']:.2f} {row['half_correlation']['tracin']:.2f}",
                 flush=True,
             )
-    results["summary"] = summarise([row for rows in results["variants"].values() for row in rows])
+    measured = [row for rows in results["variants"].values() for row in rows]
+    results["summary"], results["by_parameter"] = summarise(measured), compare_together(measured)
+    print(results["by_parameter"])
     for name, shares in results["summary"].items():
         print(f"{name:6} mean {shares['mean']:.3f} least {shares['least']:.2f} of {shares['cases']} cases")
     if options.write:

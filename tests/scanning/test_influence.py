@@ -17,6 +17,7 @@ import persample
 from persample.distributed import Processes
 from persample.scanning import RandomScores, ScanError, influence, queries, stored_gradients
 from persample.scanning.damping import Whitening, choose_damping
+from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 from persample.terms import Dense
@@ -69,6 +70,22 @@ def find_projection(model: nn.Module) -> Tensor:
     return grads.project(DIM, method="kronecker")
 
 
+def find_blocks(model: nn.Module, projection: Tensor) -> list[Tensor]:
+    """The numbers of a projected row that each parameter has a share in; parameters with the same numbers once."""
+    parts = projection.split([p.numel() for p in model.parameters()])
+    found = {tuple(part.abs().sum(0).nonzero().flatten().tolist()) for part in parts}
+    assert sorted(i for numbers in found for i in numbers) == list(range(DIM)), "parameters have separate numbers"
+    return [torch.tensor(numbers) for numbers in found]
+
+
+def damp(moment: Tensor, blocks: list[Tensor], damping: float) -> Tensor:
+    """The second moment plus the damping, which is relative to the mean eigenvalue of each block."""
+    damped = moment.clone()
+    for numbers in blocks:
+        damped[numbers, numbers] += damping * torch.linalg.eigvalsh(moment[numbers][:, numbers]).mean()
+    return damped
+
+
 def compute_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
@@ -93,7 +110,7 @@ def compute_expected(method: str, model: nn.Module, states: list[Any], test: Any
             part = rate / sum(RATES) * F.normalize(own) @ F.normalize(rows).T
         else:
             moment = rows.T @ rows / N
-            damped = moment + DAMPING * moment.trace() / DIM * torch.eye(DIM, dtype=torch.float64)
+            damped = damp(moment, find_blocks(model, projection), DAMPING)
             part = own @ torch.linalg.inv(damped) @ rows.T / len(states)
         total = total + part
         residuals.append(1 - torch.exp(-compute_loss(model, make_data())).detach())
@@ -269,16 +286,60 @@ def test_chosen_damping_leaves_effective_dimensions(dim: int, wanted: float) -> 
 
 
 def test_automatic_damping_is_the_one_of_its_definition(scanned: Any) -> None:
-    """Of the gradients at their lengths: 10 effective dimensions over the root of the share of the examples."""
-    found = scanned[0]
+    """Of the gradients at their lengths, with parameters at one scale: 10 effective dimensions over the root of the
+    share of the examples."""
+    found, model, _ = scanned
     stored = StoredGradients(found.store, 0)
     rows = stored[torch.arange(N)].double() * stored.lengths[:, None]
     moment, squares = rows.T @ rows / N, stored.lengths.square()
     wanted = 10 / (squares.sum() ** 2 / N / squares.square().sum()).sqrt()
-    spectrum = torch.linalg.eigvalsh(moment)
     damping = influence.StoredModel(stored).get_whitening("whitened", "auto").damping
-    effective = float((spectrum / (spectrum + damping * spectrum.mean())).sum())
+    damped = damp(moment, find_blocks(model, find_projection(model)), damping)
+    effective = float((moment @ torch.linalg.inv(damped)).trace())
     assert effective == pytest.approx(min(float(wanted), DIM / 3), rel=1e-4)
+
+
+def test_damping_is_relative_to_each_block() -> None:
+    """Scaling the gradients of one parameter changes no score, and rounding errors of another one have no weight."""
+    rows = torch.randn(40, 10, dtype=torch.float64)
+    rows[:, 8:] *= 1e-12
+    blocks = torch.tensor([0] * 3 + [1] * 5 + [2] * 2)
+    for damping in (0.3, "auto"):
+        scores = []
+        for scale in (1.0, 1e-2):
+            scaled = rows * torch.tensor([1.0] * 3 + [scale] * 5 + [1.0] * 2)
+            whitening = Whitening(scaled.T @ scaled / 40, damping, blocks=blocks)
+            scores.append(whitening.solve(scaled) @ scaled.T)
+        torch.testing.assert_close(*scores)
+        without = Whitening(rows[:, :8].T @ rows[:, :8] / 40, whitening.damping, blocks=blocks[:8])
+        torch.testing.assert_close(scores[0], without.solve(rows[:, :8]) @ rows[:, :8].T)
+
+
+def test_automatic_damping_ignores_numbers_that_no_parameter_has() -> None:
+    rows = torch.randn(40, 9, dtype=torch.float64)
+    moment, blocks = rows.T @ rows / 40, torch.tensor([0] * 4 + [1] * 5)
+    padded = torch.zeros(30, 30, dtype=torch.float64)
+    padded[:9, :9] = moment
+    expected = Whitening(moment, blocks=blocks)
+    found = Whitening(padded, blocks=torch.cat([blocks, torch.full((21,), 2)]))
+    assert found.damping == pytest.approx(expected.damping)
+    torch.testing.assert_close(found.solve(torch.nn.functional.pad(rows, (0, 21)))[:, :9], expected.solve(rows))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"project": 16}, [0] * 12 + [1] * 3 + [2]),  # all parameters fit, and one number is left
+        ({"project": 8}, [0] * 5 + [1] * 3),
+        ({"project": 4}, [0] * 4),  # shares below 8 numbers are put together
+        ({"project": 16, "projection": "tensor"}, None),
+    ],
+)
+def test_entries_of_rows_know_their_parameter(options: Any, expected: list[int] | None, tmp_path: Path) -> None:
+    data = torch.randn(20, 4), torch.randint(3, (20,))
+    persample.scan(nn.Linear(4, 3), nn.CrossEntropyLoss(), data, out=tmp_path, **{**OPTIONS, **options})
+    blocks = StoredGradients(Store(tmp_path), 0).blocks
+    assert (None if blocks is None else blocks.tolist()) == expected
 
 
 def test_damping_of_a_matrix_of_low_rank_is_not_zero() -> None:

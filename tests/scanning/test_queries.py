@@ -114,8 +114,11 @@ def test_whitened_scores_match_direct_computation(tmp_path: Path) -> None:
     with persample.record(model) as grads:
         F.cross_entropy(model(data()[0][:3]), data()[1][:3]).backward()
     moment = stored.T @ stored / N
-    ridge = 1e-3 * moment.trace() / 64 * torch.eye(64)
-    expected = grads.project(64, method="kronecker").double() @ torch.linalg.inv(moment + ridge) @ stored.T
+    ridge = torch.zeros(64, dtype=torch.float64)
+    for _, start, stop in found.settings["blocks"]:  # the damping is relative to the mean of each parameter
+        ridge[start:stop] = 1e-3 * moment.diagonal()[start:stop].mean()
+    damped = moment + torch.diag(ridge)
+    expected = grads.project(64, method="kronecker").double() @ torch.linalg.inv(damped) @ stored.T
     scores = found.scores(tuple(part[:3] for part in data()), "whitened", damping=1e-3)
     torch.testing.assert_close(scores.double(), expected, rtol=1e-3, atol=1e-3)
     assert scores.argmax(1).tolist() == [0, 1, 2], "the best match of an example is the example"

@@ -18,6 +18,10 @@ Damping = float | Literal["auto"]
 DIMS_OF_EQUAL, DIMS_OF_DIRECTIONS, PART_OF_RANK = 10.0, 40.0, 1 / 3
 LEAST_DAMPING = 1e-3
 
+# The damping of a block of entries is relative to its mean eigenvalue, which counts as at least this part of the mean
+# of all blocks: rounding errors of a parameter whose gradient is zero (the bias of keys in attention) stay small.
+LEAST_PART = 1e-6
+
 
 def check_damping(damping: Damping) -> None:
     """Raise unless the damping is "auto" or a positive number."""
@@ -29,27 +33,50 @@ def check_damping(damping: Damping) -> None:
 
 
 class Whitening:
-    """`(M + λ)⁻¹` for the second moment `M` of gradients.
+    """`(M + D)⁻¹` for the second moment `M` of gradients and a diagonal `D`, the damping.
 
-    `damping` is λ relative to the mean eigenvalue. "auto" chooses it by `choose_damping` for a number of effective
-    dimensions; the attribute `damping` has the number.
+    `blocks` has the number of the block of each entry, such as its parameter; None is one block. `D` is `damping` times
+    the mean eigenvalue of `M` in the block, so that layers with small gradients count as much as those with large ones.
+    "auto" chooses the damping by `choose_damping` for a number of effective dimensions; the attribute `damping` has the
+    number.
     """
 
-    def __init__(self, moment: Tensor, damping: Damping = "auto", effective_dims: float = DIMS_OF_DIRECTIONS) -> None:
+    def __init__(
+        self,
+        moment: Tensor,
+        damping: Damping = "auto",
+        effective_dims: float = DIMS_OF_DIRECTIONS,
+        blocks: Tensor | None = None,
+    ) -> None:
         check_damping(damping)
+        means = compute_block_means(moment.diagonal(), blocks)
         if damping == "auto":
-            damping = choose_damping(_compute_spectrum(moment), effective_dims)
+            scaled = means.rsqrt()[:, None] * moment * means.rsqrt()  # `D` is the identity here
+            mean = float(scaled.trace()) / len(scaled)  # 1, or less if there are blocks of zeros
+            damping = max(LEAST_DAMPING, mean * choose_damping(_compute_spectrum(scaled), effective_dims))
         self.damping = float(damping)
-        mean = (moment.trace() / len(moment)).clamp(min=_TINY**0.5)
-        self._lower = torch.linalg.cholesky(moment + self.damping * mean * torch.eye(len(moment), dtype=moment.dtype))
+        self._lower = torch.linalg.cholesky(moment + torch.diag(self.damping * means))
 
     def solve(self, rows: Tensor) -> Tensor:
-        """`rows (M + λ)⁻¹`, in float64."""
+        """`rows (M + D)⁻¹`, in float64."""
         return torch.cholesky_solve(rows.double().T, self._lower).T
 
     def compute_squares(self, rows: Tensor) -> Tensor:
-        """`r (M + λ)⁻¹ rᵀ` for each row `r`, in float64."""
+        """`r (M + D)⁻¹ rᵀ` for each row `r`, in float64."""
         return torch.linalg.solve_triangular(self._lower, rows.double().T, upper=False).square().sum(0)
+
+
+def compute_block_means(values: Tensor, blocks: Tensor | None) -> Tensor:
+    """For each entry the mean of its block, which is at least `LEAST_PART` of the mean of all entries.
+
+    >>> compute_block_means(torch.tensor([1.0, 3.0, 8.0]), torch.tensor([0, 0, 1]))
+    tensor([2., 2., 8.])
+    """
+    mean = values.mean().clamp(min=_TINY**0.5)
+    if blocks is None:
+        return mean.expand(len(values))
+    totals = torch.zeros(int(blocks.max()) + 1, dtype=values.dtype).index_add(0, blocks, values)
+    return (totals / blocks.bincount().clamp(min=1))[blocks].clamp(min=LEAST_PART * mean)
 
 
 def count_effective_dims(lengths: Tensor) -> float:

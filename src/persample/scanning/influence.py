@@ -165,7 +165,7 @@ class StoredModel:
         key = (method, damping)
         if key not in self._whitenings:
             dims = count_effective_dims(self.stored.lengths)  # of the loss, which show how far the training has come
-            self._whitenings[key] = Whitening(self._get_moment(method), damping, dims)
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, dims, self.stored.blocks)
         return self._whitenings[key]
 
     def _get_moment(self, method: Method) -> Tensor:
@@ -296,7 +296,8 @@ def _score_sample(
         own = test.rows[:, half].double()
         if method in DAMPED:
             dims = count_effective_dims(model.stored.lengths)
-            own = Whitening(features.T @ features / len(features), damping, dims).solve(own)
+            blocks = None if model.stored.blocks is None else model.stored.blocks[half]
+            own = Whitening(features.T @ features / len(features), damping, dims, blocks).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

@@ -17,7 +17,7 @@ from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.suggestions import compute_confidence
 from persample.scanning.table import get_column_names, read_column, read_opinion
 
-_DAMPING = 0.1  # of the mean eigenvalue, as in `benchmarks/results/rankings.json`
+_DAMPING = 0.1  # of the mean eigenvalues, as in `benchmarks/results/rankings.json`
 
 # The order of preference of the default ranking, from `benchmarks/results/rankings.json`.
 _PREFERRED = ("mean_loss", "loss", "self_influence", "norm")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -32,6 +33,15 @@ class StoredGradients:
     def dim(self) -> int:
         """The number of entries in a row."""
         return self._store.read_rows(self._checkpoint, 0).shape[1]
+
+    @cached_property
+    def blocks(self) -> Tensor | None:
+        """For each entry of a row the number of its parameter, or of a few small ones; None if entries mix them all."""
+        slices = self._store.read_settings()["blocks"] if self._store.exists else None
+        if slices is None:
+            return None
+        ends = torch.tensor(sorted({stop for _, _, stop in slices}))  # entries after the last one are zeros
+        return torch.bucketize(torch.arange(self.dim), ends, right=True)
 
     def read_losses(self) -> Tensor:
         """The loss of each example."""
