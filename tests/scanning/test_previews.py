@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,9 @@ from torch import Tensor, nn
 
 import persample
 from persample.scanning import ScanError
-from persample.scanning.marked_tokens import mark_worst_tokens
-from persample.scanning.report.previews import MarkedText, find_content, make_preview
+from persample.scanning.datasets import text_losses
+from persample.scanning.marked_tokens import TokenMarker
+from persample.scanning.report.previews import MarkedText, UnmarkedText, find_content, make_preview
 from tests.support.scans import QUICK
 
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "a", "mat", "and", "slept"]
@@ -58,20 +62,90 @@ def test_mask_is_drawn_over_the_image() -> None:
     assert isinstance(find_content((image, mask[:4])), Tensor)
 
 
-def test_worst_tokens_are_marked() -> None:
-    model, tokenizer, text = Language(), make_tokenizer(), "the cat sat on a mat and slept"
-    ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
-    losses = F.cross_entropy(model(ids)[0, :-1], ids[0, 1:], reduction="none")
-    expected = {text.split()[i + 1] for i in losses.topk(2).indices.tolist()}
-    found = mark_worst_tokens(model, tokenizer, count=2)({"text": text})
-    assert found is not None and {found.text[start:end] for start, end in found.marks} == expected
-    assert model.training  # as before
-    pair = {"prompt": "the cat sat on ", "completion": "a mat and slept"}
-    marked = mark_worst_tokens(model, tokenizer, count=8)(pair)
-    assert marked is not None and {marked.text[a:b] for a, b in marked.marks} == {"a", "mat", "and", "slept"}
-    assert mark_worst_tokens(model, tokenizer)((torch.ones(3), 1)) is None
-    with pytest.raises(ScanError, match="no scores for each token"):
-        mark_worst_tokens(Pooled(), tokenizer)({"text": text})
+TEXT = "the cat sat on a mat and slept"
+PAIR = {"prompt": "the cat sat on ", "completion": "a mat and slept"}
+
+
+def get_words(text: str, marks: Any) -> set[str]:
+    return {text[start:end] for start, end in marks}
+
+
+def compute_parts(model: nn.Module, ids: Tensor, first: int) -> Tensor:
+    """The norm of each position's part of the gradient, by copies of all parameters for each position.
+
+    The loss is the mean over the tokens from `first` on. The model must compute each position from its own token.
+    """
+    copies = [{name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()} for _ in ids]
+    logits = torch.cat([torch.func.functional_call(model, c, (i[None],)) for c, i in zip(copies, ids, strict=True)])
+    F.cross_entropy(logits[first - 1 : -1], ids[first:]).backward()
+    grads = [[torch.zeros_like(p) if p.grad is None else p.grad for p in c.values()] for c in copies]
+    return torch.stack([torch.cat([g.flatten() for g in part]).norm() for part in grads])
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("example", [{"text": TEXT}, PAIR])
+def test_tokens_are_marked_by_gradient_and_by_loss(example: dict[str, str], side: str) -> None:
+    model, tokenizer = Language(), make_tokenizer()
+    tokenizer.padding_side = side
+    ids = torch.tensor([WORDS.index(word) for word in TEXT.split()])
+    first = 4 if "prompt" in example else 1
+    losses = F.cross_entropy(model(ids)[first - 1 : -1], ids[first:], reduction="none")
+    parts = compute_parts(model, ids, first)
+    found = TokenMarker(model, tokenizer).measure(example)
+    assert [found.text[start:end] for start, end in found.places] == TEXT.split() and found.reason == ""
+    torch.testing.assert_close(found.values["token_gradient"], parts)
+    torch.testing.assert_close(found.values["token_loss"][first:], losses)
+    assert found.values["token_loss"][:first].isnan().all()
+    marked = make_marked(TokenMarker(model, tokenizer, count=2)(example))
+    words = TEXT.split()
+    assert get_words(marked.text, marked.marks["token_gradient"]) == {words[i] for i in parts.topk(2).indices}
+    assert get_words(marked.text, marked.marks["token_loss"]) == {words[i + first] for i in losses.topk(2).indices}
+    assert model.training and all(p.grad is None for p in model.parameters())  # as before
+
+
+def make_marked(value: Any) -> MarkedText:
+    assert isinstance(value, UnmarkedText)
+    return value.mark()
+
+
+def test_tokens_of_classifiers_are_marked_by_gradient() -> None:
+    marked = make_marked(TokenMarker(Pooled(), make_tokenizer(), count=3)({"sentence": TEXT, "label": 1}))
+    assert list(marked.marks) == ["token_gradient"] and len(marked.marks["token_gradient"]) == 3
+
+
+class Bag(Language):
+    """Tokens are counted, so that no part of the gradient belongs to one of them."""
+
+    def forward(self, input_ids: Tensor, **_: Any) -> Tensor:
+        counts = F.one_hot(input_ids, len(WORDS)).sum(1).float()
+        return self.head(counts @ self.words.weight)
+
+
+def fail(model: nn.Module, batch: Any) -> Tensor:
+    raise RuntimeError("no such loss")
+
+
+@pytest.mark.parametrize(
+    ("model", "loss_fn", "example", "kinds", "reason"),
+    [
+        (Language, fail, {"text": TEXT}, ["token_loss"], "RuntimeError: no such loss"),
+        (Bag, text_losses, {"text": TEXT, "label": 1}, [], "belongs to one token"),
+        (Language, text_losses, {"text": ""}, [], "no token"),
+    ],
+)
+def test_reason_is_given_for_missing_marks(
+    model: Any, loss_fn: Any, example: dict[str, Any], kinds: list[str], reason: str
+) -> None:
+    marked = make_marked(TokenMarker(model(), make_tokenizer(), loss_fn=loss_fn)(example))
+    assert list(marked.marks) == kinds and reason in marked.reason
+
+
+def test_only_texts_are_marked() -> None:
+    show = TokenMarker(Language(), make_tokenizer())
+    assert show((torch.ones(3), 1)) is None
+    slow = SimpleNamespace(pad_token="[PAD]", is_fast=False)
+    with pytest.raises(ScanError, match="where its tokens are"):
+        TokenMarker(Language(), slow)
 
 
 class Pooled(Language):
@@ -86,7 +160,7 @@ def test_long_texts_are_cut_around_the_first_mark(place: int) -> None:
     text = "x" * place + "\nbad " + "y" * 1000
     preview = make_preview(MarkedText(text, [(place + 1, place + 4), (place + 600, place + 700)]), length=100)
     assert preview is not None and len(preview.content) <= 102
-    assert [piece for piece, is_marked in preview.pieces if is_marked] == ["bad"]
+    assert [piece for piece, kinds in preview.pieces if kinds] == ["bad"]
     assert "".join(piece for piece, _ in preview.pieces) == preview.content
 
 
@@ -106,7 +180,9 @@ def test_labels_that_the_model_contradicts_are_named(tmp_path: Path) -> None:
     assert "model adds it" in page or "model removes it" in page
 
 
-def test_command_line_marks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_marks_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from persample.cli import main
 
     monkeypatch.chdir(tmp_path)
@@ -117,4 +193,27 @@ def test_command_line_marks_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Path("texts.csv").write_text("text\nthe cat sat on a mat\na mat and the cat slept\n")
     files = ["--text", "texts.csv", "--tokenizer", "tokenizer.json", "--out", "out", "--quiet", "--report"]
     assert main(["scan", "preview_tasks:net", *files]) == 0
-    assert "<mark>" in Path("out/report.html").read_text()
+    page = Path("out/report.html").read_text()
+    assert 'data-marks="token_gradient"' in page and '<mark class="token_gradient' in page
+    assert main(["report", "out", "--out", "plain.html"]) == 0
+    assert "<mark" not in Path("plain.html").read_text() and "tokens are not marked" in capsys.readouterr().err
+    assert main(["report", "out", "--out", "marked.html", "--module", "preview_tasks:net"]) == 0
+    assert get_marks(Path("marked.html").read_text()) == get_marks(page)
+    capsys.readouterr()
+    assert main(["query", "out", "tokens", "1", "--module", "preview_tasks:net", "-k", "3", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["token"] for row in rows] == order_words("a mat and the cat slept")[:3] and rows[0]["gradient"] > 0
+    assert main(["query", "out", "tokens", "7", "--module", "preview_tasks:net"]) == 2
+    assert main(["query", "out", "tokens", "1"]) == 2
+    errors = capsys.readouterr().err
+    assert "There is no example 7" in errors and "add --module" in errors
+
+
+def get_marks(page: str) -> list[str]:
+    return re.findall(r"<mark.*?</mark>", page)
+
+
+def order_words(text: str) -> list[str]:
+    """The words of a text, largest part of the gradient first."""
+    values = TokenMarker(Language(), make_tokenizer()).measure({"text": text}).values["token_gradient"]
+    return [text.split()[i] for i in values.argsort(descending=True)]

@@ -121,8 +121,10 @@ class Scan:
 
     def describe(self, ids: Iterable[int]) -> list[dict[str, Any]]:
         """What the scan knows about some examples: name, label, what the model predicts and suggests."""
-        examples = Examples(self.store)
-        return [examples.describe(int(i)) for i in ids]
+        examples, ids = Examples(self.store), [int(i) for i in ids]
+        for i in ids:
+            self._check_id(i)
+        return [examples.describe(i) for i in ids]
 
     # ---- rankings ----
 

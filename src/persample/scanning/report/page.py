@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from persample.scanning.report.charts import (
     compute_rank_correlation,
     select_points,
 )
-from persample.scanning.report.previews import Preview, find_content, make_preview
+from persample.scanning.report.previews import Preview, UnmarkedText, find_content, make_preview
 from persample.scanning.report.reasons import Reasons
 from persample.scanning.report.similar import find_similar
 from persample.scanning.report.wording import format_number, get_meaning, get_title
@@ -47,6 +49,7 @@ _COMPARED = ("loss", "confident", "el2n", "normalised_self_influence", "whitened
 _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
+_MAX_REASON = 300  # characters
 
 
 class Page:
@@ -331,6 +334,7 @@ class Page:
             return previews
         bytes_left = _POINT_PREVIEW_BYTES
         for i, value in self._read_contents([i for i in self.points if i not in previews]):
+            value = value.text if isinstance(value, UnmarkedText) else value
             preview = make_preview(value, _POINT_PREVIEW_SIDE, _POINT_PREVIEW_LENGTH)
             bytes_left -= len(preview.content) if preview else 0
             if bytes_left < 0:
@@ -338,6 +342,18 @@ class Page:
             if preview is not None:
                 previews[i] = preview
         return previews
+
+    @cached_property
+    def marks(self) -> dict[str, Any] | None:
+        """The kinds of marks in the listed texts, and why a kind is missing in some; None without kinds."""
+        listed = [self.previews[i] for i in self.suspects if i in self.previews]
+        kinds = list(dict.fromkeys(kind for preview in listed for kind in preview.kinds if kind))
+        reasons = Counter(preview.reason for preview in listed if preview.reason)
+        if not kinds and not reasons:
+            return None
+        described = [{"name": kind, "title": get_title(kind), "meaning": get_meaning(kind)} for kind in kinds]
+        reason = shorten(reasons.most_common(1)[0][0], _MAX_REASON, placeholder=" …") if reasons else ""
+        return {"kinds": described, "reason": reason, "without": reasons.total()}
 
     def _read_contents(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """What to show of some examples."""
@@ -454,6 +470,9 @@ class Page:
                 "The gradient norm of each module. The squares of these norms add up to the square of the whole norm."
             )
             meanings.append(("Layers", text))
+        meanings += [
+            (f"Tokens by {kind['title'].lower()}", kind["meaning"]) for kind in (self.marks or {"kinds": []})["kinds"]
+        ]
         return meanings
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice, pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -26,12 +27,40 @@ _TEXT_KEYS = ("text", "sentence", "content", "question", "prompt", "review", "do
 _IMAGE_KEYS = ("image", "img", "pixel_values", "picture", "x", "input", "inputs")
 
 
+Places = Sequence[tuple[int, int]]  # start and end of parts of a text
+
+
 @dataclass(frozen=True)
 class MarkedText:
-    """A text with marked parts, as pairs of start and end."""
+    """A text with marked parts, of one kind or of several: the page shows one kind at a time, the first one first.
+
+    `reason` says why there are no marks of another kind.
+    """
 
     text: str
-    marks: Sequence[tuple[int, int]]
+    marks: Places | Mapping[str, Places]
+    reason: str = ""
+
+    @property
+    def kinds(self) -> Mapping[str, Places]:
+        return self.marks if isinstance(self.marks, Mapping) else {"": self.marks}
+
+
+@dataclass(frozen=True)
+class UnmarkedText:
+    """A text whose marks are found only where they are shown."""
+
+    text: str
+    mark: Callable[[], MarkedText]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A marked part of a text. The kind is a name of `wording`, or empty."""
+
+    start: int
+    end: int
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,22 +70,23 @@ class Preview:
     kind: Literal["image", "text", "numbers"]
     content: str
     tiny: bool = False
-    marks: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    marks: tuple[Mark, ...] = field(default=(), repr=False)
+    kinds: tuple[str, ...] = field(default=(), repr=False)  # of marks
+    reason: str = field(default="", repr=False)  # why there are no marks of another kind
 
     @property
-    def pieces(self) -> list[tuple[str, bool]]:
-        """The text in pieces, each with whether it is marked.
+    def pieces(self) -> list[tuple[str, list[str] | None]]:
+        """The text in pieces, each with the kinds of its marks, or None if it is not marked.
 
-        >>> Preview("text", "a cold war", marks=((2, 6),)).pieces
-        [('a ', False), ('cold', True), (' war', False)]
+        >>> Preview("text", "a cold war", marks=(Mark(2, 6, "x"), Mark(2, 10, "y"))).pieces
+        [('a ', None), ('cold', ['x', 'y']), (' war', ['y'])]
         """
-        pieces, at = [], 0
-        for start, end in sorted(self.marks):
-            start, end = max(start, at), min(end, len(self.content))
-            if start < end:
-                pieces += [(self.content[at:start], False), (self.content[start:end], True)]
-                at = end
-        return [piece for piece in (*pieces, (self.content[at:], False)) if piece[0]]
+        ends = {end for mark in self.marks for end in (mark.start, mark.end)} | {0, len(self.content)}
+        pieces = []
+        for start, end in pairwise(sorted(ends)):
+            kinds = [mark.kind for mark in self.marks if mark.start <= start and end <= mark.end]
+            pieces.append((self.content[start:end], list(dict.fromkeys(kinds)) or None))
+        return pieces
 
 
 def find_content(example: Any) -> Any:
@@ -91,6 +121,8 @@ def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> 
         return None
     if isinstance(value, Image.Image):
         return _make_thumbnail(_convert_mode(value), side)
+    if isinstance(value, UnmarkedText):
+        value = value.mark()
     if isinstance(value, MarkedText):
         return _shorten_marked(value, length)
     if isinstance(value, str):
@@ -104,14 +136,19 @@ def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> 
 
 
 def _shorten_marked(value: MarkedText, most: int) -> Preview:
-    """A part of the text of at most `most` characters that begins at or before the first mark."""
-    first = min((start for start, _ in value.marks), default=0)
+    """A part of the text of at most `most` characters that begins at or before the first mark of the first kind."""
+    first = min((start for places in islice(value.kinds.values(), 1) for start, _ in places), default=0)
     begin = max(0, first - most // 5) if first > most // 2 else 0
     text = "".join(" " if character.isspace() else character for character in value.text)[begin : begin + most]
     before, after = "…" if begin else "", "…" if begin + most < len(value.text) else ""
-    shift = len(before) - begin
-    marks = [(start + shift, min(end + shift, len(before) + len(text))) for start, end in value.marks]
-    return Preview("text", f"{before}{text}{after}", marks=tuple(mark for mark in marks if mark[0] < mark[1]))
+    shift, low, high = len(before) - begin, len(before), len(before) + len(text)
+    marks = [
+        Mark(max(start + shift, low), min(end + shift, high), kind)
+        for kind, places in value.kinds.items()
+        for start, end in places
+    ]
+    kept = tuple(mark for mark in marks if mark.start < mark.end)
+    return Preview("text", f"{before}{text}{after}", marks=kept, kinds=tuple(value.kinds), reason=value.reason)
 
 
 def _shorten(text: str, most: int) -> str:
