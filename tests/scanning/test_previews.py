@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 import re
@@ -21,7 +22,11 @@ import persample
 from persample.scanning import ScanError
 from persample.scanning.datasets import text_losses
 from persample.scanning.marked_tokens import TokenMarker
-from persample.scanning.report.previews import MarkedText, UnmarkedText, find_content, make_preview
+from persample.scanning.report.masks import find_masked_image
+from persample.scanning.report.page import Page
+from persample.scanning.report.predicted_masks import MaskReader, find_mask_reader
+from persample.scanning.report.previews import Deferred, MarkedText, find_content, make_preview
+from persample.scanning.source import Source
 from tests.support.scans import QUICK
 
 WORDS = ["[UNK]", "the", "cat", "sat", "on", "a", "mat", "and", "slept"]
@@ -54,12 +59,99 @@ def test_mask_is_drawn_over_the_image() -> None:
     mask[7, 7] = -100  # ignored
     preview = make_preview(find_content((image, mask)))
     assert preview is not None and preview.kind == "image"
-    data = base64.b64decode(preview.content.partition(",")[2])
-    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).astype(int)
+    pixels = decode(preview).astype(int)
     changed = (abs(pixels - 128) > 8).any(2)
     assert changed.tolist() == (mask > 0).tolist()
     assert isinstance(find_content((image, torch.tensor(3))), Tensor)  # a class is no mask
     assert isinstance(find_content((image, mask[:4])), Tensor)
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        ({"image": torch.zeros(3, 8, 8), "mask": torch.ones(8, 8).long()}, True),
+        ({"pixel_values": torch.zeros(3, 8, 8), "labels": torch.ones(1, 8, 8)}, True),
+        ((torch.zeros(8, 8), torch.eye(8)), True),
+        ((torch.zeros(8, 8), torch.eye(8) / 2), False),  # no classes
+        ({"image": torch.zeros(3, 8, 8), "label": torch.tensor(1)}, False),
+    ],
+)
+def test_masks_are_found(example: Any, expected: bool) -> None:
+    assert (find_masked_image(example) is not None) == expected
+
+
+class Pixels(nn.Module):
+    """Scores of each pixel from its colour."""
+
+    def __init__(self, classes: int, last: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores, self.last = nn.Conv2d(3, classes, 1), last
+
+    def forward(self, x: Tensor) -> Any:
+        return {"out": self.last(self.scores(x))}
+
+
+def make_masks(classes: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    masks = torch.randint(max(2, classes), (12, 8, 8), generator=generator)
+    return 4 * torch.randn(12, 3, 8, 8, generator=generator), masks
+
+
+def segment(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0])["out"], batch[1], ignore_index=-1, reduction="none").mean((1, 2))
+
+
+def segment_one_class(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0])["out"][:, 0] - batch[1]).square().mean((1, 2))
+
+
+@pytest.mark.parametrize(
+    ("classes", "loss_fn", "last"),
+    [(3, segment, nn.Identity()), (1, segment_one_class, nn.Identity()), (1, segment_one_class, nn.Sigmoid())],
+)
+def test_predicted_mask_is_shown_beside_the_given_one(
+    classes: int, loss_fn: Any, last: nn.Module, tmp_path: Path
+) -> None:
+    model, (x, masks) = Pixels(classes, last), make_masks(classes)
+    masks[:, 0, 0] = -1 if classes > 1 else 0  # ignored
+    states = [model.state_dict(), {name: -value for name, value in model.state_dict().items()}]
+    found = persample.scan(model, loss_fn, (x, masks), checkpoints=states, **QUICK)
+    source = Source((x, masks))
+    with contextlib.ExitStack() as stack:
+        reader, reason = find_mask_reader(found, source, stack)
+        assert reader is not None and not reason
+        shown = Page(found, None, None, {}, source, reader)
+        previews = shown.previews
+    scores = -model.scores(x).detach()  # of the last checkpoint
+    predicted = scores.argmax(1) if classes > 1 else (scores[:, 0] > 0).long()
+    for i, preview in previews.items():
+        if i not in shown.suspects:
+            assert preview.kind == "image"
+            continue
+        assert [title for title, _ in preview.panels] == ["given", "model", "differ"]
+        differs = (predicted[i] != masks[i]) & (masks[i] >= 0)
+        pink = (decode(preview.panels[2][1]) == (255, 0, 180)).all(2)
+        assert pink.tolist() == differs.tolist()
+        assert preview.content.startswith(f"{differs.sum() / (masks[i] >= 0).sum():.0%}".replace("%", " %"))
+    page = found.report(tmp_path / "r.html", data=(x, masks), plots=False).read_text()
+    assert page.count(', differ"') == len(shown.suspects) and "Pixels that the loss ignores" in page
+
+
+def test_masks_are_shown_without_a_prediction_if_there_is_none(tmp_path: Path) -> None:
+    model, data = Pixels(3, nn.Identity()), make_masks(3)
+    found = persample.scan(model, segment, data, out=tmp_path, **QUICK)
+    assert ", differ" not in persample.Scan(tmp_path).report(data=data, plots=False).read_text()
+    failing = MaskReader(nn.Conv2d(1, 1, 1), segment, Source(data).collate, [])((data[0][0], data[1][0]))
+    assert make_preview(failing).kind == "image"  # type: ignore[union-attr]
+    nn.init.zeros_(model.scores.bias)
+    page = found.report(data=data, plots=False).read_text()
+    assert "are not shown. The weights of the model differ" in page and "<img" in page
+
+
+def decode(preview: Any) -> Any:
+    data = base64.b64decode(preview.content.partition(",")[2])
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
 TEXT = "the cat sat on a mat and slept"
@@ -104,8 +196,8 @@ def test_tokens_are_marked_by_gradient_and_by_loss(example: dict[str, str], side
 
 
 def make_marked(value: Any) -> MarkedText:
-    assert isinstance(value, UnmarkedText)
-    return value.mark()
+    assert isinstance(value, Deferred)
+    return value.complete()
 
 
 def test_tokens_of_classifiers_are_marked_by_gradient() -> None:

@@ -6,7 +6,6 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +18,6 @@ from persample.cli.task import (
     import_scanning,
     load_model_and_loss,
     load_scanned_task,
-    load_scanned_weights,
     read_origin,
 )
 from persample.cli.user_code import UsageError, call_target, load_function
@@ -186,11 +184,10 @@ def _find_tokens(args: Namespace, scanning: Any) -> Rows:
     found.describe([i])  # raises if there is no such example
     if not args.module:
         raise UsageError("tokens calls the function of the scan again for the model: add --module module:function")
-    with ExitStack() as stack:
-        task = load_scanned_task(found, args.module)
-        if task.marker is None:
-            raise UsageError("tokens needs a scan of texts, with a saved tokenizer that knows where its tokens are")
-        load_scanned_weights(found, task, stack)
+    task = load_scanned_task(found, args.module)
+    if task.marker is None:
+        raise UsageError("tokens needs a scan of texts, with a saved tokenizer that knows where its tokens are")
+    with scanning.Scan(args.directory, task.model, task.loss_fn, task.origin["checkpoints"]).load_model():
         tokens = task.marker.measure(task.data[i])
     if tokens.reason:
         print(f"persample query: no parts of the gradient: {tokens.reason}", file=sys.stderr)

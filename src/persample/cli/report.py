@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from persample.cli.task import (
     import_scanning,
     load_data_files,
     load_scanned_task,
-    load_scanned_weights,
     read_origin,
 )
 from persample.cli.user_code import load_model_data_and_loss
@@ -54,40 +54,50 @@ def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.directory), ExitStack() as stack:
         found = scanning.Scan(args.directory)
-        data, marker, note = (None, None, "") if args.no_data else _load_data(args, found, stack)
-        path = found.report(args.out, data=data, show=marker, title=args.title, by=args.by, k=args.k)
+        contents = _Contents(found) if args.no_data else _load_contents(args, scanning, found, stack)
+        options = {"data": contents.data, "show": contents.marker, "title": args.title, "by": args.by, "k": args.k}
+        path = contents.scan.report(args.out, **options)
     print(format_json({"report": str(path)}) if args.json else f"report: {path}")
-    if note:
-        print(f"persample report: {note}", file=sys.stderr)
+    if contents.note:
+        print(f"persample report: {contents.note}", file=sys.stderr)
     return 0
 
 
-def _load_data(args: Namespace, found: Any, stack: ExitStack) -> tuple[Any, Any, str]:
-    """The examples, what marks their tokens, and a note on what is missing.
+@dataclass(frozen=True)
+class _Contents:
+    """The scan, with its model if the user names a function; the examples; and a note on what is missing."""
 
-    The examples come from the function that the user names, or from the files that were scanned. With both, the
-    function gives the model that measures tokens; `stack` keeps its scanned weights loaded.
-    """
+    scan: Any
+    data: Any = None
+    marker: Any = None  # of tokens
+    note: str = ""
+
+
+def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack) -> _Contents:
+    """Read the scanned files, or call the function that the user names. `stack` keeps the scanned weights loaded."""
     origin = read_origin(found)
+    checkpoints = (origin or {}).get("checkpoints")
     has_files = origin is not None and has_data_files(origin)
     if args.module and not has_files:
         with explain_folder(origin):
-            return load_model_data_and_loss(args.module, "data")[1], None, ""
+            model, data, loss_fn = load_model_data_and_loss(args.module, "data")
+        return _Contents(scanning.Scan(args.directory, model, loss_fn, checkpoints), data)
     if origin is None:
-        return None, None, ""
+        return _Contents(found)
     if not has_files:
         note = f"the examples are not shown; --module {origin['target']!r} would call the function for them"
-        return None, None, note
+        return _Contents(found, note=note)
     if not Path(where := origin["images"] or origin["text"]).exists():
-        return None, None, f"the examples are not shown, because {where} is not there any more"
-    if args.module and origin["text"]:
+        return _Contents(found, note=f"the examples are not shown, because {where} is not there any more")
+    if args.module:
         task = load_scanned_task(found, args.module)
-        load_scanned_weights(found, task, stack)
-        return task.data, task.marker, ""
+        scan = scanning.Scan(args.directory, task.model, task.loss_fn, checkpoints)
+        stack.enter_context(scan.load_model())
+        return _Contents(scan, task.data, task.marker)
     data = load_data_files(origin)
     check_data(found, data, origin)
     note = f"tokens are not marked; --module {origin['target']!r} would call the function for the model"
-    return data, None, note if origin["text"] else ""
+    return _Contents(found, data, note=note if origin["text"] else "")
 
 
 COMMAND = Command("write an HTML report of a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -157,15 +157,6 @@ def load_scanned_task(found: Any, target: str) -> Task:
         task = load_task({**origin, "target": target})
     check_data(found, task.data, origin)
     return task
-
-
-def load_scanned_weights(found: Any, task: Task, stack: ExitStack) -> None:
-    """Load the last checkpoint of a scan until the stack is closed. Raise if the weights are not the scanned ones."""
-    from persample.scanning.checkpoints import check_weights, load_last
-
-    checkpoints = task.origin.get("checkpoints")
-    check_weights(found.settings, task.model, checkpoints)
-    stack.enter_context(load_last(task.model, checkpoints))
 
 
 def check_data(found: Any, data: Any, origin: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from persample import _torch
 from persample.errors import PerSampleError
-from persample.losses import get_function, get_name, takes_outputs
+from persample.losses import get_ignored_label, get_name, takes_outputs
 from persample.scanning.errors import BadExamples, NotFinite, ScanError
 from persample.scanning.measure import Measurement
 from persample.scanning.predictions import Outputs, find_targets
@@ -52,7 +52,7 @@ def explain_failure(source: Source, measurement: Measurement) -> Iterator[None]:
 
 def _find_bad_examples(source: Source, measurement: Measurement) -> dict[str, dict[int, str]]:
     """Reasons, each with the bad examples and what is wrong with them. Reads all examples, without the model."""
-    classes, ignored = _count_classes(source, measurement), _get_ignored_label(measurement.loss_fn)
+    classes, ignored = _count_classes(source, measurement), get_ignored_label(measurement.loss_fn)
     shapes: dict[int, Any] = {}
     reasons: dict[str, dict[int, str]] = {}
     wanted = f"the label is not from 0 to {classes - 1}" if classes else ""
@@ -123,10 +123,6 @@ def _find_labels(source: Source, example: Any) -> Tensor | None:
         return None
     is_label = targets is not None and not targets.is_floating_point() and targets.dtype != torch.bool
     return targets.flatten() if is_label and targets is not None else None
-
-
-def _get_ignored_label(loss_fn: Any) -> int:
-    return int(getattr(get_function(loss_fn), "ignore_index", -100))
 
 
 def _describe_shapes(example: Any) -> str:

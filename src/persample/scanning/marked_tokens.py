@@ -14,7 +14,7 @@ from persample.scanning.datasets import PretrainedTokenizer, TextCollator, text_
 from persample.scanning.errors import ScanError
 from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.predictions import find_logits
-from persample.scanning.report.previews import MarkedText, UnmarkedText, find_content
+from persample.scanning.report.previews import Deferred, MarkedText, find_content
 from persample.scanning.source import move_to_device
 from persample.scanning.tokens import measure_tokens
 
@@ -74,12 +74,12 @@ class TokenMarker:
         self._collate = TextCollator(self._tokenizer)
         self._measurement = Measurement(model, loss_fn, quantities=["loss", "norm"])
 
-    def __call__(self, example: Any) -> UnmarkedText | None:
+    def __call__(self, example: Any) -> Deferred | None:
         """The text of an example, to be marked; None if it is no text."""
         text = find_content(example)
         if not isinstance(text, str):
             return None
-        return UnmarkedText(text, lambda: self.measure(example).mark(self._count))
+        return Deferred(text, lambda: self.measure(example).mark(self._count))
 
     def measure(self, example: Any) -> TokenValues:
         """The values of the tokens of an example: a text, or a dict with a text as a scan reads it."""

@@ -120,10 +120,13 @@ class Predictions:
 
 
 def find_logits(output: Any) -> Tensor | None:
-    """The scores in the output of a model: a tensor, the `logits` of a dict or an object, or the first of a tuple."""
+    """The scores in the output of a model: a tensor, the first of a tuple, or `logits` of an object or a dict.
+
+    Models of torchvision for segmentation return their scores as `out` of a dict.
+    """
     found: Any = output
     if isinstance(output, Mapping):
-        found = output.get("logits")
+        found = output.get("logits", output.get("out"))
     elif hasattr(output, "logits"):
         found = output.logits
     elif isinstance(output, (tuple, list)) and output:

@@ -27,7 +27,7 @@ from persample.scanning.report.charts import (
     compute_rank_correlation,
     select_points,
 )
-from persample.scanning.report.previews import Preview, UnmarkedText, find_content, make_preview
+from persample.scanning.report.previews import Deferred, Preview, find_content, make_preview
 from persample.scanning.report.reasons import Reasons
 from persample.scanning.report.similar import find_similar
 from persample.scanning.report.wording import format_number, get_meaning, get_title
@@ -50,6 +50,10 @@ _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
 _MAX_REASON = 300  # characters
+_MASKS = (
+    "The given mask, the mask that the model predicts, and the pixels where they differ, over the image. Class 0 has "
+    "no colour. Pixels that the loss ignores do not count."
+)
 
 
 class Page:
@@ -334,7 +338,7 @@ class Page:
             return previews
         bytes_left = _POINT_PREVIEW_BYTES
         for i, value in self._read_contents([i for i in self.points if i not in previews]):
-            value = value.text if isinstance(value, UnmarkedText) else value
+            value = value.content if isinstance(value, Deferred) else value
             preview = make_preview(value, _POINT_PREVIEW_SIDE, _POINT_PREVIEW_LENGTH)
             bytes_left -= len(preview.content) if preview else 0
             if bytes_left < 0:
@@ -470,9 +474,10 @@ class Page:
                 "The gradient norm of each module. The squares of these norms add up to the square of the whole norm."
             )
             meanings.append(("Layers", text))
-        meanings += [
-            (f"Tokens by {kind['title'].lower()}", kind["meaning"]) for kind in (self.marks or {"kinds": []})["kinds"]
-        ]
+        if any(preview.kind == "panels" for preview in self.previews.values()):
+            meanings.append(("Masks", _MASKS))
+        kinds = self.marks["kinds"] if self.marks else []
+        meanings += [(f"Tokens by {kind['title'].lower()}", kind["meaning"]) for kind in kinds]
         return meanings
 
 

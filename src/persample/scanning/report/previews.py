@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, Literal
 
-import numpy as np
 from PIL import Image
-from torch import Tensor
 
-from persample.scanning.report.charts import PALETTE
+from persample.scanning.report.images import convert_mode, to_array, to_pixels
+from persample.scanning.report.masks import MaskedImage, find_masked_image
 from persample.scanning.source import LABEL_KEYS
 from persample.scanning.store import Array
 
@@ -21,8 +20,6 @@ MAX_SIDE = 96  # pixels of a thumbnail
 MAX_LENGTH = 300  # characters of a text
 _MAX_NUMBERS = 6
 _TINY_SIDE = 48  # pixels; up to this size the browser enlarges an image without smoothing
-_MIN_IMAGE_SIDE = 4  # smaller arrays are shown as numbers
-_MAX_IMAGE_RATIO = 8  # of the longer side to the shorter side
 _TEXT_KEYS = ("text", "sentence", "content", "question", "prompt", "review", "document", "title")
 _IMAGE_KEYS = ("image", "img", "pixel_values", "picture", "x", "input", "inputs")
 
@@ -47,11 +44,11 @@ class MarkedText:
 
 
 @dataclass(frozen=True)
-class UnmarkedText:
-    """A text whose marks are found only where they are shown."""
+class Deferred:
+    """A preview that takes time: `complete` makes it for the table, and `content` is shown elsewhere."""
 
-    text: str
-    mark: Callable[[], MarkedText]
+    content: Any
+    complete: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -65,14 +62,18 @@ class Mark:
 
 @dataclass(frozen=True)
 class Preview:
-    """A preview: a data URI of an image, or a text. `tiny` images are enlarged without smoothing."""
+    """A preview: a data URI of an image, or a text. `tiny` images are enlarged without smoothing.
 
-    kind: Literal["image", "text", "numbers"]
+    The content of "panels" is a text; `panels` are images with their titles.
+    """
+
+    kind: Literal["image", "text", "numbers", "panels"]
     content: str
     tiny: bool = False
     marks: tuple[Mark, ...] = field(default=(), repr=False)
     kinds: tuple[str, ...] = field(default=(), repr=False)  # of marks
     reason: str = field(default="", repr=False)  # why there are no marks of another kind
+    panels: tuple[tuple[str, Preview], ...] = field(default=(), repr=False)
 
     @property
     def pieces(self) -> list[tuple[str, list[str] | None]]:
@@ -95,6 +96,8 @@ def find_content(example: Any) -> Any:
     >>> find_content(("a film to forget", 0)), find_content({"label": 1, "idx": 7, "sentence": "splendid"})
     ('a film to forget', 'splendid')
     """
+    if (masked := find_masked_image(example)) is not None:
+        return masked
     if isinstance(example, Mapping):
         if "text" not in example and all(isinstance(example.get(key), str) for key in ("prompt", "completion")):
             return example["prompt"] + example["completion"]
@@ -102,8 +105,6 @@ def find_content(example: Any) -> Any:
         keys = [key for key in _TEXT_KEYS if key in texts] or [key for key in texts if key not in LABEL_KEYS]
         keys += [key for key in _IMAGE_KEYS if key in example] + [key for key in example if key not in LABEL_KEYS]
         return find_content(example[keys[0]]) if keys else None
-    if isinstance(example, (tuple, list)) and len(example) == 2 and (overlay := _overlay_mask(*example)) is not None:
-        return overlay
     if isinstance(example, (tuple, list)) and example and not isinstance(example[0], (int, float)):
         return find_content(example[0])
     return example
@@ -112,27 +113,44 @@ def find_content(example: Any) -> Any:
 def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> Preview | None:
     """A thumbnail of at most `side` pixels, a text of at most `length` characters, or some numbers.
 
+    >>> import numpy as np
     >>> make_preview("well " * 100, length=12)
     Preview(kind='text', content='well well we…', tiny=False)
     >>> make_preview([0.125, 3, 4.5]).content, make_preview(np.arange(64.0)).content
     ('0.125, 3, 4.5', '0, 1, 2, 3, 4, 5, … (64 numbers)')
     """
+    if isinstance(value, Deferred):
+        value = value.complete()
     if value is None:
         return None
+    if isinstance(value, MaskedImage):
+        return _make_panels(value, side)
     if isinstance(value, Image.Image):
-        return _make_thumbnail(_convert_mode(value), side)
-    if isinstance(value, UnmarkedText):
-        value = value.mark()
+        return _make_thumbnail(convert_mode(value), side)
     if isinstance(value, MarkedText):
         return _shorten_marked(value, length)
     if isinstance(value, str):
         return Preview("text", _shorten(value, length))
-    array = _to_array(value)
+    array = to_array(value)
     if array is None:
         return Preview("text", _shorten(str(value), length))
-    if (pixels := _to_pixels(array)) is not None:
-        return _make_thumbnail(_convert_mode(Image.fromarray(pixels)), side)
+    if (pixels := to_pixels(array)) is not None:
+        return _make_thumbnail(convert_mode(Image.fromarray(pixels)), side)
     return Preview("numbers", _format_numbers(array))
+
+
+def _make_panels(value: MaskedImage, side: int) -> Preview:
+    """The image with its mask; with a predicted mask, the image with each of both, and with their differences."""
+    given = _make_thumbnail(value.paint(), side)
+    if value.predicted is None:
+        return given
+    predicted, differences = value.paint_prediction(), value.paint_differences()
+    panels = (
+        ("given", given),
+        ("model", _make_thumbnail(predicted, side)),
+        ("differ", _make_thumbnail(differences, side)),
+    )
+    return Preview("panels", f"{value.share:.0%} of the pixels differ".replace("%", " %"), panels=panels)
 
 
 def _shorten_marked(value: MarkedText, most: int) -> Preview:
@@ -159,76 +177,6 @@ def _shorten(text: str, most: int) -> str:
 def _format_numbers(array: Array) -> str:
     shown = ", ".join(f"{value:.3g}" if array.dtype.kind == "f" else str(value) for value in array.flat[:_MAX_NUMBERS])
     return shown if array.size <= _MAX_NUMBERS else f"{shown}, … ({array.size:,} numbers)"
-
-
-def _to_array(value: Any) -> Array | None:
-    """A value as an array of real numbers; None if it is something else."""
-    if isinstance(value, Tensor):
-        if value.is_complex():
-            return None
-        value = value.detach().cpu().to_dense() if value.is_sparse else value.detach().cpu()
-        value = value.float().numpy() if value.is_floating_point() else value.numpy()
-    try:
-        array = np.asarray(value)
-    except ValueError:  # nested lists of different lengths
-        return None
-    return array if array.dtype.kind in "biuf" else None
-
-
-# ---- images ----
-
-
-def _to_pixels(array: Array) -> Array | None:
-    """An array as `(H, W)` or `(H, W, C)` in uint8; None if its shape is not that of an image."""
-    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and min(array.shape[1:]) >= _MIN_IMAGE_SIDE:
-        array = np.moveaxis(array, 0, -1)
-    if array.ndim == 3 and array.shape[-1] == 1:
-        array = array[..., 0]
-    if not (array.ndim == 2 or (array.ndim == 3 and array.shape[-1] in (3, 4))):
-        return None
-    short, long = sorted(array.shape[:2])
-    if short < _MIN_IMAGE_SIDE or long > _MAX_IMAGE_RATIO * short:
-        return None
-    return array if array.dtype == np.uint8 else (255 * _scale_to_unit(array)).round().astype(np.uint8)
-
-
-def _overlay_mask(image: Any, mask: Any) -> Image.Image | None:
-    """An image with a colour for each class of its mask; None if the pair is no image with a mask of its size."""
-    if not (isinstance(image, (Tensor, np.ndarray)) and isinstance(mask, (Tensor, np.ndarray))):
-        return None
-    pixels, classes = _to_array(image), _to_array(mask)
-    pixels = None if pixels is None else _to_pixels(pixels)
-    if pixels is None or classes is None or classes.ndim != 2 or classes.dtype.kind not in "biu":
-        return None
-    if pixels.shape[:2] != classes.shape:
-        return None
-    colours = np.array([[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in PALETTE], dtype=np.float64)
-    picture = np.asarray(_convert_mode(Image.fromarray(pixels)).convert("RGB"), dtype=np.float64)
-    is_marked = classes > 0  # class 0 is usually the background, and negative classes are ignored
-    mixed = np.where(is_marked[..., None], (picture + colours[classes.astype(int) % len(colours)]) / 2, picture)
-    return Image.fromarray(mixed.round().astype(np.uint8))
-
-
-def _scale_to_unit(array: Array) -> Array:
-    """Brightness in [0, 1]. Values in [0, 1] stay, values in [-1, 1] are shifted, other values are stretched."""
-    values = np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    least, most = float(values.min()), float(values.max())
-    if least >= 0 and most <= 1:
-        return values
-    if least >= -1 and most <= 1:
-        return (values + 1) / 2
-    least = min(least, 0.0)
-    return (values - least) / (most - least)
-
-
-def _convert_mode(image: Image.Image) -> Image.Image:
-    """The image in grey or RGB, with a white background where it is transparent."""
-    if image.mode in ("I", "F") or image.mode.startswith("I;"):
-        image = Image.fromarray((255 * _scale_to_unit(np.asarray(image))).round().astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "P"):
-        rgba = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    return image if image.mode in ("L", "RGB") else image.convert("L" if image.mode == "1" else "RGB")
 
 
 def _make_thumbnail(image: Image.Image, side: int) -> Preview:

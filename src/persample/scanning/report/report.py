@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from persample.scanning.errors import ScanError
 from persample.scanning.rankings import SMALLEST_FIRST
 from persample.scanning.report.page import Page
 from persample.scanning.report.plots import write_plots
+from persample.scanning.report.predicted_masks import find_mask_reader
 from persample.scanning.report.wording import get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
@@ -41,9 +43,11 @@ def write_report(
 
     `path` is the file, by default `report.html` in the directory of the scan. `data` is the scanned data, or the same
     examples in another form, for previews. `show` is a function from an example to its preview: a text, or an image as
-    an array, a tensor or a PIL image. Examples are ranked by `by`, one of `scan.rankings`, by default the mean loss or
-    the loss. The first `k` are listed: by default as many as may be wrong (see `Scan.estimate_wrong_labels`), and at
-    least 10. `notes` are remarks on examples by id, and `remarks` are sentences for the summary.
+    an array, a tensor or a PIL image. By default, it is found in the example; an image with a mask is shown with the
+    mask that the model predicts, if the scan has its model. Examples are ranked by `by`, one of `scan.rankings`, by
+    default the mean loss or the loss. The first `k` are listed: by default as many as may be wrong (see
+    `Scan.estimate_wrong_labels`), and at least 10. `notes` are remarks on examples by id, and `remarks` are sentences
+    for the summary.
 
     >>> import persample, torch
     >>> x, y = torch.rand(40, 8, 8), torch.randint(3, (40,))
@@ -57,9 +61,14 @@ def write_report(
     source = None if data is None else Source(data)
     if source is not None and source.size not in (None, len(scan)):
         raise ScanError(f"The scan has {len(scan)} examples, but `data` has {source.size}.")
-    page = Page(scan, by, k, dict(notes or {}), source, show)
     path = scan.directory / "report.html" if path is None else Path(path)
-    html = _render(page, title or "Dataset scan", remarks)
+    remarks = [remarks] if isinstance(remarks, str) else list(remarks)
+    with ExitStack() as stack:
+        if show is None:
+            show, reason = find_mask_reader(scan, source, stack)
+            remarks += [reason] if reason else []
+        page = Page(scan, by, k, dict(notes or {}), source, show)
+        html = _render(page, title or "Dataset scan", remarks)
     remove_unfinished(path)
     with write_file(path, path.parent) as file:
         file.write(html.encode())
@@ -77,7 +86,7 @@ def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
     return template.render(
         page=page,
         title=title,
-        remarks=[remarks] if isinstance(remarks, str) else list(remarks),
+        remarks=remarks,
         about=page.scan.settings["about"],
         ranked_by=get_title(page.by).lower() if page.by else None,
         columns_with_smallest_first=SMALLEST_FIRST,
