@@ -9,7 +9,7 @@ from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from persample._internal.text import format_table
+from persample._internal.text import format_table, format_values
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
 from persample.cli.task import (
     add_directory_arguments,
@@ -248,6 +248,8 @@ def _format_result(answer: Rows) -> str:
 
 
 def _format_cell(value: Any) -> str:
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return format_values(value)
     if isinstance(value, list):
         return " ".join(map(str, value[:12])) + (" ..." if len(value) > 12 else "")
     if value is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from persample._internal.text import format_values
 from persample.scanning.store import Store
 from persample.scanning.table import DESCRIPTIONS, get_class_name, get_column_names, read_column
 
@@ -35,6 +36,8 @@ def say_opinion(example: dict[str, Any]) -> str:
     'labelled circle, model says triangle (0.97)'
     >>> say_opinion({"prediction": 3.1, "target": 12.0})
     'target 12, model says 3.1'
+    >>> say_opinion({"prediction": [3.1, 0.5], "target": [12.0, 0.5]})
+    'target (12, 0.5), model says (3.1, 0.5)'
     """
     predicted, suggested = example.get("predicted"), example.get("suggested")
     label = example.get("label") or "nothing"
@@ -47,7 +50,7 @@ def say_opinion(example: dict[str, Any]) -> str:
         verb = ("without", "adds", probability) if not example["worst_given"] else ("with", "removes", 1 - probability)
         return f"{verb[0]} label {example['worst_label']}, model {verb[1]} it ({_format(verb[2])})"
     if "prediction" in example:
-        return f"target {example['target']:.4g}, model says {example['prediction']:.4g}"
+        return f"target {format_values(example['target'])}, model says {format_values(example['prediction'])}"
     return ""
 
 
@@ -59,5 +62,7 @@ def _format(probability: float | None) -> str:
 
 
 def _to_plain(value: Any) -> Any:
+    if getattr(value, "ndim", 0):
+        return [_to_plain(entry) for entry in value]
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and not math.isfinite(value) else value
