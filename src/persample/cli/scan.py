@@ -221,6 +221,8 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
         scale = summary["noise_scale"]
         result = f"noise scale {format_number(scale)}" if scale else "the mean gradient is lost in noise"
         yield f"{result}: batches of about {summary['suggested_batch_size']} examples"
+    for name, reason in summary.get("left_out", {}).items():
+        yield f"no {name}: {reason}"
     if (estimate := found.estimate_wrong_labels()) is not None:
         yield f"labels that are probably wrong: {estimate}"
     if (by := found.default_ranking) is not None:
