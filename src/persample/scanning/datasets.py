@@ -17,6 +17,7 @@ from pyarrow import csv, json, parquet
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from persample._internal.text import format_count
 from persample.losses import call_model
 from persample.scanning.errors import ScanError
 from persample.scanning.labels import choose_classes, read_labels
@@ -48,6 +49,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         numbers = {name: i for i, name in enumerate(self.classes)}
         self.files = [(path, numbers[name]) for name, found in files.items() for path in found]
         self.names = [path.relative_to(self.root).as_posix() for path, _ in self.files]
+
+    @property
+    def shape_hint(self) -> str:
+        """What the user can choose about the shape of an example."""
+        width, height = self._size
+        channels = format_count(1 if self._mode == "L" else 3, "channel")
+        return (
+            f"The images are read with {width} x {height} pixels and {channels}: "
+            "pass the size and the number of channels of the model's training (--image-size and --channels)."
+        )
 
     def __len__(self) -> int:
         return len(self.files)
