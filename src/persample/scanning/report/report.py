@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from persample._internal.files import remove_unfinished
 from persample._internal.text import format_count
@@ -20,6 +14,7 @@ from persample.scanning.rankings import SMALLEST_FIRST
 from persample.scanning.report.page import Page
 from persample.scanning.report.plots import write_plots
 from persample.scanning.report.predicted_masks import find_mask_reader
+from persample.scanning.report.rendering import render
 from persample.scanning.report.wording import get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
@@ -78,21 +73,16 @@ def write_report(
 
 
 def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
-    folder = files("persample.scanning.report")
-    style, script = ((folder / name).read_text("utf-8") for name in ("report.css", "report.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((folder / "template.html").read_text("utf-8"))
-    return template.render(
-        page=page,
+    return render(
+        "persample.scanning.report",
         title=title,
+        script="report.js",
+        kind="dataset scan",
+        page=page,
         remarks=remarks,
         about=page.scan.settings["about"],
         ranked_by=get_title(page.by).lower() if page.by else None,
         columns_with_smallest_first=SMALLEST_FIRST,
         smallest_first=page.by in SMALLEST_FIRST,
-        style=Markup(style),
-        script=Markup(script),
-        digest=digest,
         format_count=format_count,
     )
