@@ -255,6 +255,46 @@ def check_width(page, width):
     assert outside == []
 
 
+def make_masks():
+    """A segmentation model with its data."""
+    x, masks = torch.rand(12, 3, 16, 16), torch.randint(3, (12, 16, 16))
+    return nn.Conv2d(3, 3, 1), (x, masks)
+
+
+def make_many_classes():
+    """A classifier of as many classes as a confusion table has."""
+    return nn.Linear(4, 12), (torch.randn(60, 4), torch.arange(60) % 12)
+
+
+def make_vectors():
+    """Regression with five outputs."""
+    return nn.Linear(4, 5), (torch.randn(20, 4), torch.randn(20, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [(make_masks, nn.CrossEntropyLoss()), (make_many_classes, nn.CrossEntropyLoss()), (make_vectors, nn.MSELoss())],
+)
+def test_wide_contents_fit_a_phone(open_page, tmp_path, make, loss_fn):  # noqa: F811
+    torch.manual_seed(0)
+    model, data = make()
+    scan = persample.scan(model, loss_fn, data, project=16)
+    page = open_page(write_report(scan, tmp_path / "report.html", data=data, plots=False), 320, 800)
+    check_width(page, 320)
+    overlaps = page.eval_on_selector_all(
+        "#table tbody tr:not([hidden])",
+        """rows => rows.map(row => [...row.cells].map(cell => cell.getBoundingClientRect()).filter(box => box.width))
+            .filter(boxes => boxes.some((a, i) => boxes.some((b, j) => i < j && a.left < b.right - 1
+                && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1))).length""",
+    )
+    assert overlaps == 0
+    inside = page.eval_on_selector_all(
+        "#table tbody tr:not([hidden]) img",
+        "all => all.every(i => i.closest('td').getBoundingClientRect().right + 1 >= i.getBoundingClientRect().right)",
+    )
+    assert inside
+
+
 def test_rows_are_sortable_cards_on_a_phone(opened):
     page = opened(width=390, height=844, has_touch=True, is_mobile=True)
     left, _, width, height = get_box(page, "#table tbody tr")
@@ -380,11 +420,14 @@ def get_marked(page, row):
 
 def test_switch_chooses_what_marks_show(marked_page):
     assert get_marked(marked_page, 0) == ["one", "two"] and get_marked(marked_page, 1) == ["four"]
-    assert "In 9 examples, the parts of the gradient could not be measured (no rows)" in marked_page.inner_text("main")
+    reason = "In 9 examples, the parts of the gradient could not be measured, and tokens are marked by loss (no rows)."
+    assert reason in marked_page.inner_text("#suspects")
+    assert "largest parts" in marked_page.inner_text("#marks-meaning")
     by_loss = marked_page.get_by_role("radio", name="Loss")
     assert "least probable" in by_loss.locator("..").get_attribute("title")
     by_loss.focus()
     marked_page.keyboard.press("Space")
+    assert "least probable" in marked_page.inner_text("#marks-meaning")
     assert get_marked(marked_page, 0) == ["two", "three"] and get_marked(marked_page, 1) == ["four"]
     assert marked_page.locator("#stage mark").count() == 3  # the selected point is the first row
     marked_page.get_by_role("radio", name="Part of the gradient").check()

@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from persample._internal.text import format_count, format_list
 from persample.scanning.errors import ScanError
-from persample.scanning.examples import say_opinion
+from persample.scanning.examples import find_worst_output, format_probability, say_opinion
 from persample.scanning.report.charts import (
     PALETTE,
     choose_axis,
@@ -50,7 +50,6 @@ _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
 _MAX_REASON = 300  # characters
-_MAX_NUMBERS = 4  # of a predicted vector
 _MASKS = (
     "The given mask, the mask that the model predicts, and the pixels where they differ, over the image. Class 0 has "
     "no colour. Pixels that the loss ignores do not count."
@@ -485,18 +484,11 @@ class Page:
 def _format_prediction(example: dict[str, Any]) -> str:
     """The prediction of the model, with its probability."""
     if example.get("predicted") is not None:
-        return f"{example['predicted']} ({example['probability']:.2f})"
+        return f"{example['predicted']} ({format_probability(example['probability'])})"
     if "prediction" in example:
-        return f"{_format_numbers(example['prediction'])} (target {_format_numbers(example['target'])})"
+        where, prediction, target = find_worst_output(example)
+        return f"{where}{format_number(prediction)} (target {format_number(target)})"
     return ""
-
-
-def _format_numbers(value: float | Sequence[float | None] | None) -> str:
-    """A number, or the first numbers of a vector."""
-    if not isinstance(value, Sequence):
-        return format_number(value)
-    shown = [format_number(entry) for entry in value[:_MAX_NUMBERS]]
-    return ", ".join(shown) + (f", … {len(value)} numbers" if len(value) > _MAX_NUMBERS else "")
 
 
 def _describe_scatter(losses: Array, norms: Array) -> str:

@@ -53,9 +53,9 @@ _COLUMNS = {
 _MARKS = {
     "token_gradient": (
         "Part of the gradient",
-        "The marked tokens have the largest parts of the example's gradient: a training step on it changes the "
-        "weights mostly because of what the model computes at these tokens (in language models, to predict the next). "
-        "Layers after a pooling do not count.",
+        "The marked tokens have the largest parts of the example's gradient: a training step on it changes the weights "
+        "most by what the model computes there (in language models, to predict the next token). Layers after a pooling "
+        "do not count.",
     ),
     "token_loss": ("Loss", "The marked tokens are those that the model found least probable, given the text before."),
 }
