@@ -280,7 +280,8 @@ def test_command_line_marks_tokens(
     monkeypatch.chdir(tmp_path)
     make_tokenizer().backend_tokenizer.save("tokenizer.json")
     Path("preview_tasks.py").write_text(
-        "from tests.scanning.test_previews import Language\n\ndef net():\n    return Language()\n"
+        "from tests.scanning.test_previews import Language\n\ndef net():\n    return Language()\n\n"
+        "def other():\n    model = Language()\n    model.head.bias.data.add_(1)\n    return model\n"
     )
     Path("texts.csv").write_text("text\nthe cat sat on a mat\na mat and the cat slept\n")
     files = ["--text", "texts.csv", "--tokenizer", "tokenizer.json", "--out", "out", "--quiet", "--report"]
@@ -291,7 +292,10 @@ def test_command_line_marks_tokens(
     assert "<mark" not in Path("plain.html").read_text() and "tokens are not marked" in capsys.readouterr().err
     assert main(["report", "out", "--out", "marked.html", "--module", "preview_tasks:net"]) == 0
     assert get_marks(Path("marked.html").read_text()) == get_marks(page)
-    capsys.readouterr()
+    assert main(["report", "out", "--out", "other.html", "--module", "preview_tasks:other"]) == 0
+    assert (
+        "<mark" not in Path("other.html").read_text() and "The weights of the model differ" in capsys.readouterr().err
+    )
     assert main(["query", "out", "tokens", "1", "--module", "preview_tasks:net", "-k", "3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["token"] for row in rows] == order_words("a mat and the cat slept")[:3] and rows[0]["gradient"] > 0

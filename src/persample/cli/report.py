@@ -92,7 +92,12 @@ def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack)
     if args.module:
         task = load_scanned_task(found, args.module)
         scan = scanning.Scan(args.directory, task.model, task.loss_fn, checkpoints)
-        stack.enter_context(scan.load_model())
+        if task.marker is None:
+            return _Contents(scan, task.data)
+        try:
+            stack.enter_context(scan.load_model())
+        except scanning.ScanError as error:
+            return _Contents(scan, task.data, note=f"tokens are not marked: {error}")
         return _Contents(scan, task.data, task.marker)
     data = load_data_files(origin)
     check_data(found, data, origin)

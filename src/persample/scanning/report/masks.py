@@ -28,14 +28,11 @@ class MaskedImage:
     given: Array  # (H, W)
     predicted: Array | None = None  # (H, W)
 
-    def paint(self) -> Image.Image:
-        """The image with the given mask."""
-        return self._paint(self.given)
-
-    def paint_prediction(self) -> Image.Image:
-        """The image with the predicted mask."""
-        assert self.predicted is not None
-        return self._paint(self.predicted)
+    def paint(self, classes: Array) -> Image.Image:
+        """The image with a colour for each class but 0, which is usually the background."""
+        picture = np.asarray(self._rgb(), dtype=np.float64)
+        mixed = (picture + _COLOURS[classes.astype(int) % len(_COLOURS)]) / 2
+        return _to_image(np.where((classes > 0)[..., None], mixed, picture))
 
     def paint_differences(self) -> Image.Image:
         """The image in pale grey, with the pixels in colour whose classes differ."""
@@ -51,12 +48,6 @@ class MaskedImage:
     def share(self) -> float:
         """The share of the pixels that differ, among those that are not ignored."""
         return float(self.differs.sum() / max(1, (self.given >= 0).sum()))
-
-    def _paint(self, classes: Array) -> Image.Image:
-        """The image with a colour for each class but 0, which is usually the background."""
-        picture = np.asarray(self._rgb(), dtype=np.float64)
-        mixed = (picture + _COLOURS[classes.astype(int) % len(_COLOURS)]) / 2
-        return _to_image(np.where((classes > 0)[..., None], mixed, picture))
 
     def _rgb(self) -> Image.Image:
         return convert_mode(Image.fromarray(self.pixels)).convert("RGB")

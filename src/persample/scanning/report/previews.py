@@ -141,16 +141,12 @@ def make_preview(value: Any, side: int = MAX_SIDE, length: int = MAX_LENGTH) -> 
 
 def _make_panels(value: MaskedImage, side: int) -> Preview:
     """The image with its mask; with a predicted mask, the image with each of both, and with their differences."""
-    given = _make_thumbnail(value.paint(), side)
+    images = {"given": value.paint(value.given)}
     if value.predicted is None:
-        return given
-    predicted, differences = value.paint_prediction(), value.paint_differences()
-    panels = (
-        ("given", given),
-        ("model", _make_thumbnail(predicted, side)),
-        ("differ", _make_thumbnail(differences, side)),
-    )
-    return Preview("panels", f"{value.share:.0%} of the pixels differ".replace("%", " %"), panels=panels)
+        return _make_thumbnail(images["given"], side)
+    images |= {"model": value.paint(value.predicted), "differ": value.paint_differences()}
+    panels = tuple((title, _make_thumbnail(image, side)) for title, image in images.items())
+    return Preview("panels", f"{100 * value.share:.0f} % of the pixels differ", panels=panels)
 
 
 def _shorten_marked(value: MarkedText, most: int) -> Preview:
