@@ -193,13 +193,16 @@ def _find_tokens(args: Namespace, scanning: Any) -> Rows:
         print(f"persample query: no parts of the gradient: {tokens.reason}", file=sys.stderr)
     names = {"token_gradient": "gradient", "token_loss": "loss"}
     values = {names[kind]: column.tolist() for kind, column in tokens.values.items()}
-    rows = [
-        {"token": tokens.text[start:end], "start": start, **{name: column[t] for name, column in values.items()}}
+    rows: Rows = [
+        {
+            "token": tokens.text[start:end],
+            "start": start,
+            **{name: column[t] if math.isfinite(column[t]) else None for name, column in values.items()},
+        }
         for t, (start, end) in enumerate(tokens.places)
     ]
     by = next(iter(values), "start")
-    rows.sort(key=lambda row: -math.inf if math.isnan(row[by]) else row[by], reverse=True)
-    return rows[: args.k]
+    return sorted(rows, key=lambda row: -math.inf if row[by] is None else row[by], reverse=True)[: args.k]
 
 
 _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {

@@ -36,11 +36,12 @@ class TokenValues(NamedTuple):
     reason: str
 
     def mark(self, count: int) -> MarkedText:
-        """The text, with the `count` tokens of the largest values marked for each kind."""
+        """The text, with the `count` tokens of the largest values marked for each kind, but at most half of them."""
         marks = {}
         for kind, values in self.values.items():
-            known = int(values.isfinite().sum())
-            order = values.nan_to_num(-torch.inf, posinf=-torch.inf).topk(min(count, known)).indices
+            values = values.nan_to_num(0.0, posinf=0.0)  # neither of them is marked
+            known = int((values > 0).sum())
+            order = values.topk(min(count, (known + 1) // 2)).indices
             marks[kind] = [self.places[i] for i in order.tolist()]
         return MarkedText(self.text, marks, self.reason)
 
