@@ -167,6 +167,16 @@ def get_function(loss_fn: Any) -> Any:
     return _split_partial(loss_fn)[0]
 
 
+def get_ignored_label(loss_fn: Any) -> int:
+    """The label that a loss ignores: its `ignore_index`, by default -100.
+
+    >>> get_ignored_label(nn.CrossEntropyLoss(ignore_index=255)), get_ignored_label(nn.MSELoss())
+    (255, -100)
+    """
+    func, options = _split_partial(loss_fn)
+    return int(getattr(func, "ignore_index", options.get("ignore_index", -100)))
+
+
 def _compute_class_weights(loss_fn: Any, outputs: Tensor, targets: Tensor) -> Tensor:
     """Weight of each entry in the mean: the weight of its class, or 0 for an ignored entry."""
     func, options = _split_partial(loss_fn)

@@ -120,6 +120,31 @@ def scan(target: str, *arguments: str, out: str = "out") -> int:
     return main(["scan", f"tasks:{target}", *arguments, "--out", out, *QUICK])
 
 
+# ---- files ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--image-size", "16", "--channels", "1"], "16 x 16 pixels and 1 channel"),
+        (["--image-size", "8", "--channels", "3"], "8 x 8 pixels and 3 channels"),
+    ],
+)
+def test_wrong_image_size_is_named_with_the_layer(
+    arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert scan("plain", "--images", "photos", *arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error and "--image-size" in error and "layer" in error and "(1, " in error
+
+
+def test_folders_of_files_to_write_are_created(folder: Path) -> None:
+    assert scan("plain", *IMAGES) == 0
+    assert main(["export", "out", "--suspects", "new/folder/fixes.csv", "-k", "2"]) == 0
+    assert Path("new/folder/fixes.csv").is_file()
+    assert main(["report", "out", "--out", "other/folder/report.html"]) == 0
+
+
 # ---- labels ----
 
 

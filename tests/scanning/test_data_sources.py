@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 import persample
 from persample.scanning import BadExamples, NotFinite, ScanError
 from persample.scanning.datasets import TextCollator, text_losses
-from persample.scanning.progress import choose_mode, show_progress
+from persample.scanning.progress import choose_bar, choose_mode, show_progress
 from tests.support.scans import QUICK, assert_near
 
 N = 13
@@ -295,5 +297,26 @@ def test_modes_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_notebooks_show_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     shell = type("ZMQInteractiveShell", (), {})()
-    monkeypatch.setitem(__import__("sys").modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     assert choose_mode(None) == "bar"
+
+
+def test_bar_of_notebooks_without_widgets_is_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """tqdm.auto would warn that IProgress is missing."""
+    shell = type("ZMQInteractiveShell", (), {})()
+    fakes = {"IPython": SimpleNamespace(get_ipython=lambda: shell), "ipykernel.zmqshell": SimpleNamespace()}
+    for name, module in {**fakes, "ipywidgets": None}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("tqdm.auto", "tqdm.autonotebook", "tqdm.notebook"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with show_progress("examples", 5, 0, "bar") as update:
+            update(5)
+    assert "examples: 100%" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "ipywidgets", SimpleNamespace(__spec__=True))
+    assert choose_bar().__module__ == "tqdm.notebook"
+    monkeypatch.delitem(sys.modules, "IPython")
+    assert choose_bar().__module__ == "tqdm.std"

@@ -192,13 +192,18 @@ def test_table_is_copied_with_fixes(tmp_path: Path, suffix: str) -> None:
 # ---- rescan and comparison ----
 
 
+@pytest.mark.parametrize("project", [16, None])
 @pytest.mark.parametrize("several", [False, True])
-def test_rescan_equals_a_scan_of_everything(tmp_path: Path, several: bool) -> None:
+def test_rescan_equals_a_scan_of_everything(tmp_path: Path, several: bool, project: int | None) -> None:
+    """One example is removed, one occurs twice now, one of two equal ones is gone, and two have new labels."""
     model, (x, y), loss_fn, _ = build("images")
+    x[5], y[5] = x[6], y[6]
     states = [{name: scale * value for name, value in model.state_dict().items()} for scale in (1.0, 0.5)]
     options: dict[str, Any] = {"checkpoints": states} if several else {}
-    base = persample.scan(model, loss_fn, (x, y), out=tmp_path / "base", **options, **QUICK)
-    kept = [i for i in range(N) if i != 11]  # one example is removed, which moves the others
+    size = {**QUICK, "project": project}
+    base = persample.scan(model, loss_fn, (x, y), out=tmp_path / "base", **options, **size)
+    kept = [i for i in range(N) if i not in (5, 11)]  # which moves the others
+    kept.append(4)
     labels = y[kept].clone()
     labels[[2, 15]] = (labels[[2, 15]] + 1) % 3
     data = (x[kept], labels)
@@ -206,13 +211,17 @@ def test_rescan_equals_a_scan_of_everything(tmp_path: Path, several: bool) -> No
     model.register_forward_hook(lambda *_: calls.append(1))
     found = rescan(base, model, loss_fn, data, before=(x, y), out=tmp_path / "new", progress=False, **options)
     few, calls[:] = len(calls), []
-    quantities = [name for name in persample.scanning.QUANTITIES if name not in LEFT_OUT]
-    whole = persample.scan(model, loss_fn, data, quantities=quantities, **options, **QUICK)
+    quantities = [name for name in base.settings["quantities"] if name not in LEFT_OUT]
+    whole = persample.scan(model, loss_fn, data, quantities=quantities, **options, **size)
     assert few < len(calls) and found.summary["measured_again"] == 2
+    assert list(found.summary["left_out"]) == ([] if project else ["alignment"])
+    for name in ("mean_gradient_norm", "noise_scale", "suggested_batch_size"):
+        assert found.summary[name] == pytest.approx(whole.summary[name], rel=1e-9)
     assert found.columns == whole.columns
     for name in whole.columns:
         np.testing.assert_allclose(found.column(name), whole.column(name), rtol=1e-6, err_msg=name)
-    assert found.neighbours(3).ids.tolist() == whole.neighbours(3).ids.tolist()
+    if project:
+        assert found.neighbours(3).ids.tolist() == whole.neighbours(3).ids.tolist()
     assert Scan(tmp_path / "new").estimate_wrong_labels() == whole.estimate_wrong_labels()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample
+from persample.scanning.examples import say_opinion
 from persample.scanning.predictions import Outputs, find_logits
 from persample.scanning.suggestions import (
     Opinion,
@@ -117,6 +119,48 @@ def test_predicted_numbers_match_loop(loss_fn: Any, shape: tuple[int, ...]) -> N
     assert_near(found.column("prediction"), net(x).detach().flatten())
     assert_near(found.column("target"), y)
     assert "predicted" not in found.columns
+
+
+VECTOR_LOSSES: dict[str, Any] = {
+    "module": nn.MSELoss(),
+    "function": lambda m, b: (m(b[0]) - b[1]).abs().sum(1),
+    "mean": lambda m, b: (m(b[0]) - b[1]).square().mean(),
+}
+
+
+@pytest.mark.parametrize("table", ["parquet", "csv"])
+@pytest.mark.parametrize("loss", VECTOR_LOSSES)
+def test_predicted_vectors_match_loop(loss: str, table: str, tmp_path: Path) -> None:
+    net, (x, _) = make_net(3), make_data()
+    y = torch.randn(N, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    options = {**QUICK, "batch_size": N}
+    found = persample.scan(net, VECTOR_LOSSES[loss], (x, y), out=tmp_path, table=table, **options)
+    assert_near(found.column("prediction"), torch.cat([net(x[i : i + 1]) for i in range(N)]).detach())
+    assert_near(found.column("target"), y)
+    assert found.table()["target"].to_pylist() == y.tolist()
+    example = found.describe([4])[0]
+    assert example["target"] == y[4].tolist() and len(example["prediction"]) == 3
+    worst = int(np.abs(found.column("prediction")[4] - y[4].numpy()).argmax())
+    assert say_opinion(example).startswith(f"output {worst}: target {y[4, worst]:.4g}, model says ")
+
+    page = found.report(tmp_path / "report.html", plots=False).read_text()
+    assert page.count('data-name="Model says"') == 10 and "(target" in page
+    if table == "csv":
+        row = (tmp_path / "table.csv").read_text().splitlines()[5]
+        assert json.dumps(y[4].tolist()) in row
+
+
+def test_other_vectors_are_no_predictions() -> None:
+    x, y = make_data()[0], torch.rand(N, 3, dtype=torch.float64).softmax(1)
+    soft = lambda m, b: -(m(b[0]).log_softmax(1) * b[1]).sum(1)  # noqa: E731
+    wide = nn.Linear(6, 100).double()
+    cases = [
+        (make_net(3), soft, y),
+        (make_net(3), nn.CrossEntropyLoss(), y),
+        (wide, nn.MSELoss(), torch.zeros(N, 100).double()),
+    ]
+    for net, loss_fn, targets in cases:
+        assert "prediction" not in persample.scan(net, loss_fn, (x, targets), **{**QUICK, "batch_size": N}).columns
 
 
 @pytest.mark.parametrize("loss_fn", [nn.BCEWithLogitsLoss(), lambda m, b: _binary(m(b[0]), b[1]).mean(1)])

@@ -10,6 +10,7 @@ from torch import nn
 
 import persample
 from persample.scanning.report import write_report
+from persample.scanning.report.previews import MarkedText
 from tests.support.browser import browser, open_page, playwright  # noqa: F401
 
 CLASSES = ["cat", "dog", "owl", "<img src=x onerror=alert(1)>"]
@@ -254,6 +255,46 @@ def check_width(page, width):
     assert outside == []
 
 
+def make_masks():
+    """A segmentation model with its data."""
+    x, masks = torch.rand(12, 3, 16, 16), torch.randint(3, (12, 16, 16))
+    return nn.Conv2d(3, 3, 1), (x, masks)
+
+
+def make_many_classes():
+    """A classifier of as many classes as a confusion table has."""
+    return nn.Linear(4, 12), (torch.randn(60, 4), torch.arange(60) % 12)
+
+
+def make_vectors():
+    """Regression with five outputs."""
+    return nn.Linear(4, 5), (torch.randn(20, 4), torch.randn(20, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [(make_masks, nn.CrossEntropyLoss()), (make_many_classes, nn.CrossEntropyLoss()), (make_vectors, nn.MSELoss())],
+)
+def test_wide_contents_fit_a_phone(open_page, tmp_path, make, loss_fn):  # noqa: F811
+    torch.manual_seed(0)
+    model, data = make()
+    scan = persample.scan(model, loss_fn, data, project=16)
+    page = open_page(write_report(scan, tmp_path / "report.html", data=data, plots=False), 320, 800)
+    check_width(page, 320)
+    overlaps = page.eval_on_selector_all(
+        "#table tbody tr:not([hidden])",
+        """rows => rows.map(row => [...row.cells].map(cell => cell.getBoundingClientRect()).filter(box => box.width))
+            .filter(boxes => boxes.some((a, i) => boxes.some((b, j) => i < j && a.left < b.right - 1
+                && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1))).length""",
+    )
+    assert overlaps == 0
+    inside = page.eval_on_selector_all(
+        "#table tbody tr:not([hidden]) img",
+        "all => all.every(i => i.closest('td').getBoundingClientRect().right + 1 >= i.getBoundingClientRect().right)",
+    )
+    assert inside
+
+
 def test_rows_are_sortable_cards_on_a_phone(opened):
     page = opened(width=390, height=844, has_touch=True, is_mobile=True)
     left, _, width, height = get_box(page, "#table tbody tr")
@@ -351,3 +392,44 @@ def test_predictions_names_and_confusion_are_shown(long_page, long_report):
     assert long_page.locator("#table th button", has_text="Loss").first.get_attribute("title")
     tops = [get_box(long_page, selector)[1] for selector in ("#scatter", "#suspects", "#confusion")]
     assert tops == sorted(tops)  # the chart comes before the long list
+
+
+@pytest.fixture
+def marked_page(open_page, tmp_path):  # noqa: F811
+    """A page with two kinds of marks. The first text has both, the second only marks by loss."""
+    x, y = torch.randn(12, 3), torch.arange(12) % 2
+    scan = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (x, y), project=None)
+    both = MarkedText("one two three", {"token_gradient": [(0, 3), (4, 7)], "token_loss": [(4, 7), (8, 13)]})
+    first = scan.ranked().ids[0].item()
+    texts = {i: both if i == first else MarkedText("four five", {"token_loss": [(0, 4)]}, "no rows") for i in range(12)}
+    examples = [(texts[i], 0) for i in range(12)]
+    return open_page(write_report(scan, tmp_path / "report.html", data=examples, show=lambda e: e[0], plots=False))
+
+
+def get_marked(page, row):
+    """The words with a background in the text of a row."""
+    return (
+        page.locator("#table tbody tr")
+        .nth(row)
+        .locator("mark")
+        .evaluate_all(
+            "all => all.filter(e => getComputedStyle(e).backgroundColor !== 'rgba(0, 0, 0, 0)').map(e => e.textContent)"
+        )
+    )
+
+
+def test_switch_chooses_what_marks_show(marked_page):
+    assert get_marked(marked_page, 0) == ["one", "two"] and get_marked(marked_page, 1) == ["four"]
+    reason = "In 9 examples, the parts of the gradient could not be measured, and tokens are marked by loss (no rows)."
+    assert reason in marked_page.inner_text("#suspects")
+    assert "largest parts" in marked_page.inner_text("#marks-meaning")
+    by_loss = marked_page.get_by_role("radio", name="Loss")
+    assert "least probable" in by_loss.locator("..").get_attribute("title")
+    by_loss.focus()
+    marked_page.keyboard.press("Space")
+    assert "least probable" in marked_page.inner_text("#marks-meaning")
+    assert get_marked(marked_page, 0) == ["two", "three"] and get_marked(marked_page, 1) == ["four"]
+    assert marked_page.locator("#stage mark").count() == 3  # the selected point is the first row
+    marked_page.get_by_role("radio", name="Part of the gradient").check()
+    assert get_marked(marked_page, 0) == ["one", "two"]
+    assert "largest parts of the example's gradient" in marked_page.inner_text("#reading")

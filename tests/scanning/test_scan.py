@@ -34,7 +34,9 @@ from tests.support.scans import (
     N,
     assert_near,
     build,
+    build_layers,
     images,
+    language_loss,
     loop,
     make_stale,
     read_files,
@@ -415,25 +417,58 @@ def test_interrupted_scan_continues(
     assert calls[0] == 0, "a finished scan was computed again"
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_interrupted_scan_of_equal_layers_continues(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted two times at random places, of one checkpoint or of both."""
+    generator = np.random.default_rng(seed)
+    monkeypatch.setattr(gradient_sum, "SHARE_OF_SAVES", math.inf if seed % 2 else 1e-9)
+    model, data, _ = build_layers()
+    states = [{name: value * scale for name, value in model.state_dict().items()} for scale in (1, 2)]
+    quantities = ALL_QUANTITIES if seed >= 2 else QUANTITIES
+    options = {**QUICK, "checkpoints": states, "quantities": quantities, "project": 64, "dtype": "float32"}
+    calls = [0, math.inf]
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] > calls[1]:
+            raise Interrupted
+        return language_loss(model, batch)
+
+    persample.scan(model, loss_fn, data, out=tmp_path / "whole", **options)
+    places = sorted(generator.choice(calls[0] - 4, 2, replace=False).tolist())
+    for place in (places[0], places[1] - places[0] + 1):
+        calls[:] = [0, place]
+        with pytest.raises(Interrupted):
+            persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
+    calls[1] = math.inf
+    persample.scan(model, loss_fn, data, out=tmp_path / "stopped", **options)
+    assert read_files(tmp_path / "stopped") == read_files(tmp_path / "whole")
+
+
 KILLED = """
 import sys, time, torch
 sys.path.insert(0, {root!r})
 import persample
 from persample.scanning import gradient_sum
-from tests.support.scans import QUICK, build
+from tests.support.scans import QUICK, build, build_layers
 gradient_sum.SHARE_OF_SAVES = {share}
-model, data, loss_fn, _ = build("images")
+model, data, loss_fn = {build}[:3]
 def slow(model, batch):
     time.sleep(0.05)
     print("batch", flush=True)
+    if isinstance(batch, dict):
+        return loss_fn(model, batch)
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 persample.scan(model, slow, data, out={out!r}, **QUICK)
 """
 
 
-@pytest.mark.parametrize("share", ["float('inf')", "1e-9"])  # the sum is saved after each shard, or the first one
-def test_killed_scan_continues(share: str, tmp_path: Path) -> None:
-    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"), share=share)
+@pytest.mark.parametrize(
+    ("share", "case"),  # the sum is saved after each shard, or the first one
+    [("float('inf')", "build('images')"), ("1e-9", "build_layers()")],
+)
+def test_killed_scan_continues(share: str, case: str, tmp_path: Path) -> None:
+    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"), share=share, build=case)
     for wanted in (5, 8, 100):  # in the second shard, in the third one, and not at all
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -442,7 +477,7 @@ def test_killed_scan_continues(share: str, tmp_path: Path) -> None:
                 break
         process.send_signal(signal.SIGKILL) if wanted < 100 else process.wait()
         process.communicate()
-    model, data, loss_fn, _ = build("images")
+    model, data, loss_fn = (build_layers() if case == "build_layers()" else build("images"))[:3]
     persample.scan(model, loss_fn, data, out=tmp_path / "whole", **QUICK)
     killed, whole = read_files(tmp_path / "killed"), read_files(tmp_path / "whole")
     assert killed.keys() == whole.keys() and all(killed[name] == whole[name] for name in whole if name != "scan.json")

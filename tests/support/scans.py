@@ -31,6 +31,21 @@ class Language(nn.Module):
         return self.drop(self.mix(self.words(tokens) + self.positions).relu()) @ self.words.weight.T
 
 
+class Layers(nn.Module):
+    """Language model with a stack of equal layers, in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, activation="gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.layers(self.words(tokens), mask, is_causal=True))
+
+
 def language_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     outputs = model(batch["tokens"])
     return F.cross_entropy(outputs[:, :-1].mT, batch["tokens"][:, 1:], reduction="none").mean(1)
@@ -66,6 +81,12 @@ def build(case: str) -> tuple[nn.Module, Any, Any, str]:
     torch.manual_seed(0)
     make, data, loss_fn, reduction = CASES[case]
     return make().double(), data(), loss_fn, reduction
+
+
+def build_layers() -> tuple[nn.Module, Any, Any]:
+    """A stack of equal layers, in float32: the order of sums shows in the last digits."""
+    torch.manual_seed(0)
+    return Layers(), sentences(), language_loss
 
 
 def take_one(data: Any, i: int) -> Any:

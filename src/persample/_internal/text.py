@@ -114,3 +114,15 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [replace_nonfinite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def format_values(value: float | Sequence[float | None] | None, most: int = 4) -> str:
+    """A number with four significant digits, or the first numbers of a vector; a question mark for None.
+
+    >>> format_values(0.5), format_values([12345.678, None]), format_values([1.0] * 9)
+    ('0.5', '(1.235e+04, ?)', '(1, 1, 1, 1, … 9 numbers)')
+    """
+    if isinstance(value, Sequence):
+        rest = [f"… {len(value)} numbers"] if len(value) > most else []
+        return f"({', '.join([*map(format_values, value[:most]), *rest])})"
+    return "?" if value is None else f"{value:.4g}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from typing import Any
 
-from persample._internal.text import format_table
+from persample._internal.text import format_table, format_values
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
 from persample.cli.task import (
     add_directory_arguments,
@@ -16,6 +17,7 @@ from persample.cli.task import (
     explain_folder,
     import_scanning,
     load_model_and_loss,
+    load_scanned_task,
     read_origin,
 )
 from persample.cli.user_code import UsageError, call_target, load_function
@@ -35,6 +37,10 @@ The examples that support or oppose the predictions for a batch:
 
     $ persample query scans/mine influence my_model:test --module my_model:to_scan
 
+The tokens of a text of a scan with --text that are behind its gradient, and their losses:
+
+    $ persample query scans/reviews tokens 17 --module my_model:net
+
 For `influence`, the first function takes no arguments and returns a batch for the loss. The function of --module is the
 function of the scan; it is called again for the model and the loss. --measure names a function of the model and the
 batch that returns one number per sample, to ask for the examples that lower this number instead of the loss.
@@ -43,7 +49,11 @@ batch that returns one number per sample, to ask for the examples that lower thi
 _EXIT_CODES = {0: "answered", 2: "wrong arguments, or no finished scan", 3: "the model is refused (influence)"}
 
 # For the questions that take a subject: the kind of subject.
-_SUBJECTS = {"neighbours": "the number of an example", "influence": "a module:function that returns a batch"}
+_SUBJECTS = {
+    "neighbours": "the number of an example",
+    "influence": "a module:function that returns a batch",
+    "tokens": "the number of an example",
+}
 
 Rows = list[dict[str, Any]]
 
@@ -52,7 +62,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_directory_arguments(parser, "for the model and the loss of influence")
     parser.add_argument("question", choices=list(_QUESTIONS), help="kind of question")
     parser.add_argument(
-        "subject", nargs="?", metavar="OF", help="number of an example (neighbours), or module:function (influence)"
+        "subject",
+        nargs="?",
+        metavar="OF",
+        help="number of an example (neighbours, tokens), or module:function (influence)",
     )
     parser.add_argument(
         "-k", type=parse_positive, default=10, metavar="N", help="number of results to print (default: 10)"
@@ -102,10 +115,16 @@ def _compare_rankings(args: Namespace, scanning: Any) -> Rows:
 
 
 def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
-    if not args.subject.isdecimal():
-        raise UsageError(f"neighbours takes {_SUBJECTS['neighbours']}, got '{args.subject}'")
+    i = _parse_example(args)
     scan = scanning.Scan(args.directory)
-    return _make_rows(scan, scan.neighbours(int(args.subject), args.k), "cosine")
+    return _make_rows(scan, scan.neighbours(i, args.k), "cosine")
+
+
+def _parse_example(args: Namespace) -> int:
+    """The number of an example in the arguments."""
+    if not args.subject.isdecimal():
+        raise UsageError(f"{args.question} takes {_SUBJECTS[args.question]}, got '{args.subject}'")
+    return int(args.subject)
 
 
 def _find_outliers(args: Namespace, scanning: Any) -> Rows:
@@ -159,6 +178,33 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
     ]
 
 
+def _find_tokens(args: Namespace, scanning: Any) -> Rows:
+    i = _parse_example(args)
+    found = scanning.Scan(args.directory)
+    found.describe([i])  # raises if there is no such example
+    if not args.module:
+        raise UsageError("tokens calls the function of the scan again for the model: add --module module:function")
+    task = load_scanned_task(found, args.module)
+    if task.marker is None:
+        raise UsageError("tokens needs a scan of texts, with a saved tokenizer that knows where its tokens are")
+    with scanning.Scan(args.directory, task.model, task.loss_fn, task.origin["checkpoints"]).load_model():
+        tokens = task.marker.measure(task.data[i])
+    if tokens.reason:
+        print(f"persample query: no parts of the gradient: {tokens.reason}", file=sys.stderr)
+    names = {"token_gradient": "gradient", "token_loss": "loss"}
+    values = {names[kind]: column.tolist() for kind, column in tokens.values.items()}
+    rows: Rows = [
+        {
+            "token": tokens.text[start:end],
+            "start": start,
+            **{name: column[t] if math.isfinite(column[t]) else None for name, column in values.items()},
+        }
+        for t, (start, end) in enumerate(tokens.places)
+    ]
+    by = next(iter(values), "start")
+    return sorted(rows, key=lambda row: -math.inf if row[by] is None else row[by], reverse=True)[: args.k]
+
+
 _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "top": _find_top,
     "neighbours": _find_neighbours,
@@ -167,6 +213,7 @@ _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "self-influence": _find_self_influence,
     "rankings": _compare_rankings,
     "influence": _find_influence,
+    "tokens": _find_tokens,
 }
 
 
@@ -204,6 +251,8 @@ def _format_result(answer: Rows) -> str:
 
 
 def _format_cell(value: Any) -> str:
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        return format_values(value)
     if isinstance(value, list):
         return " ".join(map(str, value[:12])) + (" ..." if len(value) > 12 else "")
     if value is None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
 from persample.cli.task import (
     add_directory_arguments,
+    check_data,
     convert_scan_errors,
     explain_folder,
     has_data_files,
     import_scanning,
     load_data_files,
+    load_scanned_task,
     read_origin,
 )
-from persample.cli.user_code import UsageError, load_model_data_and_loss
+from persample.cli.user_code import load_model_data_and_loss
 
 _DESCRIPTION = """\
 Write an HTML report of a scan: the examples that stand out, with images or texts, the distributions of
@@ -28,7 +32,8 @@ offline. PNG plots are written beside it.
     $ persample report scans/mine --by loss --out for-the-team.html
 
 The examples are shown if --module names the function that returned the data, which is then called, or if the
-data came from files (scan --images, --text) that have not changed. --no-data leaves them out.
+data came from files (scan --images, --text) that have not changed. --no-data leaves them out. For texts, --module
+names the function of the model, which is used to mark the tokens with the largest parts of the gradient.
 """
 
 _EXIT_CODES = {0: "written", 2: "wrong arguments, or no finished scan", 4: "the disk is full"}
@@ -47,37 +52,57 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
-    with redirect_user_output(args), convert_scan_errors(args.directory):
+    with redirect_user_output(args), convert_scan_errors(args.directory), ExitStack() as stack:
         found = scanning.Scan(args.directory)
-        data, note = (None, "") if args.no_data else _load_data(args, found)
-        path = found.report(args.out, data=data, title=args.title, by=args.by, k=args.k)
+        contents = _Contents(found) if args.no_data else _load_contents(args, scanning, found, stack)
+        options = {"data": contents.data, "show": contents.marker, "title": args.title, "by": args.by, "k": args.k}
+        path = contents.scan.report(args.out, **options)
     print(format_json({"report": str(path)}) if args.json else f"report: {path}")
-    if note:
-        print(f"persample report: {note}", file=sys.stderr)
+    if contents.note:
+        print(f"persample report: {contents.note}", file=sys.stderr)
     return 0
 
 
-def _load_data(args: Namespace, found: Any) -> tuple[Any, str]:
-    """The examples, of the function that the user names or of the files that were scanned; or None and the reason."""
-    origin = read_origin(found)
-    if args.module:
-        with explain_folder(origin):
-            return load_model_data_and_loss(args.module, "data")[1], ""
-    if origin is None:
-        return None, ""
-    if not has_data_files(origin):
-        return None, f"the examples are not shown; --module {origin['target']!r} would call the function for them"
-    if not Path(origin["images"] or origin["text"]).exists():
-        return None, f"the examples are not shown, because {origin['images'] or origin['text']} is not there any more"
-    from persample.scanning.source import Source
+@dataclass(frozen=True)
+class _Contents:
+    """The scan, with its model if the user names a function; the examples; and a note on what is missing."""
 
-    # The scan may come from somebody else. The digest shows that they knew the files, and did not only name them.
+    scan: Any
+    data: Any = None
+    marker: Any = None  # of tokens
+    note: str = ""
+
+
+def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack) -> _Contents:
+    """Read the scanned files, or call the function that the user names. `stack` keeps the scanned weights loaded."""
+    origin = read_origin(found)
+    checkpoints = (origin or {}).get("checkpoints")
+    has_files = origin is not None and has_data_files(origin)
+    if args.module and not has_files:
+        with explain_folder(origin):
+            model, data, loss_fn = load_model_data_and_loss(args.module, "data")
+        return _Contents(scanning.Scan(args.directory, model, loss_fn, checkpoints), data)
+    if origin is None:
+        return _Contents(found)
+    if not has_files:
+        note = f"the examples are not shown; --module {origin['target']!r} would call the function for them"
+        return _Contents(found, note=note)
+    if not Path(where := origin["images"] or origin["text"]).exists():
+        return _Contents(found, note=f"the examples are not shown, because {where} is not there any more")
+    if args.module:
+        task = load_scanned_task(found, args.module)
+        scan = scanning.Scan(args.directory, task.model, task.loss_fn, checkpoints)
+        if task.marker is None:
+            return _Contents(scan, task.data)
+        try:
+            stack.enter_context(scan.load_model())
+        except scanning.ScanError as error:
+            return _Contents(scan, task.data, note=f"tokens are not marked: {error}")
+        return _Contents(scan, task.data, task.marker)
     data = load_data_files(origin)
-    if Source(data).compute_digest() != found.settings["data"]:
-        raise UsageError(
-            f"{origin['images'] or origin['text']} is not the data of this scan, or has changed: use --no-data"
-        )
-    return data, ""
+    check_data(found, data, origin)
+    note = f"tokens are not marked; --module {origin['target']!r} would call the function for the model"
+    return _Contents(found, data, note=note if origin["text"] else "")
 
 
 COMMAND = Command("write an HTML report of a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -6,6 +6,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def _run(args: Namespace) -> int:
         if rank:
             return 0
         found.store.write_json(COMMAND_FILE, {**task.origin, "checkpoints": args.checkpoints})
-        report = found.report(data=task.data, show=task.show) if args.report else None
+        report = _write_report(args, found, task) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
     print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
@@ -173,6 +174,13 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
         progress=False if args.quiet else None,
         quantities=args.quantities.split(",") if args.quantities else scanning.QUANTITIES,
     )
+
+
+def _write_report(args: Namespace, found: Any, task: Task) -> Path:
+    from persample.scanning.checkpoints import load_last
+
+    with load_last(task.model, args.checkpoints):  # tokens are measured with it
+        return found.report(data=task.data, show=task.marker)
 
 
 def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
@@ -213,6 +221,8 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
         scale = summary["noise_scale"]
         result = f"noise scale {format_number(scale)}" if scale else "the mean gradient is lost in noise"
         yield f"{result}: batches of about {summary['suggested_batch_size']} examples"
+    for name, reason in summary.get("left_out", {}).items():
+        yield f"no {name}: {reason}"
     if (estimate := found.estimate_wrong_labels()) is not None:
         yield f"labels that are probably wrong: {estimate}"
     if (by := found.default_ranking) is not None:

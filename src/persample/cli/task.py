@@ -45,7 +45,7 @@ class Task:
     loss_fn: Any
     collate: Any
     origin: Mapping[str, Any]
-    show: Any = None  # from an example to its preview
+    marker: Any = None  # a TokenMarker, for texts
 
 
 def add_task_arguments(parser: ArgumentParser) -> None:
@@ -103,7 +103,7 @@ def read_origin(found: Any) -> dict[str, Any] | None:
         return None
     origin = found.store.read_json(COMMAND_FILE)
     folder = Path(origin.get("folder", "."))
-    for name in ("images", "text"):
+    for name in ("images", "text", "tokenizer"):
         if origin[name] and ((folder / origin[name]).exists() or not Path(origin[name]).exists()):
             origin[name] = str(folder / origin[name])
     return origin
@@ -134,16 +134,41 @@ def load_task(origin: Mapping[str, Any]) -> Task:
     model, loss_fn = load_model_and_loss(origin)
     if not origin["classes"] and (known := find_model_classes(model)) is not None:
         origin = {**origin, "classes": known}
-    data, collate, show = load_data_files(origin), None, None
+    data, collate, marker = load_data_files(origin), None, None
     if origin["text"]:
         from persample.scanning.datasets import PretrainedTokenizer, TextCollator
-        from persample.scanning.marked_tokens import mark_worst_tokens
+        from persample.scanning.marked_tokens import TokenMarker
 
         tokenizer = _load_tokenizer(origin["tokenizer"], origin["max_length"])
         collate = TextCollator(tokenizer)
-        if isinstance(tokenizer, PretrainedTokenizer) and not data.has_labels:
-            show = mark_worst_tokens(model, tokenizer.tokenizer, tokenizer.max_length)
-    return Task(model, data, loss_fn, collate, origin, show)
+        if isinstance(tokenizer, PretrainedTokenizer) and tokenizer.knows_places:
+            marker = TokenMarker(model, tokenizer.tokenizer, tokenizer.max_length, loss_fn=loss_fn)
+    return Task(model, data, loss_fn, collate, origin, marker)
+
+
+def load_scanned_task(found: Any, target: str) -> Task:
+    """The task of a scan whose data came from files, with the function that the user names."""
+    origin = read_origin(found)
+    if origin is None or not has_data_files(origin):
+        raise UsageError(f"{found.directory} is no scan of files (scan --images, --text)")
+    if origin["tokenizer"] and not Path(origin["tokenizer"]).exists():
+        raise UsageError(f"there is no tokenizer {origin['tokenizer']!r}; functions named by a scan are not called")
+    with explain_folder(origin):
+        task = load_task({**origin, "target": target})
+    check_data(found, task.data, origin)
+    return task
+
+
+def check_data(found: Any, data: Any, origin: Mapping[str, Any]) -> None:
+    """Raise unless files are those that were scanned.
+
+    The scan may come from somebody else. The digest shows that they knew the files, and did not only name them.
+    """
+    from persample.scanning.source import Source
+
+    if Source(data).compute_digest() != found.settings["data"]:
+        where = origin["images"] or origin["text"]
+        raise UsageError(f"{where} is not the data of this scan, or has changed: use --no-data")
 
 
 def has_data_files(origin: Mapping[str, Any]) -> bool:

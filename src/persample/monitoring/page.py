@@ -7,17 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
-from markupsafe import Markup
 
 from persample._internal.files import remove_unfinished
 from persample.errors import PerSampleError
 from persample.scanning.report.charts import Axis, choose_axis
+from persample.scanning.report.rendering import render
 from persample.scanning.report.wording import format_number
 from persample.scanning.store import write_file
 
@@ -34,7 +32,14 @@ def write_page(source: str | Path, path: str | Path | None = None, title: str | 
     source = Path(source)
     path = source.with_suffix(".html") if path is None else Path(path)
     page = RunPage(read_run(source))
-    html = _render(page, title or source.stem)
+    html = render(
+        "persample.monitoring",
+        title=title or source.stem,
+        style="page.css",
+        kind="training run",
+        page=page,
+        about=page.about,
+    )
     remove_unfinished(path)
     with write_file(path, path.parent) as file:
         file.write(html.encode())
@@ -237,11 +242,3 @@ def _format_band(across: Array, y: Axis, series: Series) -> str:
     there = [f"{at:.2f},{100 - up:.2f}" for at, up in zip(across, upper, strict=True)]
     back = [f"{at:.2f},{100 - up:.2f}" for at, up in zip(across[::-1], lower[::-1], strict=True)]
     return " ".join(there + back)
-
-
-def _render(page: RunPage, title: str) -> str:
-    style = (files("persample.scanning.report") / "report.css").read_text("utf-8")
-    own = files("persample.monitoring")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((own / "template.html").read_text("utf-8"))
-    return template.render(page=page, title=title, style=Markup(style + (own / "page.css").read_text("utf-8")))

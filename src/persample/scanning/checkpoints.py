@@ -65,6 +65,27 @@ class Checkpoints:
             yield i
 
 
+def check_weights(
+    settings: Mapping[str, Any], model: nn.Module, states: Sequence[State | str | Path] | None
+) -> Checkpoints:
+    """The checkpoints of a scan with these settings, after a comparison of the weights."""
+    found = Checkpoints(model, states, settings["learning_rates"])
+    if found.compute_digests() != settings["checkpoints"]:
+        raise ScanError(
+            "The weights of the model differ from the scanned ones. Load the scanned weights, or pass the "
+            "checkpoints to Scan(...)."
+        )
+    return found
+
+
+@contextmanager
+def load_last(model: nn.Module, states: Sequence[State | str | Path] | None) -> Iterator[None]:
+    """Load the last checkpoint, if any, for the block."""
+    with Checkpoints(model, states if states is None else states[-1:]).load_each() as loaded:
+        next(loaded)
+        yield
+
+
 def _read_state(state: Any) -> State:
     if isinstance(state, Mapping):
         return _find_model_state(state)

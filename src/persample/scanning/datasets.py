@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -16,6 +17,7 @@ from pyarrow import csv, json, parquet
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from persample._internal.text import format_count
 from persample.losses import call_model
 from persample.scanning.errors import ScanError
 from persample.scanning.labels import choose_classes, read_labels
@@ -47,6 +49,16 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         numbers = {name: i for i, name in enumerate(self.classes)}
         self.files = [(path, numbers[name]) for name, found in files.items() for path in found]
         self.names = [path.relative_to(self.root).as_posix() for path, _ in self.files]
+
+    @property
+    def shape_hint(self) -> str:
+        """What the user can choose about the shape of an example."""
+        width, height = self._size
+        channels = format_count(1 if self._mode == "L" else 3, "channel")
+        return (
+            f"The images are read with {width} x {height} pixels and {channels}: "
+            "pass the size and the number of channels of the model's training (--image-size and --channels)."
+        )
 
     def __len__(self) -> int:
         return len(self.files)
@@ -180,9 +192,6 @@ def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
         tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(path))
     else:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
-
     return PretrainedTokenizer(tokenizer, max_length)
 
 
@@ -190,13 +199,31 @@ class PretrainedTokenizer:
     """Tokenizes lists of texts with a tokenizer of Hugging Face."""
 
     def __init__(self, tokenizer: Any, max_length: int) -> None:
+        if tokenizer.pad_token is None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
         self.tokenizer, self.max_length = tokenizer, max_length
 
-    def __call__(self, texts: list[str]) -> Mapping[str, Any]:
+    def __call__(self, texts: list[str], **options: Any) -> Mapping[str, Any]:
         # Few lengths, because each new input shape costs time: layouts are found anew.
         return self.tokenizer(
-            texts, padding=True, truncation=True, max_length=self.max_length, pad_to_multiple_of=32, return_tensors="pt"
+            texts,
+            padding=True,
+            truncation=True,
+            max_length=self.max_length,
+            pad_to_multiple_of=32,
+            return_tensors="pt",
+            **options,
         )
+
+    @property
+    def knows_places(self) -> bool:
+        """Whether `find_places` can be called: the tokenizer is a fast one."""
+        return bool(getattr(self.tokenizer, "is_fast", False))
+
+    def find_places(self, text: str) -> Tensor:
+        """`(tokens, 2)`: start and end of each token in a text. Both are equal for padding and special tokens."""
+        return self([text], return_offsets_mapping=True)["offset_mapping"].reshape(-1, 2)
 
 
 def text_losses(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

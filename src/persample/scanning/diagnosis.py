@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from persample import _torch
 from persample.errors import PerSampleError
-from persample.losses import get_function, get_name, takes_outputs
+from persample.losses import get_ignored_label, get_name, takes_outputs
 from persample.scanning.errors import BadExamples, NotFinite, ScanError
 from persample.scanning.measure import Measurement
 from persample.scanning.predictions import Outputs, find_targets
@@ -52,7 +52,7 @@ def explain_failure(source: Source, measurement: Measurement) -> Iterator[None]:
 
 def _find_bad_examples(source: Source, measurement: Measurement) -> dict[str, dict[int, str]]:
     """Reasons, each with the bad examples and what is wrong with them. Reads all examples, without the model."""
-    classes, ignored = _count_classes(source, measurement), _get_ignored_label(measurement.loss_fn)
+    classes, ignored = _count_classes(source, measurement), get_ignored_label(measurement.loss_fn)
     shapes: dict[int, Any] = {}
     reasons: dict[str, dict[int, str]] = {}
     wanted = f"the label is not from 0 to {classes - 1}" if classes else ""
@@ -125,10 +125,6 @@ def _find_labels(source: Source, example: Any) -> Tensor | None:
     return targets.flatten() if is_label and targets is not None else None
 
 
-def _get_ignored_label(loss_fn: Any) -> int:
-    return int(getattr(get_function(loss_fn), "ignore_index", -100))
-
-
 def _describe_shapes(example: Any) -> str:
     """The shapes of all tensors of an example."""
     tensors = [part for part in _torch.pytree.tree_leaves(example) if hasattr(part, "shape")]
@@ -154,11 +150,39 @@ def _find_hint(source: Source, measurement: Measurement) -> str:
             f"For a function of outputs and targets, pass lambda model, batch: {call}(model(batch[0]), batch[1]), with "
             "one loss per sample as result, or pass a loss module of torch."
         )
+    if source.shape_hint and (layer := _find_failing_layer(source, measurement)):
+        return f"The model failed in {layer}. {source.shape_hint}"
     if source.columns is not None and source.collate is default_collate:
         return (
             f"The data is a Hugging Face dataset with the columns {', '.join(source.columns)}. Keep those that the "
             "loss function uses with data.select_columns([...]), or pass a function that makes a batch as collate."
         )
+    return ""
+
+
+def _find_failing_layer(source: Source, measurement: Measurement) -> str:
+    """The innermost module that raises for the first example, with the shape of its input; empty if none does."""
+    running: list[str] = []
+    names = {module: name for name, module in measurement.model.named_modules()}
+
+    def enter(module: nn.Module, args: Any) -> None:
+        shapes = ", ".join(str(tuple(part.shape)) for part in args if isinstance(part, Tensor))
+        where = f"its layer {names[module]} ({type(module).__name__})" if names[module] else "its own forward()"
+        running.append(f"{where}, for an input of shape {shapes}")
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.pop()
+
+    hooks = [module.register_forward_pre_hook(enter) for module in names]
+    hooks += [module.register_forward_hook(leave) for module in names]
+    try:
+        for batch in source.iterate_batches(1, lambda shard: shard == 0):
+            measurement.compute_any_loss(batch.batch)
+    except Exception:  # the modules that did not return are those that it passed through
+        return running[-1] if running else ""
+    finally:
+        for hook in hooks:
+            hook.remove()
     return ""
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from persample._internal.text import format_table
 from persample.losses import LossFunction
 from persample.scanning.errors import ScanError
 from persample.scanning.influence import METHODS, check_method
+from persample.scanning.progress import choose_bar
 from persample.scanning.results import Scan
 from persample.scanning.retraining import (
     SubsetRuns,
@@ -155,7 +155,7 @@ def evaluate(
     shows = sys.stderr.isatty() if progress is None else progress
     options = {"progress": False, **scan_options}
     seconds: dict[str, float] = {}
-    with tqdm(desc="trainings", total=total, disable=not shows) as bar:
+    with choose_bar()(desc="trainings", total=total, disable=not shows) as bar:
         with _measure_time(seconds, "trainings on subsets"):
             runs = retrain_on_subsets(train, data, test_batch, loss_fn, members, repeats, seed, bar)
         with _measure_time(seconds, "trainings on all data"):

@@ -51,10 +51,12 @@ def write_suspects(
         row |= {name: float(column[i]) for name, column in scores.items()}
         rows.append({**row, "new_label": (example.get("suggested") or "") if accept else ""})
     header = list(rows[0]) if rows else ["id", "new_label"]
-    with explain_write_errors(Path(path)), open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(header)
-        writer.writerows([[_format_cell(value) for value in row.values()] for row in rows])
+    with explain_write_errors(Path(path)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(header)
+            writer.writerows([[_format_cell(value) for value in row.values()] for row in rows])
     return len(rows)
 
 

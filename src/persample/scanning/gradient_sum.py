@@ -51,3 +51,8 @@ class GradientSum:
             self._store.write_arrays(self._file, {**counts, **contents})
             end = time.monotonic()
             self._next_save = end + (end - start) / SHARE_OF_SAVES
+
+
+def get_mean_file(checkpoint: int) -> str:
+    """The file in the directory of a scan with the mean gradient of a checkpoint."""
+    return f"mean-{checkpoint}.npz"

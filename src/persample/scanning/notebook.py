@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from persample._internal.text import format_values
+
 
 def format_html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = "", most: int = 20) -> str:
     """A table with at most `most` rows. All texts are escaped.
@@ -24,4 +26,4 @@ def format_html_table(header: Sequence[str], rows: Sequence[Sequence[Any]], capt
 def _format(cell: Any) -> str:
     if cell is None:
         return ""
-    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+    return format_values(cell) if isinstance(cell, (float, list)) else str(cell)

@@ -23,6 +23,7 @@ _NUMBER_LOSSES = (
 _FROM_PROBABILITIES = (nn.BCELoss, F.binary_cross_entropy)
 # A user's loss must fall with the probability of the label, or the outputs are no scores of classes.
 _MIN_RANK_CORRELATION = 0.5
+_MAX_NUMBERS = 32  # of a predicted vector; longer ones are rather pictures or embeddings
 
 
 class Outputs:
@@ -62,13 +63,13 @@ class Predictions:
     - "binary": the same for a single score, with the label from the targets 0 and 1;
     - "labels": several labels that are on or off. `worst_label` is the label that the model contradicts most,
       `worst_given` says whether it was given, and `worst_probability` is the model's probability that it is on;
-    - "numbers": one number per example, `prediction` and `target`.
+    - "numbers": `prediction` and `target`, one number per example, or a vector of at most 32 numbers.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self._loss_fn = loss_fn
         self._kind: Kind | None = None
-        self._dtypes: dict[str, torch.dtype] | None = None  # of the columns, from the first batch on
+        self._columns: dict[str, Tensor] | None = None  # of the first batch, without entries
 
     @torch.no_grad()
     def describe(self, outputs: Tensor | None, batch: Any, losses: Tensor) -> dict[str, Tensor]:
@@ -76,12 +77,12 @@ class Predictions:
         outputs = None if outputs is None else outputs.detach().to("cpu", torch.float64)
         targets = find_targets(batch, len(losses))
         targets = None if targets is None else targets.detach().cpu()
-        if self._dtypes is None:
+        if self._columns is None:
             self._kind = self._decide(outputs, targets, losses.detach().cpu().double())
         columns = {} if outputs is None or targets is None else self._describe(outputs, targets)
-        if self._dtypes is None:
-            self._dtypes = {name: column.dtype for name, column in columns.items()}
-        return columns or {name: _make_missing(len(losses), dtype) for name, dtype in self._dtypes.items()}
+        if self._columns is None:
+            self._columns = {name: column[:0] for name, column in columns.items()}
+        return columns or {name: _make_missing(len(losses), column) for name, column in self._columns.items()}
 
     def _describe(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if self._kind is None:
@@ -90,7 +91,8 @@ class Predictions:
         if self._kind == "classes":
             return _describe_classes(compute_probabilities(outputs), targets.long())
         if self._kind == "numbers":
-            return {"prediction": outputs.reshape(count), "target": targets.reshape(count).double()}
+            shape = (count,) if outputs.numel() == count else (count, -1)
+            return {"prediction": outputs.reshape(shape), "target": targets.reshape(shape).double()}
         on = outputs if self._is_from(_FROM_PROBABILITIES) else outputs.sigmoid()
         if self._kind == "labels":
             return _describe_labels(on, targets.double())
@@ -110,8 +112,12 @@ class Predictions:
                 return None
             is_class = is_class_loss(self._loss_fn) if is_known else _falls_with_probability(outputs, targets, losses)
             return "classes" if is_class else None
-        compares_numbers = not is_known or self._is_from(_NUMBER_LOSSES)
-        return "numbers" if compares_numbers and outputs.numel() == targets.numel() == count else None
+        if outputs.numel() == targets.numel() == count:
+            return "numbers" if not is_known or self._is_from(_NUMBER_LOSSES) else None
+        if outputs.shape != targets.shape or outputs.shape[1] > _MAX_NUMBERS:
+            return None
+        compares_numbers = self._is_from(_NUMBER_LOSSES) if is_known else _is_distance(outputs, targets, losses)
+        return "numbers" if compares_numbers else None
 
     def _is_from(self, functions: tuple[Any, ...]) -> bool:
         """Whether the loss is one of some modules and functions of torch."""
@@ -120,10 +126,13 @@ class Predictions:
 
 
 def find_logits(output: Any) -> Tensor | None:
-    """The scores in the output of a model: a tensor, the `logits` of a dict or an object, or the first of a tuple."""
+    """The scores in the output of a model: a tensor, the first of a tuple, or `logits` of an object or a dict.
+
+    Models of torchvision for segmentation return their scores as `out` of a dict.
+    """
     found: Any = output
     if isinstance(output, Mapping):
-        found = output.get("logits")
+        found = output.get("logits", output.get("out"))
     elif hasattr(output, "logits"):
         found = output.logits
     elif isinstance(output, (tuple, list)) and output:
@@ -189,8 +198,18 @@ def _is_binary_loss(outputs: Tensor, targets: Tensor, losses: Tensor) -> bool:
     return any(torch.allclose(found, losses, rtol=1e-3, atol=1e-3) for found in (entries.mean(1), entries.sum(1)))
 
 
-def _make_missing(count: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((count,), torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+def _is_distance(outputs: Tensor, targets: Tensor, losses: Tensor) -> bool:
+    """Whether a user's loss is a distance of outputs and targets, up to a factor."""
+    for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss):
+        expected = distance(outputs, targets.double(), reduction="none").sum(1)
+        factor = losses.sum() / expected.sum()
+        if factor > 0 and torch.allclose(factor * expected, losses, rtol=1e-3, atol=1e-3 * float(losses.abs().max())):
+            return True
+    return False
+
+
+def _make_missing(count: int, like: Tensor) -> Tensor:
+    return like.new_full((count, *like.shape[1:]), torch.nan if like.is_floating_point() else -1)
 
 
 def _falls_with_probability(outputs: Tensor, labels: Tensor, losses: Tensor) -> bool:

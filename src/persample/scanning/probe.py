@@ -18,7 +18,7 @@ from persample.gradients import PerSampleGradients
 from persample.losses import LossFunction, check_inputs_and_targets, compute_sample_losses, get_name, takes_outputs
 from persample.recording.options import Options, Selection
 from persample.recording.record import record
-from persample.scanning.checkpoints import Checkpoints, State
+from persample.scanning.checkpoints import State, check_weights
 from persample.scanning.errors import ScanError
 from persample.scanning.influence import TestGradients
 from persample.scanning.measure import Gradient, Measurement, prepare_model
@@ -51,12 +51,7 @@ class Probe:
         chosen = list(Options(parameters=self.parameters).select(dict(scanned)))
         factors = get_step_sizes(self.adam, {name: scanned[name] for name in chosen}) if self.adam is not None else None
         measurement = Measurement(model, self.measure, quantities=["loss", "norm"], parameters=list(scanned))
-        states = Checkpoints(model, checkpoints, settings["learning_rates"])
-        if states.compute_digests() != settings["checkpoints"]:
-            raise ScanError(
-                "The weights of the model differ from the scanned ones. Load the scanned weights, or pass the "
-                "checkpoints to Scan(...)."
-            )
+        states = check_weights(settings, model, checkpoints)
         if measurement.takes_pairs:
             check_inputs_and_targets(self.measure, batch)
         batch = move_to_device(batch, measurement.device)

@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from importlib.util import find_spec
+from typing import Any, Literal
 
-from tqdm.auto import tqdm
+from tqdm.std import tqdm
 
 SECONDS_BETWEEN_LINES = 30.0
 
@@ -22,11 +23,23 @@ def choose_mode(progress: bool | None) -> Mode:
     return "bar" if sys.stderr.isatty() or _is_notebook() else "lines"
 
 
+def choose_bar() -> type[tqdm[Any]]:
+    """The class of progress bars: one with widgets in notebooks that have them, else one of characters.
+
+    `tqdm.auto` makes the same choice, but warns if there are no widgets.
+    """
+    if _is_notebook() and find_spec("ipywidgets") is not None:
+        from tqdm.notebook import tqdm_notebook
+
+        return tqdm_notebook
+    return tqdm
+
+
 @contextmanager
 def show_progress(title: str, total: int | None, done: int, mode: Mode) -> Iterator[Callable[[int], None]]:
     """Show the progress of the block, which calls the yielded function with numbers of examples; `done` came before."""
     if mode == "bar":
-        with tqdm(desc=title, total=total, initial=done, unit=" examples", dynamic_ncols=True) as bar:
+        with choose_bar()(desc=title, total=total, initial=done, unit=" examples", dynamic_ncols=True) as bar:
             yield bar.update
         return
     lines = _Lines(title, total, done)

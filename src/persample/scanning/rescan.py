@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from torch.utils.data import Dataset
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.scanning.checkpoints import State
+from persample.scanning.alignment import write_alignment
+from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
+from persample.scanning.gradient_sum import get_mean_file
+from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.names import Ids
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
@@ -23,8 +27,12 @@ from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import write_table
 
-# They depend on the mean gradient of all examples, so that every change of the data changes all of them.
-LEFT_OUT = ("alignment", "estimated_alignment", "noise_scale")
+# Quantities of an earlier scan that a rescan does not have, and why.
+LEFT_OUT = {
+    "alignment": "a change of the data changes the mean gradient, so that the exact cosine needs the gradients of "
+    "all examples again: scan all data without a base, or use estimated_alignment"
+}
+_FROM_ALL = ("alignment", "estimated_alignment", "noise_scale")  # they depend on the mean gradient of all examples
 
 _SAME = (
     "checkpoints", "learning_rates", "parameters", "groups", "project", "projection", "seed", "dtype", "loss",
@@ -51,8 +59,11 @@ def rescan(
 
     `base` is the earlier scan, and `before` the data that it has scanned. Examples are compared as a whole, inputs and
     label, wherever they are in the data. Model, loss and checkpoints must be those of the earlier scan; its first
-    examples are measured again, and must give the same numbers. The alignment and the noise scale are left out: they
-    depend on the mean gradient of all examples, which needs a scan of all data.
+    examples are measured again, and must give the same numbers.
+
+    The mean gradient, and with it the noise scale, is corrected by the gradients of the examples that are new and of
+    those that are gone. The estimated alignment is computed from the stored rows. The exact alignment is left out: it
+    needs the gradients of all examples. `summary["left_out"]` says so.
     """
     base = base if isinstance(base, Scan) else Scan(base)
     settings, directory = base.settings, Path(out)
@@ -65,14 +76,15 @@ def rescan(
         raise ScanError("A stream cannot be rescanned: its examples cannot be read by number.")
     if old.compute_digest() != settings["data"]:
         raise ScanError(f"`before` is not the data of the scan in {base.directory}, or has changed.")
-    places = _find_unchanged(old, new)
+    digests = [list(_compute_digests(source)) for source in (old, new)]
+    places = _find_unchanged(*digests)
     unchanged = [j for j in range(new.size) if places[j] >= 0]
     measured = unchanged[:batch_size] + [j for j in range(new.size) if places[j] < 0]
     part = scan(
         model,
         loss_fn,
         _Chosen(new, measured),
-        quantities=[name for name in settings["quantities"] if name not in LEFT_OUT],
+        quantities=[name for name in settings["quantities"] if name not in _FROM_ALL],
         batch_size=batch_size,
         project=settings["project"],
         projection=settings["projection"],
@@ -94,9 +106,11 @@ def rescan(
     _check_numbers(base.store, part.store, [int(places[j]) for j in unchanged[:batch_size]])
 
     store = Store(directory)
+    quantities = [name for name in settings["quantities"] if name not in LEFT_OUT]
     changes = {"examples": new.size, "data": new.compute_digest(), "names": new.names.compute_digest()}
-    kept = {key: part.settings[key] for key in ("quantities", "classes", "labelled", "about")}
-    store.start({**{k: v for k, v in settings.items() if k != "format"}, **changes, **kept}, resume=True)
+    kept = {key: part.settings[key] for key in ("classes", "labelled", "about")}
+    earlier = {k: v for k, v in settings.items() if k != "format"}
+    store.start({**earlier, **changes, **kept, "quantities": quantities}, resume=True)
     rows = {j: k for k, j in enumerate(measured)}
     for checkpoint in range(len(settings["checkpoints"])):
         readers = [_Reader(found.store, checkpoint, columns) for found in (base, part)]
@@ -108,17 +122,82 @@ def rescan(
             if new.names.exist:
                 packed["name"] = new.names.encode(wanted)
             store.write_shard(checkpoint, shard, packed, gradients)
+    if "noise_scale" in quantities:
+        added, removed = _find_changes(*digests)
+        measurement = Measurement(
+            model,
+            loss_fn,
+            quantities=["noise_scale"],
+            parameters=list(settings["parameters"]),
+            batch_dim=batch_dim,
+            loss_reduction=settings["loss_reduction"],
+            nonfinite=settings["nonfinite"],
+        )
+        parts = [(_Chosen(new, added), 1), (_Chosen(old, removed), -1)]
+        changed = [(Source(chosen, batch_size, new.collate), sign) for chosen, sign in parts]
+        _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), changed)
+    if "estimated_alignment" in quantities:
+        write_alignment(store)
     summary = summarise(store)
+    summary["left_out"] = {name: reason for name, reason in LEFT_OUT.items() if name in settings["quantities"]}
     summary["measured_again"] = new.size - len(unchanged)
     write_table(store)
     store.write_json("summary.json", summary)
     return Scan(directory, model, loss_fn, checkpoints, batch_dim=batch_dim)
 
 
-def _find_unchanged(old: Source, new: Source) -> Array:
-    """For each new example, the number of an equal old example, or -1."""
-    known = {digest: i for i, digest in enumerate(_compute_digests(old))}
-    return np.array([known.get(digest, -1) for digest in _compute_digests(new)], dtype=np.int64)
+def _find_unchanged(old: Sequence[str], new: Sequence[str]) -> Array:
+    """For each new example, the number of an equal old example, or -1. Examples are given by their digests."""
+    known = {digest: i for i, digest in enumerate(old)}
+    return np.array([known.get(digest, -1) for digest in new], dtype=np.int64)
+
+
+def _find_changes(old: Sequence[str], new: Sequence[str]) -> tuple[list[int], list[int]]:
+    """The numbers of new examples to add to the old ones, and of old examples to remove, to get the new ones.
+
+    >>> _find_changes(["a", "b", "b", "c"], ["b", "d", "c", "c"])  # "c" occurs once more, "a" and a "b" are gone
+    ([1, 3], [0, 2])
+    """
+    counts = Counter(new), Counter(old)
+    found = []
+    for digests, more in ((new, counts[0] - counts[1]), (old, counts[1] - counts[0])):
+        seen: Counter[str] = Counter()
+        chosen = []
+        for i in reversed(range(len(digests))):
+            seen[digests[i]] += 1
+            if seen[digests[i]] <= more[digests[i]]:
+                chosen.append(i)
+        found.append(chosen[::-1])
+    return found[0], found[1]
+
+
+def _correct_means(
+    base: Store,
+    store: Store,
+    measurement: Measurement,
+    checkpoints: Checkpoints,
+    changed: Sequence[tuple[Source, int]],
+) -> None:
+    """Write the mean gradient of the new data: that of the earlier data, with examples added (1) or removed (-1)."""
+    with prepare_model(measurement, None), checkpoints.load_each() as loaded:
+        for checkpoint in loaded:
+            mean, count = base.read_arrays(get_mean_file(checkpoint)), _count_finite(base, checkpoint)
+            if mean is None:
+                raise ScanError(f"The mean gradient is missing in {base.directory}: scan all data anew.")
+            total = {name: count * part for name, part in mean.items()}
+            for source, sign in changed:
+                for batch in source.iterate_batches(source.batch_size, lambda shard: True):
+                    gradient, size = measurement.sum_gradients(batch.ids, batch.batch)
+                    count += sign * size
+                    for name, part in gradient.items():
+                        total[name] = total[name] + sign * part.double().cpu().numpy()
+            store.write_arrays(get_mean_file(checkpoint), {name: part / max(1, count) for name, part in total.items()})
+
+
+def _count_finite(store: Store, checkpoint: int) -> int:
+    """The number of examples in the mean gradient of a checkpoint."""
+    parts = [store.read_columns(checkpoint, s, ["loss", "norm"]) for s in range(store.count_shards(checkpoint))]
+    return sum(int((np.isfinite(part["loss"]) & np.isfinite(part["norm"])).sum()) for part in parts)
 
 
 def _compute_digests(source: Source) -> Iterator[str]:

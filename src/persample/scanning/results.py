@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +15,7 @@ from persample.batches import BatchDim
 from persample.losses import LossFunction
 from persample.recording.options import Selection
 from persample.scanning import influence, queries, rankings
-from persample.scanning.checkpoints import State
+from persample.scanning.checkpoints import State, check_weights, load_last
 from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
 from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
@@ -121,8 +122,10 @@ class Scan:
 
     def describe(self, ids: Iterable[int]) -> list[dict[str, Any]]:
         """What the scan knows about some examples: name, label, what the model predicts and suggests."""
-        examples = Examples(self.store)
-        return [examples.describe(int(i)) for i in ids]
+        examples, ids = Examples(self.store), [int(i) for i in ids]
+        for i in ids:
+            self._check_id(i)
+        return [examples.describe(i) for i in ids]
 
     # ---- rankings ----
 
@@ -330,6 +333,22 @@ class Scan:
         (80, 16)
         """
         return write_rows(self._get_gradients(checkpoint), Path(directory), dtype)
+
+    # ---- model ----
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the scan was opened with its model and its loss."""
+        return self._model is not None and self._loss_fn is not None
+
+    @contextmanager
+    def load_model(self) -> Iterator[tuple[nn.Module, LossFunction]]:
+        """Give the model with the scanned weights, those of the last checkpoint, and the loss."""
+        if self._model is None or self._loss_fn is None:
+            raise ScanError("The scan has no model: open it as Scan(path, model, loss_fn).")
+        check_weights(self.settings, self._model, self._checkpoints)
+        with load_last(self._model, self._checkpoints):
+            yield self._model, self._loss_fn
 
     # ---- helpers ----
 

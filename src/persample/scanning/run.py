@@ -23,7 +23,7 @@ from persample.scanning.alignment import write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.diagnosis import explain_failure
 from persample.scanning.errors import ScanError
-from persample.scanning.gradient_sum import GradientSum
+from persample.scanning.gradient_sum import GradientSum, get_mean_file
 from persample.scanning.labels import check_classes
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
 from persample.scanning.names import Ids
@@ -210,7 +210,7 @@ class _Run:
         else:
             if self._is_first_pass or self._store.has_shard(checkpoint, 0):
                 self._check_first_batch(checkpoint)
-            needs_sum = self._measurement.needs_sum and not self._store.has_arrays(_get_mean_file(checkpoint))
+            needs_sum = self._measurement.needs_sum and not self._store.has_arrays(get_mean_file(checkpoint))
             total = self._start_sum(checkpoint) if needs_sum else None
             self._measure_shards(checkpoint, f"examples{title}", None, total)
             if total is not None:
@@ -279,7 +279,7 @@ class _Run:
 
     def _find_mean_direction(self, checkpoint: int, title: str) -> Gradient:
         """The mean gradient of all examples of all processes, scaled to length 1. Costs a plain pass over the data."""
-        mean = self._store.read_arrays(_get_mean_file(checkpoint))
+        mean = self._store.read_arrays(get_mean_file(checkpoint))
         self._workers.wait()  # all processes have looked for the file before one of them writes it
         if mean is None:
             total = self._start_sum(checkpoint)
@@ -306,7 +306,7 @@ class _Run:
         count = self._workers.sum(torch.tensor(float(total.count), dtype=torch.float64)).clamp(min=1)
         mean = {name: (self._workers.sum(part) / count).numpy() for name, part in total.gradient.items()}
         if self._workers.is_first:
-            self._store.write_arrays(_get_mean_file(checkpoint), mean)
+            self._store.write_arrays(get_mean_file(checkpoint), mean)
             self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
         self._workers.wait()
         return mean
@@ -328,10 +328,6 @@ class _Run:
             for batch in self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s)):
                 yield batch
                 update(len(batch.ids))
-
-
-def _get_mean_file(checkpoint: int) -> str:
-    return f"mean-{checkpoint}.npz"
 
 
 def _is_close(now: Array, before: Array) -> bool:

@@ -75,6 +75,11 @@ class Source:
         """The class names, if the dataset knows them."""
         return find_classes(self._data)
 
+    @property
+    def shape_hint(self) -> str:
+        """What the user can choose about the shape of an example, if the dataset knows; else empty."""
+        return str(getattr(self._data, "shape_hint", ""))
+
     def iterate_batches(self, shard_size: int, is_wanted: Callable[[int], bool]) -> Iterator[ShardBatch]:
         """The batches of the wanted shards. Shard s holds `shard_size` examples from `s * shard_size` on.
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from persample.scanning.estimates import estimate_wrong_labels
+from persample.scanning.gradient_sum import get_mean_file
 from persample.scanning.store import Array, Store
 from persample.scanning.suggestions import compute_confidence
 from persample.scanning.table import DESCRIPTIONS, check_shards, get_column_names, read_column, read_opinion
@@ -42,7 +43,7 @@ def summarise(store: Store) -> dict[str, Any]:
         summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion, fits))
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
-        mean = store.read_arrays(f"mean-{last}.npz") or {}
+        mean = store.read_arrays(get_mean_file(last)) or {}
         squared_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
         summary |= estimate_noise_scale(norms[is_in_mean].astype(np.float64), squared_mean)
     return summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -44,13 +45,14 @@ def write_table(store: Store) -> None:
     """Write `table.parquet` or `table.csv`, one shard at a time."""
     shards = _Shards(store)
     kind: TableKind = shards.settings["table"]
-    parts = (_make_arrow_table(shards.read(shard), shards.settings) for shard in range(shards.count))
+    tables = (_make_arrow_table(shards.read(shard), shards.settings) for shard in range(shards.count))
+    parts = map(_prepare_for_csv, tables) if kind == "csv" else tables
     first = next(parts)
     with write_file(store.directory / f"table.{kind}", store.directory) as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
             for part in itertools.chain([first], parts):
-                table.write_table(_escape_formulas(part) if kind == "csv" else part)
+                table.write_table(part)
 
 
 def read_table(store: Store) -> pa.Table:
@@ -198,8 +200,12 @@ def escape_formula(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA_STARTS) and not _NUMBER.fullmatch(text) else text
 
 
-def _escape_formulas(table: pa.Table) -> pa.Table:
+def _prepare_for_csv(table: pa.Table) -> pa.Table:
+    """The table with vectors as texts, and without texts that are formulas."""
     for i, field in enumerate(table.schema):
+        if pa.types.is_list(field.type):
+            texts = [json.dumps(value) for value in table[i].to_pylist()]
+            table = table.set_column(i, field.name, pa.array(texts, pa.string()))
         if pa.types.is_string(field.type):
             table = table.set_column(
                 i, field, pa.array([text and escape_formula(text) for text in table[i].to_pylist()], field.type)
@@ -209,7 +215,7 @@ def _escape_formulas(table: pa.Table) -> pa.Table:
 
 def _make_arrow_table(columns: dict[str, Array], settings: dict[str, Any]) -> pa.Table:
     """Add the names of classes after the columns that hold their numbers."""
-    arrow = {name: pa.array(column) for name, column in columns.items()}
+    arrow = {name: pa.array(column if column.ndim == 1 else list(column)) for name, column in columns.items()}
     for name in ("suggested", "suggested_probability"):
         if name in arrow:
             arrow[name] = pa.array(columns[name], mask=columns["suggested"] < 0)

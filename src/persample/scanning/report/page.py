@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import cached_property
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from markupsafe import Markup
 
 from persample._internal.text import format_count, format_list
 from persample.scanning.errors import ScanError
-from persample.scanning.examples import say_opinion
+from persample.scanning.examples import find_worst_output, format_probability, say_opinion
 from persample.scanning.report.charts import (
     PALETTE,
     choose_axis,
@@ -25,7 +27,7 @@ from persample.scanning.report.charts import (
     compute_rank_correlation,
     select_points,
 )
-from persample.scanning.report.previews import Preview, find_content, make_preview
+from persample.scanning.report.previews import Deferred, Preview, find_content, make_preview
 from persample.scanning.report.reasons import Reasons
 from persample.scanning.report.similar import find_similar
 from persample.scanning.report.wording import format_number, get_meaning, get_title
@@ -47,6 +49,11 @@ _COMPARED = ("loss", "confident", "el2n", "normalised_self_influence", "whitened
 _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _SCATTER_PADDING = 0.03
 _MIN_BAR_WIDTH = 0.4  # percent
+_MAX_REASON = 300  # characters
+_MASKS = (
+    "The given mask, the mask that the model predicts, and the pixels where they differ, over the image. Class 0 has "
+    "no colour. Pixels that the loss ignores do not count."
+)
 
 
 class Page:
@@ -331,6 +338,7 @@ class Page:
             return previews
         bytes_left = _POINT_PREVIEW_BYTES
         for i, value in self._read_contents([i for i in self.points if i not in previews]):
+            value = value.content if isinstance(value, Deferred) else value
             preview = make_preview(value, _POINT_PREVIEW_SIDE, _POINT_PREVIEW_LENGTH)
             bytes_left -= len(preview.content) if preview else 0
             if bytes_left < 0:
@@ -338,6 +346,18 @@ class Page:
             if preview is not None:
                 previews[i] = preview
         return previews
+
+    @cached_property
+    def marks(self) -> dict[str, Any] | None:
+        """The kinds of marks in the listed texts, and why a kind is missing in some; None without kinds."""
+        listed = [self.previews[i] for i in self.suspects if i in self.previews]
+        kinds = list(dict.fromkeys(kind for preview in listed for kind in preview.kinds if kind))
+        reasons = Counter(preview.reason for preview in listed if preview.reason)
+        if not kinds and not reasons:
+            return None
+        described = [{"name": kind, "title": get_title(kind), "meaning": get_meaning(kind)} for kind in kinds]
+        reason = shorten(reasons.most_common(1)[0][0], _MAX_REASON, placeholder=" …") if reasons else ""
+        return {"kinds": described, "reason": reason, "without": reasons.total()}
 
     def _read_contents(self, ids: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """What to show of some examples."""
@@ -454,15 +474,20 @@ class Page:
                 "The gradient norm of each module. The squares of these norms add up to the square of the whole norm."
             )
             meanings.append(("Layers", text))
+        if any(preview.kind == "panels" for preview in self.previews.values()):
+            meanings.append(("Masks", _MASKS))
+        kinds = self.marks["kinds"] if self.marks else []
+        meanings += [(f"Tokens by {kind['title'].lower()}", kind["meaning"]) for kind in kinds]
         return meanings
 
 
 def _format_prediction(example: dict[str, Any]) -> str:
     """The prediction of the model, with its probability."""
     if example.get("predicted") is not None:
-        return f"{example['predicted']} ({example['probability']:.2f})"
+        return f"{example['predicted']} ({format_probability(example['probability'])})"
     if "prediction" in example:
-        return f"{format_number(example['prediction'])} (target {format_number(example['target'])})"
+        where, prediction, target = find_worst_output(example)
+        return f"{where}{format_number(prediction)} (target {format_number(target)})"
     return ""
 
 

@@ -62,6 +62,12 @@
     choice?.addEventListener("change", () => filter());
     byId("previous").addEventListener("click", () => filter(current - 1));
     byId("next").addEventListener("click", () => filter(current + 1));
+    document.querySelectorAll('input[name="marks"]').forEach((one) => {
+      one.addEventListener("change", () => {
+        document.querySelector("main").setAttribute("data-marks", one.value);
+        byId("marks-meaning").textContent = one.parentElement.title;
+      });
+    });
     text.form.addEventListener("submit", (event) => event.preventDefault());
     const showAll = () => {
       text.value = "";

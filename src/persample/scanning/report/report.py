@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.resources import files
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from persample._internal.files import remove_unfinished
 from persample._internal.text import format_count
@@ -18,6 +13,8 @@ from persample.scanning.errors import ScanError
 from persample.scanning.rankings import SMALLEST_FIRST
 from persample.scanning.report.page import Page
 from persample.scanning.report.plots import write_plots
+from persample.scanning.report.predicted_masks import find_mask_reader
+from persample.scanning.report.rendering import render
 from persample.scanning.report.wording import get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
@@ -41,9 +38,11 @@ def write_report(
 
     `path` is the file, by default `report.html` in the directory of the scan. `data` is the scanned data, or the same
     examples in another form, for previews. `show` is a function from an example to its preview: a text, or an image as
-    an array, a tensor or a PIL image. Examples are ranked by `by`, one of `scan.rankings`, by default the mean loss or
-    the loss. The first `k` are listed: by default as many as may be wrong (see `Scan.estimate_wrong_labels`), and at
-    least 10. `notes` are remarks on examples by id, and `remarks` are sentences for the summary.
+    an array, a tensor or a PIL image. By default, it is found in the example; an image with a mask is shown with the
+    mask that the model predicts, if the scan has its model. Examples are ranked by `by`, one of `scan.rankings`, by
+    default the mean loss or the loss. The first `k` are listed: by default as many as may be wrong (see
+    `Scan.estimate_wrong_labels`), and at least 10. `notes` are remarks on examples by id, and `remarks` are sentences
+    for the summary.
 
     >>> import persample, torch
     >>> x, y = torch.rand(40, 8, 8), torch.randint(3, (40,))
@@ -57,9 +56,14 @@ def write_report(
     source = None if data is None else Source(data)
     if source is not None and source.size not in (None, len(scan)):
         raise ScanError(f"The scan has {len(scan)} examples, but `data` has {source.size}.")
-    page = Page(scan, by, k, dict(notes or {}), source, show)
     path = scan.directory / "report.html" if path is None else Path(path)
-    html = _render(page, title or "Dataset scan", remarks)
+    remarks = [remarks] if isinstance(remarks, str) else list(remarks)
+    with ExitStack() as stack:
+        if show is None:
+            show, reason = find_mask_reader(scan, source, stack)
+            remarks += [reason] if reason else []
+        page = Page(scan, by, k, dict(notes or {}), source, show)
+        html = _render(page, title or "Dataset scan", remarks)
     remove_unfinished(path)
     with write_file(path, path.parent) as file:
         file.write(html.encode())
@@ -69,21 +73,16 @@ def write_report(
 
 
 def _render(page: Page, title: str, remarks: Sequence[str]) -> str:
-    folder = files("persample.scanning.report")
-    style, script = ((folder / name).read_text("utf-8") for name in ("report.css", "report.js"))
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((folder / "template.html").read_text("utf-8"))
-    return template.render(
-        page=page,
+    return render(
+        "persample.scanning.report",
         title=title,
-        remarks=[remarks] if isinstance(remarks, str) else list(remarks),
+        script="report.js",
+        kind="dataset scan",
+        page=page,
+        remarks=remarks,
         about=page.scan.settings["about"],
         ranked_by=get_title(page.by).lower() if page.by else None,
         columns_with_smallest_first=SMALLEST_FIRST,
         smallest_first=page.by in SMALLEST_FIRST,
-        style=Markup(style),
-        script=Markup(script),
-        digest=digest,
         format_count=format_count,
     )

@@ -49,6 +49,17 @@ _COLUMNS = {
     ),
 }
 
+# Title and meaning of each kind of marks in texts.
+_MARKS = {
+    "token_gradient": (
+        "Part of the gradient",
+        "The marked tokens have the largest parts of the example's gradient: a training step on it changes the weights "
+        "most by what the model computes there (in language models, to predict the next token). Layers after a pooling "
+        "do not count.",
+    ),
+    "token_loss": ("Loss", "The marked tokens are those that the model found least probable, given the text before."),
+}
+
 
 def format_number(value: Any) -> str:
     """A number with three significant digits.
@@ -87,18 +98,18 @@ def format_tick(value: float) -> str:
 
 
 def get_title(column: str) -> str:
-    """The title of a column.
+    """The title of a column, or of a kind of marks.
 
     >>> get_title("self_influence"), get_title("norm/head.0")
     ('Self-influence', 'Norm of head.0')
     """
     if column.startswith("norm/"):
         return f"Norm of {column[5:]}"
-    return _COLUMNS[column][0] if column in _COLUMNS else column
+    return (_COLUMNS | _MARKS).get(column, (column, ""))[0]
 
 
 def get_meaning(column: str) -> str:
-    """The meaning of a column, in one sentence."""
+    """The meaning of a column, or of a kind of marks."""
     if column.startswith("norm/"):
         return f"The gradient norm of the parameters in {column[5:]}."
-    return _COLUMNS[column][1] if column in _COLUMNS else ""
+    return (_COLUMNS | _MARKS).get(column, (column, ""))[1]
