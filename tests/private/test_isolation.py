@@ -544,6 +544,19 @@ def test_logs_of_the_loop_are_allowed() -> None:
     assert len(losses) == 3 and torch.stack(losses).isfinite().all()
 
 
+@pytest.mark.parametrize("read", [lambda p: p.detach(), lambda p: p.data, lambda p: p.detach().clone()])
+def test_weights_with_as_many_rows_as_samples_may_be_read_before_backward(read: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Linear(D, B)
+    optimizer = make_optimizer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = compute_loss(model(make_flat()))
+        assert torch.cat([read(p).flatten() for p in model.parameters()]).norm() > 0
+        loss.backward()
+        optimizer.step()
+    optimizer.release()
+
+
 # ---- ordinary models ----
 
 

@@ -731,6 +731,8 @@ class Tracker(TorchFunctionMode):
             for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
+                elif self.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
+                    self.outside.add_constant(made)
         elif self.outside is not None:
             self.outside.note_call(call, result, self.batch, self.is_inside)
             if self.outside.has_reads and func in IMPORTS and not self.is_inside and self.batch > 1:

@@ -23,7 +23,7 @@ from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
-from persample.recording.hooks import ModuleHook, PartHook, refuse_unrecorded
+from persample.recording.hooks import ModuleHook, PartHook, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
@@ -155,6 +155,7 @@ class Watch:
         self._hooks: list[RemovableHandle] = []
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
+        refuse_scripted(model)
         self._refusals = self._refuse_unrecorded(model)
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
@@ -239,7 +240,9 @@ class Watch:
             return
         recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
         for part in model.modules():
-            if part is not model and any(id(p) in recorded for p in part.parameters()):
+            if part is model or isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+                continue
+            if any(id(p) in recorded for p in part.parameters()):
                 hook = PartHook(self._before_part, self._is_inside_entry)
                 yield part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
