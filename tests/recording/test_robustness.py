@@ -496,9 +496,9 @@ def test_scripted_models_are_refused(make: Callable[..., nn.Module]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = make(nn.Linear(D, D))
-    with pytest.raises(PerSampleError, match="before torch.jit"), record(scripted):
+    with pytest.raises(PerSampleError, match=r"before torch\.jit"), record(scripted):
         pass
-    with pytest.raises(PerSampleError, match="before torch.jit"):
+    with pytest.raises(PerSampleError, match=r"before torch\.jit"):
         watch(scripted, lambda grads: None)
     model = nn.Sequential(nn.Linear(D, D), scripted)
     with pytest.raises(PerSampleError), record(model):

@@ -33,8 +33,8 @@ _ACCOUNTANT = "privacy_accountant.pt"
 class PrivateTrainer(Trainer):
     """A Trainer for private training.
 
-    Batches are drawn by Poisson sampling, with entropy of the operating system or with the argument `data_seed`, not with
-    `seed`. Their expected size is `per_device_train_batch_size` in each process, times
+    Batches are drawn by Poisson sampling, with entropy of the operating system or with the argument `data_seed`, but
+    not with `seed`. Their expected size is `per_device_train_batch_size` in each process, times
     `gradient_accumulation_steps`: each batch is divided into so many parts. The loss must be a mean or sum over the
     samples. For a language model with sequences of different lengths, use `compute_loss_func=mean_of_sequences`.
 
