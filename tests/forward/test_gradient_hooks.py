@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,7 @@ SEPARATE: dict[str, Change] = {
     "zeros": torch.zeros_like,
     "constants": lambda g: g * torch.arange(1.0, D + 1),
     "only read": lambda g: print(end=str(g.norm().item())[:0]),
+    "only read by numpy": lambda g: print(end=str(g.numpy())[:0]),
 }
 
 MIXING: dict[str, Change] = {
@@ -68,6 +70,8 @@ MIXING: dict[str, Change] = {
     "centred in place": subtract_in_place,
     "norm": lambda g: g / g.norm(),
     "norm as a number": lambda g: g / g.norm().item(),
+    "numpy": lambda g: g / float(np.linalg.norm(g.numpy())),
+    "a list": lambda g: g / max(map(max, g.tolist())),
     "a decision": clip_if_large,
     "another order": lambda g: g.flip(0),
 }

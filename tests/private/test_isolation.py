@@ -259,21 +259,40 @@ def test_places_that_only_a_verification_sees(name: str) -> None:
 class PaddedNorm(nn.Module):
     """Cuts to the longest sample of the batch, and normalises over time."""
 
-    def __init__(self) -> None:
+    def __init__(self, reduce: Callable[[Tensor], Tensor], has_norm: bool = True, on_the_left: bool = False) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(D, D), nn.GroupNorm(2, D)
+        self.linear, self.norm = nn.Linear(D, D), nn.GroupNorm(2, D) if has_norm else nn.Identity()
+        self.reduce, self.on_the_left = reduce, on_the_left
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         h = self.linear(x)[:, : int(lengths.max())]
         h = h * (numbers(h.size(1)) < lengths[:, None])[..., None]
-        return self.norm(h.transpose(1, 2)).sum(2)
+        h = self.reduce(self.norm(h.transpose(1, 2)))
+        return h.flip(2) if self.on_the_left else h
 
 
-def test_padding_to_the_longest_under_a_norm_over_time_is_refused() -> None:
-    model = PaddedNorm()
+# The longest sample at the end is one of those that run alone.
+LENGTHS = [[2, 5, 9, 3, 4, 4], [2, 5, 4, 3, 4, 9], [9, 5, 4, 3, 4, 2]]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("reduce", [lambda h: h.sum(2), lambda h: h], ids=["sum", "positions"])
+def test_padding_to_the_longest_under_a_norm_over_time_is_refused(
+    reduce: Callable[[Tensor], Tensor], lengths: list[int]
+) -> None:
+    model = PaddedNorm(reduce)
     optimizer = make_optimizer(model)
-    with pytest.raises(SamplesMixed, match="changes with the other samples"):
-        model(torch.randn(B, 9, D), torch.tensor([2, 5, 9, 3, 4, 4]))
+    with pytest.raises(SamplesMixed, match=r"changes with the other samples|the size of the batch"):
+        model(torch.randn(B, 9, D), torch.tensor(lengths))
+    optimizer.release()
+
+
+@pytest.mark.parametrize("on_the_left", [False, True])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_padding_to_the_longest_without_influence_is_not_refused(lengths: list[int], on_the_left: bool) -> None:
+    model = PaddedNorm(lambda h: h, has_norm=False, on_the_left=on_the_left)
+    optimizer = make_optimizer(model)
+    model(torch.randn(B, 9, D), torch.tensor(lengths))
     optimizer.release()
 
 
@@ -523,6 +542,19 @@ def test_logs_of_the_loop_are_allowed() -> None:
         loss.backward()
         optimizer.step()
     assert len(losses) == 3 and torch.stack(losses).isfinite().all()
+
+
+@pytest.mark.parametrize("read", [lambda p: p.detach(), lambda p: p.data, lambda p: p.detach().clone()])
+def test_weights_with_as_many_rows_as_samples_may_be_read_before_backward(read: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Linear(D, B)
+    optimizer = make_optimizer(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = compute_loss(model(make_flat()))
+        assert torch.cat([read(p).flatten() for p in model.parameters()]).norm() > 0
+        loss.backward()
+        optimizer.step()
+    optimizer.release()
 
 
 # ---- ordinary models ----

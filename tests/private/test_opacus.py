@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
+from persample.private.adaptive import AdaptiveOptimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
@@ -155,6 +156,27 @@ def test_normalized_gradients_are_divided_by_the_bound() -> None:
 
 
 # ---- adaptive clipping ----
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e3, float("nan")], ids=["not clipped", "clipped", "not finite"])
+def test_a_sample_changes_the_count_of_unclipped_samples_by_one_half(scale: float) -> None:
+    """The noise of the gradients is chosen for this: see `AdaptiveOptimizer`."""
+    torch.manual_seed(0)
+    first = nn.Linear(4, 2)
+    x = torch.randn(6, 4) * torch.tensor([1.0, 100.0, 1.0, 100.0, 1.0, scale])[:, None]
+    counts = []
+    for number in (5, 6):
+        model = copy.deepcopy(first)
+        optimizer = AdaptiveOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), module=model, noise_multiplier=0.0, max_grad_norm=1.0,
+            expected_batch_size=8, loss_reduction="sum", target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
+            max_clipbound=10.0, min_clipbound=0.1, unclipped_num_std=1e-6,
+        )  # fmt: skip
+        STARTED.append(optimizer)
+        model(x[:number]).square().sum().backward()
+        optimizer.step()
+        counts.append(optimizer.unclipped_num)
+    assert abs(counts[1] - counts[0]) == pytest.approx(0.5, abs=1e-4)
 
 
 def test_adaptive_clipping_with_a_budget_and_split_batches() -> None:

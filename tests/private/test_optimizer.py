@@ -180,6 +180,19 @@ def test_parameters_frozen_between_backward_and_step_keep_their_values() -> None
     assert torch.equal(before, model[2].weight)
 
 
+def test_parameters_that_are_trained_from_the_middle_of_a_step_on_get_noise_only() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Linear(40, 2))
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(model, noise_multiplier=1.0)
+    loss = model(1000 * torch.ones(1, 30)).square().sum()
+    model[0].requires_grad_(True)
+    loss.backward()
+    optimizer.step()
+    optimizer.release()
+    assert float(model[0].weight.grad.std()) == pytest.approx(C, rel=0.1)
+
+
 def test_parameters_of_other_modules_are_refused() -> None:
     model, x, other = make_model(), make_samples(), nn.Linear(2, 2)
     optimizer = make_optimizer(model)

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+    set_seed,
+)
 from transformers.trainer_pt_utils import LabelSmoother
 
 from persample import PerSampleError, SamplesMixed
@@ -240,6 +247,17 @@ def test_noise_of_the_trainer_does_not_follow_its_seed(tmp_path: Path) -> None:
     start = torch.cat([p.detach().flatten() for p in make_classifier().parameters()])
     moves = torch.stack([train_weights(tmp_path / str(i)) - start for i in range(2)])
     assert abs(torch.corrcoef(moves)[0, 1]) < 0.2
+
+
+@pytest.mark.parametrize("data_seed", [None, 7])
+def test_batches_of_the_trainer_do_not_follow_its_seed(data_seed: int | None, tmp_path: Path) -> None:
+    """Everybody knows its default of 42. The accountant counts on batches that nobody knows."""
+    drawn = []
+    for i in range(2):
+        trainer = make_trainer(tmp_path / str(i), make_classifier(), Texts(causal=False), args={"data_seed": data_seed})
+        set_seed(42)
+        drawn.append(list(trainer.get_train_dataloader().batch_sampler))
+    assert (drawn[0] == drawn[1]) == (data_seed is not None)
 
 
 @pytest.mark.parametrize("only_model", [False, True])

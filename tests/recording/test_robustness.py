@@ -486,3 +486,31 @@ def test_an_error_of_the_machinery_is_not_remembered(
         with pytest.raises(SamplesMixed, match="could not be followed"), record(model):
             model(x).sum().backward()
     assert compute_norms(model, x).all()
+
+
+# ---- scripted models ----
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.rand(B, D))])
+def test_scripted_models_are_refused(make: Callable[..., nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = make(nn.Linear(D, D))
+    with pytest.raises(PerSampleError, match=r"before torch\.jit"), record(scripted):
+        pass
+    with pytest.raises(PerSampleError, match=r"before torch\.jit"):
+        watch(scripted, lambda grads: None)
+    model = nn.Sequential(nn.Linear(D, D), scripted)
+    with pytest.raises(PerSampleError), record(model):
+        model(torch.rand(B, D)).sum().backward()
+    with pytest.raises(PerSampleError), watch(model, lambda grads: None):
+        model(torch.rand(B, D)).sum().backward()
+
+
+def test_scripted_parts_without_weights() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Linear(D, D), torch.jit.script(nn.Tanh()), nn.Linear(D, D))
+    x = torch.rand(B, D)
+    expected = compute_norms(nn.Sequential(model[0], nn.Tanh(), model[2]), x)
+    torch.testing.assert_close(compute_norms(model, x), expected)

@@ -11,6 +11,7 @@ from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 from persample import _torch
@@ -66,6 +67,8 @@ def read_model(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
     table = _tables.get(model)
     found = None if table is None else table.read()
     if found is None:
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):  # without the usual dicts
+            return list(model.modules()), dict(model.named_parameters())
         table = _tables[model] = _Table(model)
         found = table.read()
     assert found is not None

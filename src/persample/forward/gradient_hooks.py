@@ -66,7 +66,7 @@ def _run_hook(
         if where is not None and where not in [layout for _, layout in layouts]:
             _refuse_hook(hook, place, _describe(where))
     if result is not None and tracker.number_of_reads > reads:
-        cause = "it reads a number that was computed from all samples, and returns a gradient"
+        cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
         _refuse_hook(hook, place, cause)
     for gradient, _ in layouts:
         tracker.forget(gradient)

@@ -174,7 +174,7 @@ class Tracker(TorchFunctionMode):
         self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
         self.is_paused = False  # nothing is followed now
         self.tried = TriedFunctions()
-        self.number_of_reads = 0  # of numbers that were computed from all samples
+        self.number_of_reads = 0  # of numbers that may depend on several samples
         self.saved_layouts: SavedLayouts = {}
         self._audit: Audit | None = None
         self._checked_nodes: WeakSet[Any] = WeakSet()  # of custom functions
@@ -711,7 +711,7 @@ class Tracker(TorchFunctionMode):
         if has_samples and func in READS:
             self._counted.add(result)
             self._counted.add_total(find_read_total(call.tensors[0], call.where[0], result))
-            self.number_of_reads += isinstance(call.where[0], (Lost, Reduced))
+            self.number_of_reads += self.batch > 1 or isinstance(call.where[0], (Lost, Reduced))
             if type(result) is bool:
                 self._note_decision(call, result)
             elif self.is_inside:
@@ -731,6 +731,8 @@ class Tracker(TorchFunctionMode):
             for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
+                elif self.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
+                    self.outside.add_constant(made)
         elif self.outside is not None:
             self.outside.note_call(call, result, self.batch, self.is_inside)
             if self.outside.has_reads and func in IMPORTS and not self.is_inside and self.batch > 1:

@@ -23,8 +23,9 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
     `exp(-clipbound_learning_rate * (share - target_unclipped_quantile))`. The gradients get so much more noise that
     both results together spend what `noise_multiplier` says, which is what the accountant counts.
 
-    The share is relative to the expected batch size. Opacus divides by the number of samples in the batch, which is
-    private under Poisson sampling.
+    A sample counts as 1/2 if it was not clipped and as -1/2 if it was, so that it changes the count by 1/2, as Andrew
+    et al. (2021) assume. The share is relative to the expected batch size. Opacus counts 1 and 0, so that a sample
+    changes the count by 1, and divides by the number of samples in the batch, which is private under Poisson sampling.
 
     Args:
         target_unclipped_quantile: the share of samples that should not be clipped.
@@ -80,6 +81,7 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         )
         self.clipping = "adaptive"
         self.unclipped_num = 0.0  # of the last step, with noise
+        self._centred_count = 0.0  # the same, minus half of the samples
 
     def _get_noise_scale(self, noise_multiplier: float) -> float:
         if noise_multiplier >= 2 * self.unclipped_num_std:
@@ -93,7 +95,8 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
 
     def _count_samples(self, grads: StreamedClip) -> Sums:
         assert self._settings is not None  # fixed by the call of the model
-        return {_UNCLIPPED: (grads.norms() * self.loss_divisor <= self._settings.max_grad_norm).sum().float()}
+        is_unclipped = grads.norms() * self.loss_divisor <= self._settings.max_grad_norm
+        return {_UNCLIPPED: (is_unclipped.float() - 0.5).sum()}
 
     @torch.no_grad()
     def _take_noised_sums(self, std: float) -> Sums:
@@ -101,13 +104,15 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         totals = super()._take_noised_sums(std)
         count = count.reshape(1).clone()
         self._draw([count], self.unclipped_num_std)
-        self.unclipped_num = float(count)
+        self._centred_count = float(count)
         return totals
 
     def _prepare_step(self) -> None:
         arrived = self.accumulated_iterations
         super()._prepare_step()
         assert self.expected_batch_size is not None
-        share = self.unclipped_num / (self.expected_batch_size * arrived)
+        expected = self.expected_batch_size * arrived
+        self.unclipped_num = self._centred_count + expected / 2
+        share = self.unclipped_num / expected
         bound = self.max_grad_norm * math.exp(-self.clipbound_learning_rate * (share - self.target_unclipped_quantile))
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)

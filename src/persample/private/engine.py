@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
@@ -36,7 +35,7 @@ from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_mul
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.processes import send_from_first
-from persample.private.sampling import prepare_empty_batches, replace_sampler
+from persample.private.sampling import make_secret_generator, prepare_empty_batches, replace_sampler
 from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
 from persample.recording.options import Constants, Verify
@@ -265,7 +264,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     def _make_private_by_opacus(self, *, noise_generator: torch.Generator | None, **arguments: Any) -> tuple[Any, ...]:
         """`make_private` of Opacus for gradients that the user fills in, with noise that no seed reaches."""
         if noise_generator is None and not self.secure_mode:
-            noise_generator = torch.Generator().manual_seed(secrets.randbits(63))
+            noise_generator = make_secret_generator()
         return super().make_private(grad_sample_mode="no_op", noise_generator=noise_generator, **arguments)
 
     def make_private_with_epsilon(

@@ -19,7 +19,13 @@ from persample.private.budget import Budget
 from persample.private.checkpoints import check_loadable, load_safely
 from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import PartSampler, WithLength, copy_with_sampler
+from persample.private.sampling import (
+    PartSampler,
+    WithLength,
+    copy_with_sampler,
+    make_generator_of_process,
+    make_secret_generator,
+)
 
 _ACCOUNTANT = "privacy_accountant.pt"
 
@@ -27,7 +33,8 @@ _ACCOUNTANT = "privacy_accountant.pt"
 class PrivateTrainer(Trainer):
     """A Trainer for private training.
 
-    Batches are drawn by Poisson sampling. Their expected size is `per_device_train_batch_size` in each process, times
+    Batches are drawn by Poisson sampling, with entropy of the operating system or with the argument `data_seed`, but
+    not with `seed`. Their expected size is `per_device_train_batch_size` in each process, times
     `gradient_accumulation_steps`: each batch is divided into so many parts. The loss must be a mean or sum over the
     samples. For a language model with sequences of different lengths, use `compute_loss_func=mean_of_sequences`.
 
@@ -96,10 +103,16 @@ class PrivateTrainer(Trainer):
             loader: Any = super().get_train_dataloader()
             steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
             whole: Any = WithLength(loader, steps)
+            whole.generator = self._make_sampling_generator()
             self._loader = self.engine._prepare_data_loader(
                 whole, poisson_sampling=True, distributed=self._is_distributed
             )
         return self._loader
+
+    def _make_sampling_generator(self) -> torch.Generator:
+        """The generator of the batches. Everybody knows the default `seed` of the Trainer, and so the batches of it."""
+        seed = self.args.data_seed
+        return make_secret_generator() if seed is None else make_generator_of_process(seed)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)

@@ -22,6 +22,7 @@ from persample._internal.dtypes import widen
 from persample.errors import PerSampleError
 from persample.gradients import StreamedClip
 from persample.private.errors import PrivateTrainingError
+from persample.private.handed_out import HandedOut
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
 from persample.private.units import BatchUnits, get_content
@@ -145,6 +146,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             )
         self._recording = dict(recording or {})
         self._units = BatchUnits(self._recording.get("units"))
+        self._handed_out = HandedOut()
         if has_units or "units" in self._recording:
             self._recording["units"] = self._units.take
             self._recording.setdefault("unit_reduction", "mean")
@@ -208,10 +210,12 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         A tensor with the batch's size in dimension `batch_dim` has one row per sample. The default is the `batch_dim`
         of the recording.
         """
+        given = self._recording.get("batch_dim", 0)
         if batch_dim is None:
-            given = self._recording.get("batch_dim", 0)
             batch_dim = given if isinstance(given, int) else 0
         self._units.add(batch, batch_dim)
+        if isinstance(given, int) and "units" not in self._recording:
+            self._handed_out.add(batch, batch_dim)
         if not self._is_released:
             self._watch.add_samples(get_content(batch), batch_dim)
 
@@ -238,6 +242,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
     @torch.no_grad()
     def _receive(self, grads: StreamedClip) -> None:
         """Add the clipped sum of a backward pass to the sum of this step, and show it in `p.grad`."""
+        self._handed_out.check(grads.batch_size)
         if self._is_batch_cleared():
             self._drop_batch()
         if self._arrived >= self.parts_per_step and self.poisson_sampling:
@@ -256,13 +261,15 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         if grads.passes != self.passes:
             self.passes = grads.passes
             _log.info("Private training clips in %s", grads.describe_passes())
-        found = {id(p): self._restore_scale(widen(clipped[self._names[id(p)]]).view_as(p)) for p in self.params}
+        # A parameter that was frozen in the forward pass has no gradient in this step, only noise.
+        recorded = [p for p in self.params if self._names[id(p)] in clipped]
+        found = {id(p): self._restore_scale(widen(clipped[self._names[id(p)]]).view_as(p)) for p in recorded}
         self._batch = _add(self._batch, {**found, **self._count_samples(grads)})
         if self._has_grad_samples:
             self._show_rows(grads)
         self._spent = False
         self._arrived += 1
-        for p in self.params:
+        for p in recorded:
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -32,10 +33,16 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
             yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
 
 
-def make_generator_of_process() -> torch.Generator:
-    """A generator that differs between processes, even if all of them have the same seed."""
-    seed = (torch.initial_seed() + _LARGE_PRIME * torch.distributed.get_rank()) % 2**63
+def make_generator_of_process(seed: int | None = None) -> torch.Generator:
+    """A generator that differs between processes, even if all of them have the same seed: by default that of torch."""
+    rank = torch.distributed.get_rank() if _count_processes() > 1 else 0
+    seed = ((torch.initial_seed() if seed is None else seed) + _LARGE_PRIME * rank) % 2**63
     return torch.Generator().manual_seed(seed)
+
+
+def make_secret_generator() -> torch.Generator:
+    """A generator with a seed from the entropy of the operating system."""
+    return torch.Generator().manual_seed(secrets.randbits(63))
 
 
 class PartSampler:

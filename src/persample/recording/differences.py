@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,20 +66,40 @@ def find_scale(tensor: Tensor) -> float:
     return float(sizes[sizes <= 1000 * smaller].max())
 
 
-def find_difference(parts: Iterable[Part], outputs: Mapping[int, Tensor], sample: int, batch: int) -> Difference | None:
+def find_difference(
+    parts: Iterable[Part], outputs: Mapping[int, Tensor], sample: int, batch: int, crop: bool = False
+) -> Difference | None:
     """The largest difference between a sample's rows in a batch and its outputs by position; None if there is none.
 
-    An output that has another number of entries alone, such as one that is padded to the longest sample, is left out.
+    An output that has another number of entries alone is left out. With `crop`, one that is shorter alone, because it
+    is padded to the longest sample of the batch, is compared with the first or the last entries in the batch.
     """
     found: Difference | None = None
     for part in parts:
         own, alone = take_sample(part.tensor, part.layout, sample, batch), outputs.get(part.position)
-        if alone is None or own.numel() != alone.numel() or not own.numel() or not own.isfinite().any():
+        if alone is None or not alone.numel() or not own.isfinite().any():
             continue
-        relative, absolute = compute_difference(own, alone, part.scale)
+        candidates = [own] if own.numel() == alone.numel() else list_crops(own, alone.shape) if crop else []
+        if not candidates:
+            continue
+        relative, absolute = min(compute_difference(each, alone, part.scale) for each in candidates)
         if found is None or relative > found.relative:
             found = Difference(relative, absolute, part.position, tuple(part.tensor.shape))
     return found
+
+
+def list_crops(tensor: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    """The first and the last entries of a tensor, if `shape` is shorter in one dimension and equal in the others.
+
+    >>> [crop.tolist() for crop in list_crops(torch.tensor([[1, 2, 3]]), (1, 2))]
+    [[[1, 2]], [[2, 3]]]
+    """
+    dims = [d for d, (size, other) in enumerate(zip(tensor.shape, shape, strict=False)) if size != other]
+    if tensor.dim() != len(shape) or len(dims) != 1 or tensor.shape[dims[0]] < shape[dims[0]]:
+        return []
+    (dim,) = dims
+    length = shape[dim]
+    return [tensor.narrow(dim, start, length) for start in (0, tensor.shape[dim] - length)]
 
 
 def compute_difference(one: Tensor, other: Tensor, scale: float) -> tuple[float, float]:

@@ -67,6 +67,15 @@ class _Refusal:
             raise _make_refusal(self._name)
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a model that torch.jit has made: it takes no hooks, and its ops cannot be followed."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PerSampleError(
+            f"The model is a {type(model).__name__}, whose ops cannot be followed. Pass the module as it was before "
+            "torch.jit.script or torch.jit.trace."
+        )
+
+
 def refuse_unrecorded(
     recorded: Mapping[str, Tensor], processes: Processes, is_pulling_back: Callable[[], bool]
 ) -> list[RemovableHandle]:

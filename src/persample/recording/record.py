@@ -20,7 +20,7 @@ from persample.gradients import (
     UnitIds,
     UnitReduction,
 )
-from persample.recording.hooks import ModuleHook, refuse_unrecorded
+from persample.recording.hooks import ModuleHook, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify
 from persample.recording.session import Recording
 
@@ -222,6 +222,7 @@ def record(
         positions=positions,
         losses=losses,
     )
+    refuse_scripted(model)
     recording = Recording(model, options)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -522,7 +522,7 @@ class _Comparison:
         if len(outputs) != self.verification.outputs:
             return None
         with _torch.DisableTorchFunction():
-            return find_difference(self.parts, outputs, sample, self.batch)
+            return find_difference(self.parts, outputs, sample, self.batch, crop=self.verification.checks_places)
 
     def _run_batch(self) -> dict[int, Tensor]:
         if self.verification.has_changed_arguments:

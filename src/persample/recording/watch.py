@@ -23,7 +23,7 @@ from persample.errors import PerSampleError
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
-from persample.recording.hooks import ModuleHook, PartHook, refuse_unrecorded
+from persample.recording.hooks import ModuleHook, PartHook, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
@@ -148,12 +148,14 @@ class Watch:
         self._is_inside = False  # whether a call of the model, or of a part of it, is running
         self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
         self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
+        self._used: list[TensorMap[int]] = []  # the declared batches of which the current step has samples
         self._thread = 0  # in which the current step began
         self.steps = 0  # that have begun
         self._refusals: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
         self._empty_passes: set[int] = set()
         self._isolation = Isolation()
+        refuse_scripted(model)
         self._refusals = self._refuse_unrecorded(model)
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
@@ -238,7 +240,9 @@ class Watch:
             return
         recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
         for part in model.modules():
-            if part is not model and any(id(p) in recorded for p in part.parameters()):
+            if part is model or isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
+                continue
+            if any(id(p) in recorded for p in part.parameters()):
                 hook = PartHook(self._before_part, self._is_inside_entry)
                 yield part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
@@ -276,7 +280,7 @@ class Watch:
         recording = self._recording if self._is_step_alive(search=True) else None
         if recording is not None and recording.continue_forward(args, kwargs, part):
             return True
-        has_declared = any(t in declared for t in iterate_tensors((args, kwargs)) for declared in self._samples)
+        has_declared = bool(self._find_declared(args, kwargs))
         if recording is None or has_declared or _is_same(self._first_part, part):
             self._begin(model)
             recording, self._first_part = self._recording, ref(part)
@@ -299,6 +303,13 @@ class Watch:
         self._add_declared()
         return True
 
+    def _find_declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
+        """The declared batches that have tensors in the arguments of a call."""
+        if not self._samples:
+            return []
+        given = list(iterate_tensors((args, kwargs)))
+        return [declared for declared in self._samples if any(tensor in declared for tensor in given)]
+
     def _find_declared_size(self) -> int | None:
         """The number of samples in the batch that was declared last."""
         declared = self._samples[-1].items() if self._samples else ()
@@ -307,6 +318,7 @@ class Watch:
     def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
         assert self._recording is not None
         self._recording.start_forward(args, kwargs, part)
+        self._used = self._used or self._find_declared(args, kwargs)
         self._add_declared()
 
     def _add_declared(self) -> None:
@@ -339,9 +351,15 @@ class Watch:
         self._is_inside, self._entry = True, ref(module)
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call belongs to the current step: results of it are alive, and batch size and units are equal."""
+        """Whether a call belongs to the current step: results of it are alive, and batch size and units are equal.
+
+        Samples of another batch that was declared do not belong to it.
+        """
         recording = self._recording
         if recording is None or not self._is_step_alive(search=True):
+            return False
+        declared = self._find_declared(args, kwargs)
+        if declared and self._used and not any(a is b for a in declared for b in self._used):
             return False
         batch_size = recording.find_batch_size(args, kwargs)
         return batch_size == recording.grads.batch_size and recording.grads.has_same_units(batch_size)
@@ -359,6 +377,7 @@ class Watch:
         self.steps += 1
         self._outputs = []
         self._first_part = None
+        self._used = []
         self._thread = get_ident()
         # torch's stack of modes keeps the recording, which must not keep the watch or the model.
         step = _Step(self)

@@ -1,0 +1,146 @@
+"""A sample of the loader is one row of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from persample import PerSampleError
+from persample.private import BatchMemoryManager, PrivacyEngine
+from persample.private.handed_out import HandedOut
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+N, D = 12, 4
+
+
+def make_private(dataset: Any = None, batch_size: int = 4, **options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(N, D), torch.randn(N, 1)) if dataset is None else dataset
+    collate = options.pop("collate_fn", None)
+    model = nn.Linear(D, 1)
+    return PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), max_grad_norm=1.0, noise_multiplier=0.0,
+        data_loader=DataLoader(dataset, batch_size=batch_size, collate_fn=collate), loss_reduction="sum",
+        **{"poisson_sampling": False, **options},
+    )  # fmt: skip
+
+
+def train(model: nn.Module, optimizer: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().sum().backward()
+    optimizer.step()
+
+
+COPIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "augmentations": lambda x: torch.cat([x, 1.01 * x]),
+    "copies": lambda x: x.repeat(3, 1),
+    "tokens": lambda x: x[:, None].expand(-1, 5, -1).reshape(-1, D),
+}
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("name", COPIES)
+def test_several_rows_of_a_sample_are_refused(name: str, is_split: bool) -> None:
+    model, optimizer, loader = make_private()
+    before = model.weight.detach().clone()
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as parts:
+        for x, _ in parts if is_split else loader:
+            with pytest.raises(PerSampleError, match=rf"with {len(COPIES[name](x))} samples.* loader has {len(x)}"):
+                train(model, optimizer, COPIES[name](x))
+    torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
+    optimizer.release()
+
+
+def test_a_refused_step_leaves_nothing_for_the_next() -> None:
+    model, optimizer, loader = make_private(TensorDataset(torch.randn(N, D)), batch_size=1)
+    for (x,) in loader:
+        with pytest.raises(PerSampleError, match="loader has 1"):
+            train(model, optimizer, torch.cat([x, x]))
+        before = model.weight.detach().clone()
+        train(model, optimizer, 1000 * x)
+        assert float((model.weight - before).norm()) <= 1 + 1e-4
+    optimizer.release()
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_batches_of_other_sizes_loaded_in_advance(ahead: int) -> None:
+    model, optimizer, loader = make_private(TensorDataset(torch.randn(60, D)), 6, poisson_sampling=True)
+    waiting: list[Tensor] = []
+    for (x,) in loader:
+        waiting.append(x)
+        if len(waiting) == ahead:
+            train(model, optimizer, waiting.pop(0))
+    optimizer.release()
+
+
+def test_a_part_of_the_batch_may_be_used() -> None:
+    model, optimizer, loader = make_private()
+    for x, _ in loader:
+        train(model, optimizer, x[:2])
+    optimizer.release()
+
+
+class Images(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, i: int) -> tuple[Tensor, str]:
+        return torch.full((1, D), float(i)), f"image {i}"
+
+
+@pytest.mark.parametrize("collate", [
+    lambda items: [x for x, _ in items],
+    lambda items: {"images": [x for x, _ in items], "count": torch.tensor(len(items))},
+    lambda items: tuple(zip(*items, strict=True)),
+])  # fmt: skip
+def test_lists_have_an_item_for_each_sample(collate: Any) -> None:
+    model, optimizer, loader = make_private(Images(), collate_fn=collate)
+    for batch in loader:
+        images = batch["images"] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
+        train(model, optimizer, torch.cat(list(images)))
+        optimizer.zero_grad()
+        with pytest.raises(PerSampleError, match="loader has 4"):
+            train(model, optimizer, torch.cat([*images, *images]))
+    optimizer.release()
+
+
+def test_samples_in_another_dimension() -> None:
+    batches = HandedOut()
+    batches.add({"x": torch.zeros(3, 8, 2), "y": torch.zeros(8)}, batch_dim=1)
+    batches.check(8)
+    with pytest.raises(PerSampleError, match="loader has 8"):
+        batches.check(9)
+
+
+def test_data_from_elsewhere_is_not_checked() -> None:
+    batches = HandedOut()
+    batches.check(100)
+    batches.add("no tensors")
+    batches.check(100)
+
+
+def test_two_batches_in_one_loss_are_refused() -> None:
+    """Without one sample, the samples after it would share their rows with other samples of the second batch."""
+    model, optimizer, loader = make_private()
+    (x, _), (other, _), _ = loader
+    optimizer.zero_grad()
+    with pytest.raises(PerSampleError, match="samples of an earlier step"):
+        (model(x).square().sum() + model(other).square().sum()).backward()
+    optimizer.release()
+
+
+def test_several_calls_with_the_tensors_of_one_batch() -> None:
+    dataset = TensorDataset(torch.randn(N, D), torch.randn(N, D))
+    model, optimizer, loader = make_private(dataset)
+    for x, other in loader:
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        (model(x) - model(other)).square().sum().backward()
+        optimizer.step()
+        assert 0 < float((model.weight - before).norm()) <= len(x) * (1 + 1e-4)
+    optimizer.release()
