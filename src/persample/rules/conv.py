@@ -62,8 +62,9 @@ def _add_bias(weight_term: Patches, grad: Tensor, bias: Tensor | None) -> Terms:
     if bias is None:
         return {"weight": weight_term}
     points = grad.flatten(3)
-    # Twice as fast as a sum over both dimensions.
-    return {"weight": weight_term, "bias": Dense(points.squeeze(1).sum(2) if grad.shape[1] == 1 else points.sum((1, 3)))}
+    # A sum over one dimension takes half the time of a sum over both.
+    total = points.squeeze(1).sum(2) if grad.shape[1] == 1 else points.sum((1, 3))
+    return {"weight": weight_term, "bias": Dense(total)}
 
 
 def _expand(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:
