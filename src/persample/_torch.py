@@ -197,29 +197,6 @@ def clone_lazily(tensor: Tensor) -> Tensor:
     return tensor.clone() if clone is None or type(tensor) is not Tensor or tensor.device.type != "cpu" else clone()
 
 
-_MERSENNE_WORDS = slice(3, 627)  # the 624 words of the Mersenne twister in its state, as 64-bit integers
-
-
-def make_generator_state(numbers: bytes) -> Tensor:
-    """A state for `torch.Generator.set_state` with given words; `manual_seed` uses 32 bits of its seed only.
-
-    `numbers` has 2,496 bytes: 32 bits for each of the 624 words of the generator on the CPU.
-    """
-    state = _get_seeded_state().clone()
-    words = torch.frombuffer(bytearray(numbers), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
-    state.view(torch.int64)[_MERSENNE_WORDS] = words
-    return state
-
-
-@cache
-def _get_seeded_state() -> Tensor:
-    """State of a generator whose next number is the first one of its words."""
-    state = torch.Generator().manual_seed(7).get_state()
-    if state.numel() != 5056 or int(state.view(torch.int64)[_MERSENNE_WORDS][0]) != 7:
-        _Missing("the known layout of a CPU generator's state", "The noise of private training")()
-    return state
-
-
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended."""
     _engine.queue_callback(callback)

@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
 from persample.private.engine import get_noise_state, set_noise_state
-from persample.private.noise import Noise
+from persample.private.noise import Noise, Normals
 from tests.support.modules import flatten_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -402,8 +403,40 @@ def test_distribution_of_the_noise() -> None:
     for quantile in (-4.0, -2.0, 0.5, 3.0):
         share = 0.5 * (1 + torch.erf(torch.tensor(quantile / 2**0.5))).double()
         assert abs(float((z < quantile).double().mean() - share)) < 5 * float((share * (1 - share) / len(z)).sqrt())
-    parts = z[: 15 * 2**17].view(15, -1)  # of different chunks
-    assert (torch.corrcoef(parts) - torch.eye(15)).abs().max() < 0.02
+    parts = z[: 30 * 2**16].view(30, -1)  # of different chunks
+    assert (torch.corrcoef(parts) - torch.eye(30)).abs().max() < 0.025
+    pairs = parts.view(30, 2, -1).transpose(0, 1).flatten(1)  # the two results of one transform
+    for function in (torch.abs, torch.square, torch.sign):
+        assert abs(torch.corrcoef(function(pairs))[0, 1]) < 0.005
+
+
+@pytest.mark.parametrize("dtype, count", [(torch.float32, 1000), (torch.float32, 7), (torch.float64, 1001)])
+def test_transform_of_the_noise(dtype: torch.dtype, count: int) -> None:
+    source, key, half = Normals(dtype), os.urandom(24), -(-count // 2)
+    source.seed(key)
+    found = source.draw(count, 3.0)
+    source.seed(key)
+    assert np.array_equal(found, source.draw(count, 3.0))
+    source.seed(bytes([key[0] ^ 1]) + key[1:])  # each bit of the key counts
+    assert not np.array_equal(found, source.draw(count, 3.0))
+    generator, size = np.random.SFC64(), 31 if dtype == torch.float32 else 63
+    words = np.array([*np.frombuffer(key, dtype=np.uint64), 1], dtype=np.uint64)
+    generator.state = {**generator.state, "state": {"state": words}}
+    drawn = generator.random_raw(1100).view(np.int32 if size == 31 else np.int64)
+    uniform = (np.bitwise_and(drawn[:half], 2**size - 1) + 0.5) / 2**size
+    radius, angle = np.sqrt(-2 * np.log(uniform)), np.pi * drawn[half : 2 * half] / 2**size
+    expected = 3 * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
+    assert found.dtype == np.dtype(str(dtype)[6:])
+    np.testing.assert_allclose(found, expected, atol=3e-5 if size == 31 else 1e-12)
+
+
+@pytest.mark.parametrize("word, expected", [(0, 2**-32), (2**31 - 1, 1.0), (-(2**31), 2**-32), (-1, 1.0)])
+def test_extreme_words_give_finite_noise(word: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Normals(torch.float32)
+    words = np.full(8, word, dtype=np.int32).view(np.uint64)
+    monkeypatch.setattr(source, "_generator", SimpleNamespace(random_raw=lambda count: words[:count].copy()))
+    radius = np.hypot(*source.draw(8, 1.0).reshape(2, 4).astype(np.float64))
+    np.testing.assert_allclose(radius, np.sqrt(-2 * np.log(expected)), atol=1e-6)
 
 
 def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,15 @@ _ADVICE = (
 )
 
 
+# By the id of a tensor, in the form of `TensorMap.entries`: that it is lost, and whether it required grad.
+_Entries = dict[int, tuple[ref[Tensor], tuple[Lost, bool]]]
+
+
+def _make_entry(tensor: Tensor, place: str) -> tuple[ref[Tensor], tuple[Lost, bool]]:
+    """The entry of a tensor that holds samples of an earlier step."""
+    return ref(tensor), (Lost(_CARRIED.format(shape=tuple(tensor.shape)), place), tensor.requires_grad)
+
+
 class Isolation:
     """What private training refuses although it has per-sample gradients. One object serves all steps of a model.
 
@@ -50,10 +59,10 @@ class Isolation:
     def __init__(self) -> None:
         self.places = Places()
         self._given: TensorMap[bool] = TensorMap()  # tensors from outside, in the current step
-        self._given_before: dict[int, ref[Tensor]] = {}  # in earlier steps, by id
-        self._hidden: list[Tensor] = []
-        # Tensors of earlier steps, in the form of `TensorMap.entries`.
-        self._carried: dict[int, tuple[ref[Tensor], tuple[Any, bool]]] = {}
+        # Tensors from outside in earlier steps, and those of them that are hidden now.
+        self._given_before: _Entries = {}
+        self._hidden: _Entries = {}
+        self._carried: _Entries = {}  # tensors of earlier steps
         # The dicts in which modules keep their buffers, with the paths of the modules; and copies of these dicts.
         self._buffers: list[tuple[str, dict[str, Tensor | None]]] = []
         self._buffers_of: ref[nn.Module] | None = None
@@ -64,9 +73,9 @@ class Isolation:
     def start_step(self, tracker: Any) -> None:
         """Tell the tracker of a new step which tensors hold samples of earlier steps."""
         self.places.start_step()
-        alive = [(key, each) for key, each in self._given_before.items() if each() is not None]
+        alive = [(key, entry) for key, entry in self._given_before.items() if entry[0]() is not None]
         self._given_before = dict(alive[-_MAX_GIVEN:])
-        self._given_before |= {id(tensor): ref(tensor) for tensor, _ in self._given.items()}
+        self._given_before |= {id(tensor): _make_entry(tensor, "an earlier step") for tensor, _ in self._given.items()}
         self._given = TensorMap()
         tracker.add_known(self._carried)
 
@@ -76,17 +85,25 @@ class Isolation:
 
     def hide_data(self, tracker: Any) -> None:
         """While the model runs, data of earlier steps are samples of these, unless they are data of this step too."""
-        self._hidden = [
-            t for each in self._given_before.values() if (t := each()) is not None and not tracker.is_known(t)
-        ]
-        for tensor in self._hidden:
-            tracker.set_layout(tensor, Lost(_CARRIED.format(shape=tuple(tensor.shape)), "an earlier step"))
+        # A loop that keeps its batches has many of them. Those without gradients go into the tracker as they are.
+        is_saving = _torch.get_saved_tensor_hooks() is not None
+        hidden: _Entries = {}
+        for key, entry in self._given_before.items():
+            tensor = entry[0]()
+            if tensor is None or tracker.is_known(tensor):
+                continue
+            if tensor.requires_grad or entry[1][1] or is_saving:
+                tracker.set_layout(tensor, entry[1][0])
+                self._hidden[key] = entry
+            else:
+                hidden[key] = entry
+        tracker.add_known(hidden)
+        self._hidden |= hidden
 
     def show_data(self, tracker: Any) -> None:
         """In the code around the model, the same data may be used again, as in training on one batch."""
-        for tensor in self._hidden:
-            tracker.forget(tensor)
-        self._hidden = []
+        tracker.forget_known(self._hidden)
+        self._hidden = {}
 
     def end_step(self, tracker: Any) -> None:
         """Note the tensors of a step that are still alive."""
@@ -97,9 +114,7 @@ class Isolation:
                 continue
             if (entry := carried.get(id(tensor))) is not None and entry[0]() is tensor:
                 continue
-            place = getattr(where, "place", "") or "an earlier step"
-            lost = Lost(_CARRIED.format(shape=tuple(tensor.shape)), place)
-            self._carried[id(tensor)] = (ref(tensor), (lost, tensor.requires_grad))
+            self._carried[id(tensor)] = _make_entry(tensor, getattr(where, "place", "") or "an earlier step")
         if len(self._carried) > _MAX_CARRIED // 2:
             alive = [(key, entry) for key, entry in self._carried.items() if entry[0]() is not None]
             self._carried = dict(alive[-_MAX_CARRIED:])

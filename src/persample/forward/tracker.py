@@ -371,6 +371,14 @@ class Tracker(TorchFunctionMode):
         if tensor in self._known:
             del self._known.entries[id(tensor)]
 
+    def forget_known(self, entries: Mapping[int, Any]) -> None:
+        """Forget the layouts of the tensors in `entries`, also where another one was set since."""
+        known = self._known.entries
+        for key, entry in entries.items():
+            found = known.get(key)
+            if found is not None and (found is entry or found[0]() is entry[0]()):
+                del known[key]
+
     def check_state(self) -> None:
         """Refuse samples in parameters and buffers, if steps are isolated."""
         if self.isolation is not None:

@@ -61,7 +61,10 @@ def _add_bias(weight_term: Patches, grad: Tensor, bias: Tensor | None) -> Terms:
     """The term of the weight and, if there is a bias, its term: the bias is added at every position."""
     if bias is None:
         return {"weight": weight_term}
-    return {"weight": weight_term, "bias": Dense(grad.flatten(3).sum((1, 3)))}
+    points = grad.flatten(3)
+    # A sum over one dimension takes half the time of a sum over both.
+    total = points.squeeze(1).sum(2) if grad.shape[1] == 1 else points.sum((1, 3))
+    return {"weight": weight_term, "bias": Dense(total)}
 
 
 def _expand(value: int | Sequence[int], kernel: Sequence[int]) -> list[int]:
