@@ -161,6 +161,7 @@ class Recording:
             early=isinstance(grads, (StreamedNorms, StreamedClip)),
             deliver_stack=None if options.keep_grad else grads.receive_stack,
         )
+        self._note_empty_passes()
         self.tracker = Tracker(
             self.collector,
             model,
@@ -182,6 +183,16 @@ class Recording:
         self._verification: Verification | None = None
         self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
         self.is_verifying = False  # calls of the model are extra passes
+
+    def _note_empty_passes(self) -> None:
+        """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
+        grads, collector = self.grads, ref(self.collector)  # which keeps the node
+
+        def note(_: Any) -> None:
+            if not grads.batch_size and (found := collector()) is not None:
+                found.note_pass()
+
+        self.collector.anchor_node.register_prehook(note)
 
     def _make_gradients(self) -> Gradients:
         options = self.options

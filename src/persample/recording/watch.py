@@ -152,7 +152,6 @@ class Watch:
         self.steps = 0  # that have begun
         self._refusals: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
-        self._empty_passes: set[int] = set()
         self._isolation = Isolation()
         self._refusals = self._refuse_unrecorded(model)
         self._hooks = [
@@ -374,8 +373,6 @@ class Watch:
         self._opened.callback(tracker.stop)
         _torch.insert_outermost_mode(tracker)
         self._opened.callback(_torch.remove_mode, tracker)
-        # In an empty batch no term arrives, but the node of the anchor is part of every backward pass.
-        recording.collector.anchor_node.register_prehook(lambda grads: step.note_empty_pass())
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
@@ -407,18 +404,8 @@ class Watch:
             if isinstance(error, PerSampleError):
                 self._recording.undo_forward()
 
-    def note_empty_pass(self, step: _Step) -> None:
-        """Note that a backward pass is running, in which no term arrives if the batch is empty."""
-        recording, backward_pass = self._recording, _torch.get_backward_pass()
-        if recording is None or step is not self._step or recording.grads.batch_size:
-            return
-        if backward_pass not in self._empty_passes:
-            self._empty_passes.add(backward_pass)
-            _torch.call_after_backward(recording.collector.finished)
-
     def end_backward(self, step: _Step) -> None:
         """Deliver the gradients of a step whose backward pass has ended."""
-        self._empty_passes.clear()
         recording = self._recording
         if recording is None or step is not self._step:
             _refuse_other_step()
@@ -461,10 +448,6 @@ class _Step:
     def fail(self, error: BaseException) -> None:
         if (watched := self._watch()) is not None:
             watched.fail(error)
-
-    def note_empty_pass(self) -> None:
-        if (watched := self._watch()) is not None:
-            watched.note_empty_pass(self)
 
 
 def _refuse_other_step() -> NoReturn:
