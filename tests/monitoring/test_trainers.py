@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import persample
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and Lightning
 
 
@@ -106,11 +104,15 @@ def test_lightning_says_if_no_step_was_measured() -> None:
         fit(Module(calls_submodule=True), MonitorCallback())
 
 
-def test_a_model_that_is_refused_ends_the_measuring() -> None:
+def test_a_model_that_cannot_be_measured_is_trained() -> None:
     from persample.monitoring.lightning import MonitorCallback
 
-    module = Module(calls_submodule=False)
-    module.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with pytest.raises(persample.SamplesMixed):
-        fit(module, MonitorCallback())
-    assert not module._forward_pre_hooks
+    modules = [Module(calls_submodule=False) for _ in range(2)]
+    for module in modules:
+        torch.manual_seed(0)
+        module.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    callback = MonitorCallback(every=2)
+    fit(modules[0], callback)
+    fit(modules[1])
+    assert callback.monitor is not None and not callback.monitor.history and not modules[0]._forward_pre_hooks
+    torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())

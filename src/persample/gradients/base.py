@@ -305,8 +305,13 @@ class RecordedGradients(ABC):
 
         With nonfinite="zero" these samples are left out. With units, it is the number of units with such a gradient.
         """
+        return len(self.list_nonfinite())
+
+    @in_full_precision
+    def list_nonfinite(self) -> list[int]:
+        """The rows that `nonfinite_count` counts."""
         self._check_done()
-        return len(self._find_nonfinite())
+        return sorted(self._find_nonfinite())
 
     @abstractmethod
     def _settle_rows(self) -> SquaredNorms:
