@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import persample
+from persample import PerSampleError
 
 STEPS = 5
 
@@ -89,6 +90,51 @@ def divide_by_a_count(model: nn.Module, x: Tensor, y: Tensor) -> None:
     (loss.sum() / (y == 1).sum()).backward()
 
 
+def compute_gradients_twice(model: Any, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    losses = [F.cross_entropy(out, y), out.square().mean()]
+    norms = [torch.autograd.grad(loss, model.first.weight, retain_graph=True)[0].norm().item() for loss in losses]
+    (losses[0] * norms[0] + losses[1] * norms[1]).backward()
+
+
+def compute_gradients_after_backward(model: Any, x: Tensor, y: Tensor) -> None:
+    loss = F.cross_entropy(model(x), y)
+    loss.backward(retain_graph=True)
+    parameters = list(model.parameters())
+    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+        p.grad = None if grad is None else p.grad + 0.1 * grad
+
+
+def mix_and_compute_gradients(model: Any, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    set_gradients(model, F.cross_entropy(out - out.mean(0), y))
+
+
+def compute_gradients(model: Any, x: Tensor, y: Tensor) -> None:
+    set_gradients(model, F.cross_entropy(model(x), y))
+
+
+def set_gradients(model: Any, loss: Tensor) -> None:
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("norm")]
+    for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        p.grad = grad
+
+
+def call_with_other_weights(model: Any, x: Tensor, y: Tensor) -> None:
+    weights = {name: 0.5 * p for name, p in model.named_parameters()}
+    F.cross_entropy(torch.func.functional_call(model, weights, (x,)), y).backward()
+
+
+def hook_parameters(model: Any, x: Tensor, y: Tensor) -> None:
+    handle = model.last.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    F.cross_entropy(model(x), y).backward()
+    handle.remove()
+
+
+def call_without_samples(model: Any, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x[:0]), y[:0], reduction="sum").backward()
+
+
 CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Step]] = {
     "batch norm": (lambda model, h: model.norm(h), compute_plain_loss),
     "batch norm and weights behind it": (lambda model, h: model.middle(model.norm(h)), compute_plain_loss),
@@ -101,6 +147,12 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Step]] = {
     "contrastive loss": (lambda model, h: model.middle(h), compare_samples),
     "a layer as function": (lambda model, h: model.middle(h), use_a_layer_as_function),
     "divisor that was counted": (lambda model, h: model.middle(h), divide_by_a_count),
+    "autograd.grad twice": (lambda model, h: model.middle(h), compute_gradients_twice),
+    "autograd.grad after backward": (lambda model, h: model.middle(h), compute_gradients_after_backward),
+    "autograd.grad of mixed samples": (lambda model, h: model.middle(h), mix_and_compute_gradients),
+    "functional_call": (lambda model, h: model.middle(h), call_with_other_weights),
+    "parameter hook": (lambda model, h: model.middle(h), hook_parameters),
+    "no samples": (lambda model, h: model.middle(h), call_without_samples),
 }
 
 
@@ -138,13 +190,22 @@ def test_steps_that_cannot_be_measured_are_skipped(case: str, every: int, caplog
     assert not model._forward_pre_hooks and all(not p._backward_hooks for p in model.parameters())
 
 
-def test_a_penalty_in_a_pass_of_its_own_is_no_part_of_the_samples_gradients() -> None:
-    expected = train(make_model(lambda model, h: model.middle(h)), add_penalty_in_its_own_pass)
+@pytest.mark.parametrize("step", [add_penalty_in_its_own_pass, compute_gradients])
+def test_steps_that_can_be_measured(step: Step) -> None:
+    expected = train(make_model(lambda model, h: model.middle(h)), step)
     model = make_model(lambda model, h: model.middle(h))
     with persample.monitor(model, every=1) as watching:
-        found = train(model, add_penalty_in_its_own_pass)
+        found = train(model, step)
     assert len(watching.history) == STEPS
     torch.testing.assert_close(found, expected)
+
+
+def test_second_derivatives_are_refused() -> None:
+    model, x = make_model(lambda model, h: model.middle(h)), torch.randn(6, 4).double().requires_grad_()
+    with persample.monitor(model, every=2):
+        with pytest.raises(PerSampleError, match=r"A monitor measures this step: end it with its stop\(\)"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum().backward()
 
 
 def test_steps_are_measured_again_when_they_can_be(caplog: pytest.LogCaptureFixture) -> None:

@@ -113,6 +113,7 @@ class RecordedUse:
             f"{get_op_name(self.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
             "Per-sample gradients of gradients are not available in a recording, whose weights are detached. For a "
             "penalty on the norms of per-sample gradients, use persample.differentiable_norms() outside of the block."
+            + ("" if self.collector.complain is None else " A monitor measures this step: end it with its stop().")
         )
 
     def compute_terms(self, tensors: Sequence[Tensor], grad: Tensor) -> dict[int, Term]:

@@ -26,6 +26,7 @@ from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
 from persample.backward.collector import Collector
+from persample.backward.parameter_gradients import compute_parameter_gradients
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
 from persample.errors import (
@@ -125,6 +126,10 @@ _ADVICE = (
 
 def _do_nothing(tensor: Tensor) -> None:
     pass
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 class Tracker(TorchFunctionMode):
@@ -476,6 +481,8 @@ class Tracker(TorchFunctionMode):
         if func in WITHOUT_TENSORS:
             return func(*args, **kwargs)
         if self.has_ended or self.is_paused:
+            if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
+                return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
         before = None if self.complain is None else _Written(func, args, kwargs)
         try:
@@ -488,9 +495,11 @@ class Tracker(TorchFunctionMode):
                     return self.run_backward(func, args, kwargs)
             return self._audit_or_follow(func, args, kwargs)
         except PerSampleError as error:
-            if self.complain is None or before is None or func in _DIFFERENTIATING:
+            if self.complain is None or before is None:
                 raise
             self.complain(error)
+            if func in _DIFFERENTIATING:  # the weights are not in the graph, and another run would not find them
+                raise
             if before.has_changed():  # it has run, and must not run again
                 return None if func is Tensor.__setitem__ else before.tensor
             before.restore_statistics()
@@ -838,10 +847,17 @@ class Tracker(TorchFunctionMode):
         """`autograd.grad` of something else than parameters; it leaves no per-sample gradients."""
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if any(id(t) in self.collector.parameters for t in find_tensors(inputs)):
+            if self.complain is not None:
+                run_backward = self.run_backward if self.run_backward and not self.has_ended else _run
+                found = compute_parameter_gradients(run_backward, self.collector.parameters, args, kwargs)
+                if found is not None:
+                    return found
             raise PerSampleError(
                 "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
                 "backward() and read the recorded gradients."
             )
+        if self.has_ended:
+            return torch.autograd.grad(*args, **kwargs)
         try:
             result = self._audit_or_follow(torch.autograd.grad, args, kwargs)
             if args[4] if len(args) > 4 else kwargs.get("create_graph"):

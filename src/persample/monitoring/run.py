@@ -78,8 +78,8 @@ def monitor(
     `parameters`, `batch_dim`, `loss_reduction`, `constants` and `verify` are as in `record`.
 
     Raises:
-        PerSampleError: an option is wrong; or in a measured step whose gradients need weights in the graph: with
-            `create_graph=True`, by `autograd.grad` for parameters, or if the model is refused under several processes.
+        PerSampleError: an option is wrong; or in a measured step with second derivatives (`create_graph=True`); or,
+            under several processes, the model is refused.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

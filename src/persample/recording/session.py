@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -142,6 +142,8 @@ class Recording:
         modules, parameters = read_model(model)
         trainable = select_trainable(parameters)
         self.recorded = options.select(trainable)
+        if has_hooks:
+            _refuse_computed_parameters(trainable)
         refuse_parameter_hooks(trainable if options.keep_grad else self.recorded)
         self.grads = grads = self._make_gradients()
         self._failed = failed
@@ -420,6 +422,16 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Whether a call of `backward` is for some tensors only."""
     position = 4 if func is Tensor.backward else 5
     return (args[position] if len(args) > position else kwargs.get("inputs")) is not None
+
+
+def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:
+    """Refuse tensors in the places of parameters, which autograd would not add gradients to."""
+    for name, p in trainable.items():
+        if not p.is_leaf:
+            raise PerSampleError(
+                f"'{name}' is not a parameter in this call of the model but was computed from other tensors, as with "
+                "torch.func.functional_call. Use record(model), with the call inside the block."
+            )
 
 
 def _call(complain: Complain | None, function: Callable[..., None], *args: Any) -> None:
