@@ -178,6 +178,11 @@ class Monitor:
     def stop(self) -> None:
         """End the monitoring; the model is as it was before."""
         self._end_attempt()
+        if not self.step and not self._history:
+            self._warn(
+                "The monitor has seen no call of its model in training mode. Give it the module that is called: the "
+                "compiled model if torch.compile made one, or the submodule if only that is called."
+            )
         TURNS.leave(self)
         leave_ended_modes()
         self._hook.remove()

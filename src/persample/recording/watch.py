@@ -412,11 +412,15 @@ class Watch:
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._is_inside or (self._recording is not None and self._recording.is_verifying):
             return
+        if self.is_lenient and self._recording is not None and self._recording.tracker.has_ended:
+            self._end_refused_step()
+            return
         if output is not None and self._recording is not None:
             try:
                 self._recording.end_forward(output)
             except BaseException as error:
                 if isinstance(error, PerSampleError) and self._recording.tracker.complain is not None:
+                    self._is_inside = False
                     self._recording.tracker.complain(error)
                     return
                 self.fail(error)
@@ -442,16 +446,24 @@ class Watch:
 
     def give_up(self, error: PerSampleError) -> None:
         """End a step that was refused. Its uses of weights still add to `grad`, as other uses do from now on."""
-        is_backward = _torch.get_backward_pass() >= 0
-        self.retire()
-        if is_backward:  # the gradients of the uses are on their way
-            if self._recording is not None:
-                self._recording.tracker.has_ended = True
+        if (recording := self._recording) is not None:
+            recording.tracker.has_ended = True
+            if _torch.get_backward_pass() < 0:  # else the gradients of the uses are on their way
+                recording.close()
+        if self._is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
+            for hook in self._refusals:
+                hook.remove()
         else:
-            self.rest()
+            self._end_refused_step()
         for complain in [self._complain, *(complain for _, complain in self._listeners)]:
             if complain is not None:
                 complain(error)
+
+    def _end_refused_step(self) -> None:
+        self.retire()
+        self._is_inside = False
+        if self._recording is not None:
+            self._recording.tracker.end_audit()
 
     def end_backward(self, step: _Step) -> None:
         """Deliver the gradients of a step whose backward pass has ended."""
