@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, TensorDataset
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and Lightning
 
 
-def make_trainer(folder: Path, **options: Any) -> Any:
+def make_trainer(folder: Path, is_ragged: bool = True, **options: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     torch.manual_seed(0)
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     ids = torch.randint(20, (24, 6))
-    labels = torch.where(torch.arange(6) < torch.arange(24)[:, None] % 5 + 2, ids, -100)
+    labels = torch.where(torch.arange(6) < torch.arange(24)[:, None] % 5 + 2, ids, -100) if is_ragged else ids
     data = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no",
@@ -30,11 +30,14 @@ def make_trainer(folder: Path, **options: Any) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=data)
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_the_trainer_logs_the_figures_and_trains_as_usual(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_trainer_logs_the_figures_and_trains_as_usual(
+    tmp_path: Path, options: dict[str, Any], is_ragged: bool
+) -> None:
     from persample.monitoring.huggingface import add_monitor
 
-    plain, trainer = make_trainer(tmp_path, **options), make_trainer(tmp_path, **options)
+    plain, trainer = (make_trainer(tmp_path, is_ragged, **options) for _ in range(2))
     plain.train()
     callback = add_monitor(trainer, every=2, out=tmp_path / "run.jsonl")
     trainer.train()
