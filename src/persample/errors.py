@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
@@ -17,6 +17,17 @@ class PerSampleError(RuntimeError):
 
 class SamplesMixed(PerSampleError):
     """Samples of the batch were combined, so that no sample has a gradient of its own."""
+
+
+# Takes a refusal in place of raising it. The recording is given up; the gradients of the weights stay right.
+Complain = Callable[[PerSampleError], None]
+
+
+def raise_or_complain(error: PerSampleError, complain: Complain | None) -> None:
+    """Raise an error, or pass it on to who prefers that."""
+    if complain is None:
+        raise error
+    complain(error)
 
 
 # The place of an op that runs while no module of the model is running.

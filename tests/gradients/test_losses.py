@@ -89,12 +89,25 @@ def test_comparisons_of_losses() -> None:
     torch.testing.assert_close(total, weights @ means)
 
 
-def test_losses_of_units() -> None:
+@pytest.mark.parametrize(
+    ("options", "members"),
+    [
+        ({"units": [1, 0, 1, 0, 1]}, [[1, 3], [0, 2, 4]]),
+        ({"units": [3, 1, 3, 3, 3], "num_units": 5}, [[], [1], [], [0, 2, 3, 4], []]),
+    ],
+    ids=["ragged", "empty"],
+)
+def test_losses_of_units(options: dict[str, Any], members: list[list[int]]) -> None:
     model, x = make_case()
-    grads = record_losses(model, x, units=[1, 0, 1, 0, 1])
-    rows = torch.stack([flatten_rows(part) for part in loop_losses(model, x).values()], 1)
-    units = torch.stack([rows[[1, 3]].sum(0), rows[[0, 2, 4]].sum(0)])
-    torch.testing.assert_close(grads.gram(), units @ units.mT)
+    grads, rows = record_losses(model, x, **options), loop_losses(model, x)
+    units = {
+        loss: {name: torch.stack([part[own].sum(0) for own in members]) for name, part in parts.items()}
+        for loss, parts in rows.items()
+    }
+    for loss, expected in units.items():
+        check_answers(grads[loss], expected)
+    matrix = torch.stack([flatten_rows(part) for part in units.values()], 1)
+    torch.testing.assert_close(grads.gram(), matrix @ matrix.mT)
 
 
 def test_watched_model() -> None:

@@ -11,19 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import persample
-
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and Lightning
 
 
-def make_trainer(folder: Path, **options: Any) -> Any:
+def make_trainer(folder: Path, is_ragged: bool = True, **options: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     torch.manual_seed(0)
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 20, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     ids = torch.randint(20, (24, 6))
-    labels = torch.where(torch.arange(6) < torch.arange(24)[:, None] % 5 + 2, ids, -100)
+    labels = torch.where(torch.arange(6) < torch.arange(24)[:, None] % 5 + 2, ids, -100) if is_ragged else ids
     data = [{"input_ids": one, "labels": label} for one, label in zip(ids, labels, strict=True)]
     arguments = TrainingArguments(
         str(folder), per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no",
@@ -32,11 +30,14 @@ def make_trainer(folder: Path, **options: Any) -> Any:
     return Trainer(model=model, args=arguments, train_dataset=data)
 
 
+@pytest.mark.parametrize("is_ragged", [False, True])
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}], ids=str)
-def test_the_trainer_logs_the_figures_and_trains_as_usual(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_the_trainer_logs_the_figures_and_trains_as_usual(
+    tmp_path: Path, options: dict[str, Any], is_ragged: bool
+) -> None:
     from persample.monitoring.huggingface import add_monitor
 
-    plain, trainer = make_trainer(tmp_path, **options), make_trainer(tmp_path, **options)
+    plain, trainer = (make_trainer(tmp_path, is_ragged, **options) for _ in range(2))
     plain.train()
     callback = add_monitor(trainer, every=2, out=tmp_path / "run.jsonl")
     trainer.train()
@@ -106,11 +107,15 @@ def test_lightning_says_if_no_step_was_measured() -> None:
         fit(Module(calls_submodule=True), MonitorCallback())
 
 
-def test_a_model_that_is_refused_ends_the_measuring() -> None:
+def test_a_model_that_cannot_be_measured_is_trained() -> None:
     from persample.monitoring.lightning import MonitorCallback
 
-    module = Module(calls_submodule=False)
-    module.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    with pytest.raises(persample.SamplesMixed):
-        fit(module, MonitorCallback())
-    assert not module._forward_pre_hooks
+    modules = [Module(calls_submodule=False) for _ in range(2)]
+    for module in modules:
+        torch.manual_seed(0)
+        module.net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    callback = MonitorCallback(every=2)
+    fit(modules[0], callback)
+    fit(modules[1])
+    assert callback.monitor is not None and not callback.monitor.history and not modules[0]._forward_pre_hooks
+    torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict())

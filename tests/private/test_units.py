@@ -161,6 +161,30 @@ def test_two_processes() -> None:
     assert engine.accountant.history[0][1:] == (pytest.approx(1 / 3), 6)
 
 
+@pytest.mark.parametrize("options", [{}, {"unit_reduction": "sum"}, {"passes": 2}], ids=str)
+@in_two_processes
+def test_a_unit_in_two_processes_is_bounded_as_one(options: dict[str, Any]) -> None:
+    """A batch from elsewhere than the sampler, which gives each unit to one process."""
+    torch.manual_seed(0)
+    rank, bound, data = dist.get_rank(), 0.3, Kept(10)
+    model = DistributedDataParallel(nn.Linear(D, CLASSES).double())
+    model, optimizer, _ = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=bound,
+        data_loader=DataLoader(data, batch_size=2), unit_ids=[0, 0, 1, 1, 2, 3, 4, 5, 6, 7], **options,
+    )  # fmt: skip
+    ids = [0, 1, 1, 0, 2, 1, 1, 3, 3, 0]
+    own = range(10)[:4] if rank == 0 else range(10)[4:]
+    for _ in range(2):
+        optimizer.zero_grad()
+        batch = data.x[own.start : own.stop], data.y[own.start : own.stop]
+        optimizer.add_samples(UnitBatch(torch.tensor(ids[own.start : own.stop]), batch))
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        mean = options.get("unit_reduction") != "sum"
+        expected = compute_expected_step(model.module, data, ids, list(range(10)), bound, mean)
+        optimizer.step()
+        torch.testing.assert_close(flatten_grads(model), expected)
+
+
 @pytest.mark.parametrize("limit", [6, 7, 100])
 def test_split_batches_have_whole_units(limit: int) -> None:
     _, model, optimizer, loader, data, names = make_private()

@@ -54,6 +54,16 @@ def check_answers(grads: Any, rows: Gradients, tolerance: float = 1e-8) -> None:
     }
     compare(grads.dot(direction), matrix @ flatten_rows({n: p[None] for n, p in direction.items()})[0])
     compare(grads.gram(), matrix @ matrix.mT)
+    compare(grads.inner(grads), norms.square())
+    if count:
+        compare(grads[-1], {name: part[-1] for name, part in rows.items()})
+    chosen = grads.names[-1:]
+    compare(grads.select(chosen).norms(), rows[chosen[0]].flatten(1).norm(dim=1))
+    compare(grads.scale(direction).dense(), {name: part * direction[name] for name, part in rows.items()})
+    compare(
+        grads.fisher_diagonal(weights.abs()),
+        {name: torch.tensordot(weights.abs(), part.square(), 1) for name, part in rows.items()},
+    )
     compare(grads.second_moment(), {name: part.square().mean(0) for name, part in rows.items()})
     compare(grads.variance(), {name: part.var(0) for name, part in rows.items()})
     noise = sum(part.var(0).sum() for part in rows.values())

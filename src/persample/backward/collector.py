@@ -19,6 +19,7 @@ from persample.backward.derived_weights import pull_back
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
 from persample.backward.retained import RetainedUse, find_changed, group_uses, stack_uses, take_gradients
+from persample.errors import Complain
 from persample.terms import Term
 
 # Takes the terms that a backward pass found for a parameter.
@@ -69,6 +70,7 @@ class Collector:
         self.used_parameters: list[Tensor] = []  # one for each use in the first run of a forward pass; not yet counted
         self.factor_bytes = 0  # what the terms of all uses would keep
         self.is_pulling_back = False
+        self.complain: Complain | None = None  # takes refusals in place of raising them
         self.positions: PositionSplitter | None = None  # splits the terms of sequences into parts of positions
         self.sources = asked_sources.get()
         self.trace = tracing.get_trace()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
-from persample.errors import PerSampleError
+
+T = TypeVar("T")
 
 
 class Follower(Protocol):
@@ -55,13 +55,17 @@ class Processes:
         """The largest value of a number over all processes, for decisions that must be the same on all of them."""
         return number
 
-    def check_units(self, names: Sequence[Any], is_numbered: bool) -> None:
-        """Refuse units that have samples in several processes, which would have a row in each of them.
+    def get_rank(self) -> int:
+        """The number of this process."""
+        return 0
 
-        Args:
-            names: the units of this process.
-            is_numbered: whether all units have a row, also those without samples.
-        """
+    def gather_objects(self, value: T) -> list[tuple[int, T]]:
+        """The values of all processes with the numbers of the processes, in their order."""
+        return [(self.get_rank(), value)]
+
+    def add_tensors(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes of a tensor that has the same shape and dtype in each."""
+        return tensor
 
     def gather(self, tensor: Tensor) -> Tensor:
         """The whole tensor, of which this process may have a shard."""
@@ -92,6 +96,7 @@ class Several(Processes, ABC):
     def __init__(self) -> None:
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}
         self._passes: set[int] = set()  # the backward passes with a callback at their end
+        self._adds_grads = False  # whether the processes add up gradients in each backward pass
 
     def add_to_grad(self, used: Tensor, total: Tensor) -> None:
         before = self._pending.get(id(used))
@@ -103,6 +108,7 @@ class Several(Processes, ABC):
 
         Returns the node: it must be kept alive until there is a graph that refers to it.
         """
+        self._adds_grads = True
         node: Any = get_gradient_edge(anchor).node
         node.register_prehook(lambda grads: self._add_after_backward())
         return node
@@ -134,22 +140,22 @@ class Several(Processes, ABC):
     def count(self, number: int) -> int:
         return int(self._reduce(torch.tensor(number, device=self._get_device())))
 
-    def check_units(self, names: Sequence[Any], is_numbered: bool) -> None:
-        if is_numbered:
-            raise PerSampleError(
-                "num_units is not available under several processes: each would have a row for every unit."
-            )
-        found = list(names)
+    def find_largest(self, number: int) -> int:
+        return int(self._reduce(torch.tensor(number, device=self._get_device()), "MAX"))
+
+    def get_rank(self) -> int:
+        return torch.distributed.get_rank()
+
+    def gather_objects(self, value: T) -> list[tuple[int, T]]:
+        found = super().gather_objects(value)
         for group in self._get_groups():
-            gathered: list[list[Any]] = [[] for _ in range(torch.distributed.get_world_size(group))]
+            gathered: list[list[tuple[int, T]]] = [[] for _ in range(torch.distributed.get_world_size(group))]
             torch.distributed.all_gather_object(gathered, found, group)
-            found = [name for part in gathered for name in part]
-        if len({*found}) < len(found):
-            shared = sorted(name for name, times in Counter(found).items() if times > 1)
-            raise PerSampleError(
-                f"Units {shared[:5]} have samples in several processes: each would have a row for a part of the unit. "
-                "Give all samples of a unit to one process."
-            )
+            found = [pair for part in gathered for pair in part]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def add_tensors(self, tensor: Tensor) -> Tensor:
+        return self._reduce(tensor)
 
     def _reduce(self, tensor: Tensor, how: str = "SUM") -> Tensor:
         """The sum of a tensor over all processes, or the maximum ("MAX")."""

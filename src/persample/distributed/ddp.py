@@ -71,6 +71,10 @@ class Replicated(Several):
     def add_up(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
         return self._reduce(part.to(dtype)) if self._wrappers else part
 
+    def find_largest(self, number: int) -> int:
+        # Without gradients to add up, the backward passes of the processes do not wait for each other.
+        return super().find_largest(number) if self._adds_grads else number
+
     def _get_groups(self) -> list[Any]:
         return [wrapper.process_group for wrapper in self._wrappers[:1]]
 

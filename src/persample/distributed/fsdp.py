@@ -67,9 +67,6 @@ class Sharded(Several):
             partial = DTensor.from_local(part.to(dtype), self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
             return partial.redistribute(placements=self._by_name[name].sharded_param.placements)
 
-    def find_largest(self, number: int) -> int:
-        return int(self._reduce(torch.tensor(number, device=self._get_device()), "MAX"))
-
     def gather(self, tensor: Tensor) -> Tensor:
         with _torch.DisableTorchFunction():
             return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

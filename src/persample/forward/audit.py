@@ -508,7 +508,8 @@ class Audit(_Mode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.is_stopped:  # in another thread, so that the mode is still on the stack of this one
+        # Stopped in another thread, so that the mode is still on the stack of this one; or the recording was given up.
+        if self.is_stopped or self._tracker.has_ended:
             return func(*args, **(kwargs or {}))
         if self._depth and not types and not self._is_dual and func in _WITHOUT_WRITES:  # by far the most frequent case
             return func(*args, **kwargs) if kwargs else func(*args)

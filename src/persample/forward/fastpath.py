@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
+from persample.errors import PerSampleError, raise_or_complain
 from persample.layouts import (
     Call,
     Layout,
@@ -57,11 +58,14 @@ class WholeModules:
 
     def run(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run the forward of a module, on torch's fast path if possible."""
-        if not _can_take_fast_path(module, args, kwargs):
+        if self.tracker.has_ended or not _can_take_fast_path(module, args, kwargs):
             return type(module).forward(module, *args, **kwargs)
         with _torch.DisableTorchFunction(), self.tracker.follow_whole():
             output = type(module).forward(module, *args, **kwargs)
-            self._set_layouts(module, args, kwargs, output)
+            try:
+                self._set_layouts(module, args, kwargs, output)
+            except PerSampleError as error:
+                raise_or_complain(error, self.tracker.complain)
         return output
 
     def _set_layouts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

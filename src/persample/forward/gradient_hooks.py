@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 from weakref import ref
 
 import torch
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from persample import _torch
 from persample._internal.rng import preserve_rng
 from persample._internal.tree import find_tensors
-from persample.errors import SamplesMixed
+from persample.errors import SamplesMixed, raise_or_complain
 from persample.layouts import Layout, Lost, Reduced, Where
 from persample.rules import is_handler
 
@@ -64,20 +64,21 @@ def _run_hook(
     for each in [*find_tensors(result), *(gradient for gradient, _ in layouts)]:
         where = tracker.find_layout(each)
         if where is not None and where not in [layout for _, layout in layouts]:
-            _refuse_hook(hook, place, _describe(where))
+            _refuse_hook(hook, place, _describe(where), tracker)
     if result is not None and tracker.number_of_reads > reads:
         cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
-        _refuse_hook(hook, place, cause)
+        _refuse_hook(hook, place, cause, tracker)
     for gradient, _ in layouts:
         tracker.forget(gradient)
     return result
 
 
-def _refuse_hook(hook: Callable[..., Any], place: str, cause: str) -> NoReturn:
-    raise SamplesMixed(
+def _refuse_hook(hook: Callable[..., Any], place: str, cause: str, tracker: Any) -> None:
+    error = SamplesMixed(
         f"The hook {getattr(hook, '__qualname__', hook)!r} on a gradient, of {place}, mixes the samples of the batch: "
         f"{cause}. Change the gradient of each sample by itself, or remove the hook while you record."
     )
+    raise_or_complain(error, tracker.complain)
 
 
 def _describe(where: Where) -> str:
@@ -125,6 +126,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
         return  # known, or a rule in torch's convention, whose backward adds to `grad_sample`
     # The graph must keep neither the tracker nor itself.
     weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
+    complain = tracker.complain
     dim, size = layout.dim, output.shape[layout.dim]
     is_first = torch.tensor(layout.get_ids(size, batch), device=output.device) < (batch + 1) // 2
     first, others = is_first.nonzero().flatten(), (~is_first).nonzero().flatten()
@@ -150,11 +152,12 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
         if any(a.shape == b.shape and _differ(a, b) for a, b in zip(whole, half, strict=False)):
             if (checked := weak_tracker()) is not None:
                 checked.audit_next_passes()  # else a later pass would not be checked
-            raise SamplesMixed(
+            error = SamplesMixed(
                 f"The backward of {function.__name__}, an autograd.Function called in {place}, mixes the samples of "
                 "the batch: gradients of the first samples change with those of the last ones. Compute the gradient "
                 "of each sample by itself."
             )
+            raise_or_complain(error, complain)
 
     node.register_hook(check)
 

@@ -26,9 +26,18 @@ from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
 from persample.backward.collector import Collector
+from persample.backward.parameter_gradients import compute_parameter_gradients
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
-from persample.errors import ELSEWHERE, PerSampleError, SamplesMixed, find_place, get_op_name
+from persample.errors import (
+    ELSEWHERE,
+    Complain,
+    PerSampleError,
+    SamplesMixed,
+    find_place,
+    get_op_name,
+    raise_or_complain,
+)
 from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
@@ -119,6 +128,10 @@ def _do_nothing(tensor: Tensor) -> None:
     pass
 
 
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 class Tracker(TorchFunctionMode):
     """While it is entered, the layout of each tensor that depends on the batch is known.
 
@@ -138,6 +151,7 @@ class Tracker(TorchFunctionMode):
         outside: decides about tensors that the code around the model uses; by default they are constants.
         note_outside: called with each tensor from outside.
         isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
+        complain: takes refusals in place of raising them, and sets `has_ended`.
     """
 
     def __init__(
@@ -154,6 +168,7 @@ class Tracker(TorchFunctionMode):
         outside: OutsideTensors | None = None,
         note_outside: Callable[[Tensor], None] = _do_nothing,
         isolation: Isolation | None = None,
+        complain: Complain | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
@@ -166,6 +181,7 @@ class Tracker(TorchFunctionMode):
         self.outside = outside
         self.note_outside = note_outside
         self.isolation = isolation
+        self.complain = complain
         self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
         self.has_inputs = False
@@ -473,15 +489,29 @@ class Tracker(TorchFunctionMode):
         if func in WITHOUT_TENSORS:
             return func(*args, **kwargs)
         if self.has_ended or self.is_paused:
-            return func(*args, **kwargs, **find_dropped(func))
-        if func in SIZE_FREE:
-            return self._run_size_free(func, args, kwargs)
-        if func in _DIFFERENTIATING:
-            if func is torch.autograd.grad:
+            if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
                 return self._run_autograd_grad(args, kwargs)
-            if self.run_backward is not None:
-                return self.run_backward(func, args, kwargs)
-        return self._audit_or_follow(func, args, kwargs)
+            return func(*args, **kwargs, **find_dropped(func))
+        before = None if self.complain is None else _Written(func, args, kwargs)
+        try:
+            if func in SIZE_FREE:
+                return self._run_size_free(func, args, kwargs)
+            if func in _DIFFERENTIATING:
+                if func is torch.autograd.grad:
+                    return self._run_autograd_grad(args, kwargs)
+                if self.run_backward is not None:
+                    return self.run_backward(func, args, kwargs)
+            return self._audit_or_follow(func, args, kwargs)
+        except PerSampleError as error:
+            if self.complain is None or before is None:
+                raise
+            self.complain(error)
+            if func in _DIFFERENTIATING:  # the weights are not in the graph, and another run would not find them
+                raise
+            if before.has_changed():  # it has run, and must not run again
+                return None if func is Tensor.__setitem__ else before.tensor
+            before.restore_statistics()
+            return func(*args, **kwargs, **find_dropped(func))
 
     def _audit_or_follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow a call as in an audited pass; audit the rest of the pass if no audited pass had it here."""
@@ -827,10 +857,17 @@ class Tracker(TorchFunctionMode):
         """`autograd.grad` of something else than parameters; it leaves no per-sample gradients."""
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         if any(id(t) in self.collector.parameters for t in find_tensors(inputs)):
+            if self.complain is not None:
+                run_backward = self.run_backward if self.run_backward and not self.has_ended else _run
+                found = compute_parameter_gradients(run_backward, self.collector.parameters, args, kwargs)
+                if found is not None:
+                    return found
             raise PerSampleError(
                 "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
                 "backward() and read the recorded gradients."
             )
+        if self.has_ended:
+            return torch.autograd.grad(*args, **kwargs)
         try:
             result = self._audit_or_follow(torch.autograd.grad, args, kwargs)
             if args[4] if len(args) > 4 else kwargs.get("create_graph"):
@@ -1001,11 +1038,38 @@ class Tracker(TorchFunctionMode):
         return run_use(call, {0: output}, (), self, Motion((Layout(0),)))[0]
 
     def _make_refusal(self, cause: str) -> Callable[[Tensor], None]:
-        advice = self.advice  # not self: the hook must not keep the tracker alive
+        advice, complain = self.advice, self.complain  # not self: the hook must not keep the tracker alive
 
         def refuse(grad: Tensor) -> None:
-            raise SamplesMixed(
-                f"The loss depends on a tensor in which the samples of the batch are mixed: {cause}. {advice}"
-            )
+            message = f"The loss depends on a tensor in which the samples of the batch are mixed: {cause}. {advice}"
+            raise_or_complain(SamplesMixed(message), complain)
 
         return refuse
+
+
+class _Written:
+    """What a function writes into, as it is before: a call that is refused may have run, or not.
+
+    Attributes:
+        tensor: the tensor that the function writes into and returns, None if there is none.
+    """
+
+    __slots__ = ("_statistics", "_version", "tensor")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.tensor = args[0] if args and is_inplace(func) else kwargs.get("out")
+        self._version = self.tensor._version if isinstance(self.tensor, Tensor) else 0
+        self._statistics: Sequence[tuple[Tensor, Tensor]] = ()
+        if func in _UPDATING:
+            vectors = [t for t in find_tensors((args, kwargs)) if t.dim() == 1 and not t.requires_grad]
+            self._statistics = [(vector, vector.clone()) for vector in vectors]
+
+    def has_changed(self) -> bool:
+        """Whether the function has written into the tensor."""
+        return isinstance(self.tensor, Tensor) and self.tensor._version != self._version
+
+    def restore_statistics(self) -> None:
+        """Give running statistics of a norm layer the values that they had before."""
+        with torch.no_grad():
+            for statistic, before in self._statistics:
+                statistic.copy_(before)

@@ -17,11 +17,12 @@ from persample.errors import PerSampleError
 from persample.forward.tried import TriedFunctions
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.explanation import Explanation
+from persample.gradients.split_units import SplitUnits, split_units
 from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units
 from persample.layouts import Reduced, Reduction
-from persample.terms import Term, merge_samples
+from persample.terms import Term, add_terms, merge_samples
 from persample.terms.base import find_factors
 
 
@@ -51,6 +52,8 @@ class RecordedGradients(ABC):
         self._nonfinite_mode = nonfinite
         self._unit_options = units
         self._units: Units | None = None  # of this batch; without, each sample has its own row
+        self._split_units: SplitUnits | None = None  # if other processes have samples of the same units
+        self._held: dict[str, Term] = {}  # by name, with a row for each sample: until the pass has ended, if so
         if type(processes) is Processes:
             self._parameters = dict(parameters)
             self._names = {id(p): name for name, p in parameters.items()}
@@ -78,8 +81,11 @@ class RecordedGradients(ABC):
             )
         if self._unit_options is not None and self._units is None:
             self._units = self._unit_options.find_units(batch_size, self._device)
-            if self._units.are_named:
-                self._processes.check_units(self._units.names, self._unit_options.count is not None)
+            if self._units.are_named and type(self._processes) is not Processes:
+                self._split_units = split_units(self._units, self._processes)
+            if self._split_units is not None:
+                self._split_units.check_memory(self._parameters.values(), self._processes)
+                self._units = self._split_units.own
         self._batch_size = batch_size
         return batch_size
 
@@ -88,13 +94,18 @@ class RecordedGradients(ABC):
         if self._unit_options is None or self._units is None or not callable(self._unit_options.ids):
             return True
         units = self._unit_options.find_units(batch_size, self._device)
-        return list(units.names) == list(self._units.names) and torch.equal(units.groups.rows, self._units.groups.rows)
+        before = self._units if self._split_units is None else self._split_units.given
+        return list(units.names) == list(before.names) and torch.equal(units.groups.rows, before.groups.rows)
 
     def receive(self, parameter: Tensor, term: Term) -> None:
         """Take what a backward pass found for a parameter; parameters that are not recorded are ignored."""
         name = self._names.get(id(parameter))
-        if name is not None:
+        if name is None:
+            return
+        if self._split_units is None:
             self._receive(name, self._merge(term))
+        else:
+            self._held[name] = add_terms([self._held[name], term]) if name in self._held else term
 
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
@@ -104,6 +115,10 @@ class RecordedGradients(ABC):
         """Take one term for several parameters: the samples of each parameter after those of the last."""
         found = self._names
         names = [found.get(id(parameter), "") for parameter in parameters]
+        if self._split_units is not None:
+            for parameter, (_, own) in zip(parameters, Stack(names, term).split(), strict=True):
+                self.receive(parameter, own)
+            return
         term = self._merge(term, len(names))
         if "" not in names:
             self._receive_stack(Stack(names, term))
@@ -168,7 +183,25 @@ class RecordedGradients(ABC):
             self._set_found_reduction("sum")
         elif self._noted_pass == _torch.get_backward_pass():  # else a pass inside another one has ended
             self._noted_pass = None
+        if self._split_units is not None:
+            self._receive_rows_of_units(self._split_units)
         self._is_backward_done = True
+
+    @torch.no_grad()
+    def _receive_rows_of_units(self, split: SplitUnits) -> None:
+        """Take the rows of this process, after the processes have added up the parts of units that they share."""
+        held, self._held = self._held, {}
+        is_used = torch.tensor([name in held for name in self._parameters], dtype=torch.int32, device=self._device)
+        scale, counts = self._scale, self._processes.add_tensors(is_used).tolist()
+        for (name, p), count in zip(self._parameters.items(), counts, strict=True):
+            if count:
+                term = held.pop(name, None)
+                shared_rows = split.add_up_shared(term, p, scale)
+                if split.shared.count:
+                    shared_rows = self._processes.add_tensors(shared_rows)
+                own = split.join(term, shared_rows, scale)
+                if own is not None:
+                    self._receive(name, own)
 
     # ---- answers that all kinds have ----
 
@@ -191,7 +224,7 @@ class RecordedGradients(ABC):
     def row_count(self) -> int:
         """The number of rows of all answers: the number of units if the recording has units, else of samples."""
         batch_size = self.batch_size
-        return batch_size if self._units is None else self._units.groups.count
+        return batch_size if self._units is None else len(self._units.names)
 
     @property
     def units(self) -> list[Any]:
@@ -272,8 +305,13 @@ class RecordedGradients(ABC):
 
         With nonfinite="zero" these samples are left out. With units, it is the number of units with such a gradient.
         """
+        return len(self.list_nonfinite())
+
+    @in_full_precision
+    def list_nonfinite(self) -> list[int]:
+        """The rows that `nonfinite_count` counts."""
         self._check_done()
-        return len(self._find_nonfinite())
+        return sorted(self._find_nonfinite())
 
     @abstractmethod
     def _settle_rows(self) -> SquaredNorms:

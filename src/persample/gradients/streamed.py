@@ -151,13 +151,16 @@ class StreamedNorms(_Streamed):
 
     def _receive_stack(self, stack: Stack) -> None:
         self._measure_and_settle(stack, compact=bool(self._receivers))
+        if self._split_units is not None and self._has_sums:  # the rows are not those of the samples that are here
+            for name, total in stack.sum(torch.ones(self.row_count, device=self._device)).items():
+                self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
         for receive in self._receivers:
             receive(stack)
 
     def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
         """Note the sum over the samples of a parameter's term, before it is scaled. Only its norm is kept."""
         self._has_sums = True
-        if (name := self._names.get(id(parameter))) is None:
+        if (name := self._names.get(id(parameter))) is None or self._split_units is not None:
             return
         if self._units is not None and self._units.reduction == "mean":  # the rows do not add up to the sum of samples
             total = self._merge(term).sum(torch.ones(self.row_count, device=total.device))
@@ -257,7 +260,9 @@ class StreamedClip(_Streamed):
         """
         if self.passes is None:
             allowed = self._find_allowed_bytes(factor_bytes)
-            self.passes = 1 + self._processes.find_largest(int(factor_bytes > allowed))
+            # Processes that share units wait for each other in each pass.
+            find_any = self._processes.find_largest if self._split_units is None else self._processes.count
+            self.passes = 2 if find_any(int(factor_bytes > allowed)) else 1
             self._reason = f": {factor_bytes} bytes to keep, {allowed} allowed"
         return self.passes
 

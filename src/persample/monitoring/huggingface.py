@@ -36,7 +36,13 @@ class MonitorCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Start to measure."""
-        self.monitor, self._logged = monitor(model, **self._options), 0
+        trainer = self.trainer() if self.trainer is not None else None
+        options = dict(self._options)
+        if args.gradient_accumulation_steps > 1 and getattr(trainer, "model_accepts_loss_kwargs", False):
+            # The model divides by the number of tokens of all accumulated batches: the loss is a sum with a factor.
+            # If that number is a multiple of the batch size, the loss cannot be told from a mean.
+            options.setdefault("loss_reduction", "sum")
+        self.monitor, self._logged = monitor(model, **options), 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Number the steps as the Trainer does."""

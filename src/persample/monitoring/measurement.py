@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from persample._internal.text import replace_nonfinite
-from persample.gradients import StreamedNorms
+from persample.errors import PerSampleError
+from persample.gradients import RecordedGradients, StreamedNorms
 from persample.monitoring.noise_scale import NoiseScale, compute_parts
 
 # Of the norms of a step.
@@ -77,27 +78,40 @@ class Measurement:
 
 
 def measure(
-    grads: StreamedNorms,
+    grads: RecordedGradients,
+    names: Sequence[str],
     step: int,
     groups: Mapping[str, Sequence[str]],
     bounds: Iterable[float],
     ids: Sequence[ExampleId] | None,
     hardest: int,
 ) -> Measurement:
-    """Measure a step from its recorded norms. The running estimate and the warnings are the caller's."""
+    """Measure a step from the recorded norms of some parameters. The running estimate and warnings are the caller's.
+
+    Raises:
+        PerSampleError: something else recorded the step, and not what is needed.
+    """
+    if not isinstance(grads, RecordedGradients) or not {*names} <= {*grads.names}:
+        raise PerSampleError(
+            "The step was recorded by something else (persample.watch, or private training), with several losses or "
+            "without some of the monitored parameters. Pass the parameters that are recorded: monitor(parameters=...)."
+        )
     by_parameter = grads.norms(per_parameter=True)
-    by_name = {name: norms.double().square() for name, norms in by_parameter.items()}
+    by_name = {name: by_parameter[name].double().square() for name in names}
     total = torch.stack(list(by_name.values())).sum(0)  # not of the groups: they may overlap, or leave parameters out
     squares = {
         group: sum((by_name[name] for name in names if name in by_name), torch.zeros_like(total))  # others are frozen
         for group, names in groups.items()
     }
     is_finite = total.isfinite()
+    is_finite[grads.list_nonfinite()] = False  # private training has set them to zero
     count = int(is_finite.sum())
-    norms = total.sqrt()
+    norms = total.sqrt().masked_fill(~is_finite, torch.inf)
     finite = norms[is_finite]
-    noise, signal, with_mean, between = _compare_with_mean(grads, total, count)
-    order = norms.nan_to_num(nan=torch.inf).argsort(descending=True)[:hardest].tolist()
+    noise, signal, with_mean, between = None, None, None, None
+    if isinstance(grads, StreamedNorms) and len(names) == len(grads.names):  # else it has no sum of these rows
+        noise, signal, with_mean, between = _compare_with_mean(grads, total, count)
+    order = norms.argsort(descending=True)[:hardest].tolist()
     return Measurement(
         step=step,
         samples=len(norms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,24 +15,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from persample import _torch
 from persample._internal.groups import group_by_module
 from persample._internal.text import describe_value, format_table
 from persample._version import __version__
 from persample.batches import BatchDim, iterate_tensors
 from persample.errors import PerSampleError
-from persample.gradients import StreamedNorms
+from persample.gradients import RecordedGradients
 from persample.monitoring.advice import Advice, advise
+from persample.monitoring.attempt import Attempt, Ids, State, can_share_recording
 from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
+from persample.monitoring.turns import TURNS
 from persample.recording.hooks import ModuleHook
 from persample.recording.options import Constants, Options, Selection, Verify, get_trainable
-from persample.recording.session import is_recording, leave_ended_modes
-from persample.recording.watch import Watch
+from persample.recording.session import is_paused, is_recording, leave_ended_modes
+
+_LOGGER = logging.getLogger("persample.monitoring")
 
 # Receives the numbers of a measured step by name, and the number of the step.
 Log = Callable[[dict[str, float], int], None]
-
-Ids = Sequence[ExampleId] | Tensor | None
 
 _EXPLODED = 10.0  # times its median over the last steps: a layer's norm that is unusual
 _STEPS_TO_JUDGE = 5  # measured steps before a layer is judged
@@ -57,8 +60,10 @@ def monitor(
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
     The loop, the model and `p.grad` stay as they are. A step is a call of the model in training mode and the backward
-    pass behind it. The first step is measured, so that a model that mixes samples is refused at once. A step that
-    something else records (`record`, or a monitor of another model) is not measured; the next one is in its place.
+    pass behind it. A step that cannot be measured (BatchNorm in training mode, a second backward pass, a penalty on the
+    weights) is skipped, and logged once as a warning of the logger `persample.monitoring`. In a step that something
+    else records (`record`, or a monitor of another model) nothing is measured; the next one is in its place. If that is
+    the same model, as in private training, its recording is used.
 
     Args:
         model: the model that is trained.
@@ -73,7 +78,8 @@ def monitor(
     `parameters`, `batch_dim`, `loss_reduction`, `constants` and `verify` are as in `record`.
 
     Raises:
-        PerSampleError: in a measured step, if the model cannot be recorded (BatchNorm in training mode, for example).
+        PerSampleError: an option is wrong; or in a measured step with second derivatives (`create_graph=True`); or,
+            under several processes, the model is refused.
 
     >>> model = nn.Linear(3, 2)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -108,7 +114,6 @@ class Monitor:
     """The result of `monitor`. `stop()`, or the end of a `with` block, ends it.
 
     Attributes:
-        history: the measured steps, first to last.
         ids: the ids of the samples of the next call of the model; set it before the call to know the hardest examples
             by id. Without it, they are numbered within their batch.
         step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
@@ -145,18 +150,17 @@ class Monitor:
         self._groups = group_by_module(names) if groups is None else {name: list(part) for name, part in groups.items()}
         self._every, self._bounds, self._hardest = every, tuple(bounds), hardest
         self._log: Log | None = _make_log(log)
-        self.history: list[Measurement] = []
+        self._history: list[Measurement] = []
         self.ids: Ids = None
         self.step = 0
         self._calls = 0
         self._norms: dict[ExampleId, float] = {}  # of the hardest examples, at the last time that each was seen
         self._layers: dict[str, deque[float]] = {name: deque(maxlen=window) for name in self._groups}
         self._estimate = NoiseScaleEstimate(window)
-        self._watch: Watch | None = None  # of the step that is being measured, or was measured last
-        self._is_measured = True
+        self._attempt: Attempt | None = None  # at the step that is being measured, or was measured last
+        self._warned: set[str] = set()
         self._open_call_hook: RemovableHandle | None = None
         self._has_open_call = False  # whether the call before one that is due has had no backward pass yet
-        self._measured: tuple[int, int, Ids] = (0, 0, None)  # the number of the step of the watch; our step and ids
         self._file: TextIO | None = None
         if out is not None:
             self._file = open(out, "w", encoding="utf-8")  # noqa: SIM115  # closed by stop()
@@ -173,7 +177,14 @@ class Monitor:
 
     def stop(self) -> None:
         """End the monitoring; the model is as it was before."""
-        self._end_step()
+        self._end_attempt()
+        if not self.step and not self._history:
+            self._warn(
+                "The monitor has seen no call of its model in training mode. Give it the module that is called: the "
+                "compiled model if torch.compile made one, or the submodule if only that is called."
+            )
+        TURNS.leave(self)
+        leave_ended_modes()
         self._hook.remove()
         if self._open_call_hook is not None:
             self._open_call_hook.remove()
@@ -190,6 +201,12 @@ class Monitor:
     # ---- answers ----
 
     @property
+    def history(self) -> list[Measurement]:
+        """The measured steps, first to last."""
+        self._keep_result()
+        return self._history
+
+    @property
     def latest(self) -> Measurement | None:
         """The last measured step, None before the first."""
         return self.history[-1] if self.history else None
@@ -197,10 +214,12 @@ class Monitor:
     @property
     def noise_scale(self) -> NoiseScale | None:
         """The noise scale over the last measured steps, with its interval."""
+        self._keep_result()
         return self._estimate.compute()
 
     def find_hardest(self, k: int = 10) -> list[tuple[ExampleId, float]]:
         """The examples with the largest gradient norms, each when it was last measured."""
+        self._keep_result()
         return sorted(self._norms.items(), key=lambda item: -item[1])[:k]
 
     def advise(
@@ -249,42 +268,48 @@ class Monitor:
     # ---- measuring ----
 
     def _start_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
+        """Decide about a call of the model that is about to run: is it part of a step, and is the step measured?"""
+        is_training = model.training and torch.is_grad_enabled()
+        if not is_training or _torch.get_backward_pass() >= 0 or is_paused():  # or a recomputation, or a verification
             return
-        if self._watch is not None and self._is_measured:
-            self._end_step()
-        watch, ids, step = self._watch, self.ids, self.step
-        self.ids = None
-        if watch is not None and watch.steps == self._measured[0]:  # the call is part of the step that is measured
-            if ids is not None:  # or the step was given up, and its outputs are still alive
-                self._measured = (watch.steps, self._measured[1], ids)
+        ids, self.ids = self.ids, None
+        if self._attempt is not None and self._attempt.state is not State.WAITING:
+            self._end_attempt()
+        if self._attempt is not None and self._attempt.continue_with(self.step, ids):
             return
-        self.step += 1
-        is_due = self._calls % self._every == 0
-        if watch is None:
-            leave_ended_modes()
-            if is_recording():  # by somebody else; a call that is due is measured later
-                self._calls += not is_due
-                return
-        if watch is None and is_due and self._has_open_call:  # this call may belong to the step of the last one
+        step, self.step = self.step, self.step + 1
+        if self._attempt is not None:  # it was given up, and goes on with this call
+            self._calls += 1
+        elif not self._is_due():
+            self._calls += 1
+            if self._is_due():
+                self._note_open_call(model)
+        elif self._has_open_call:  # this call may belong to the step of the last one
             self._note_open_call(model)
-            return
-        self._calls += 1
-        if watch is not None:  # the step was given up, and the watch has begun another one with this call
-            self._measured = (watch.steps, step, ids)
-        elif is_due:
+        elif self._can_measure(model):
+            self._calls += 1
             own = ref(self)
 
-            def receive(grads: StreamedNorms) -> None:
-                if (watching := own()) is not None:
-                    watching._measure(grads)
+            def measure_step(grads: RecordedGradients, attempt: Attempt) -> Measurement | None:
+                return None if (watching := own()) is None else watching._measure(grads, attempt)
 
-            self._is_measured = False
-            self._measured = (1, step, ids)
-            self._watch = Watch(model, receive, self._options)
-            self._watch.begin(args, kwargs)
-        elif self._calls % self._every == 0:
-            self._note_open_call(model)
+            self._attempt = Attempt(model, step, ids, measure_step, self._options)
+            self._attempt.begin(args, kwargs)
+
+    def _is_due(self) -> bool:
+        return self._calls % self._every == 0
+
+    def _can_measure(self, model: nn.Module) -> bool:
+        """Whether this monitor can record the call, or what records it (`Attempt`) records enough.
+
+        If not, the next call is measured.
+        """
+        leave_ended_modes()
+        if can_share_recording(model, self._options) or not (is_recording() or TURNS.must_give_way(self)):
+            TURNS.take(self)
+            return True
+        TURNS.wait(self)
+        return False
 
     def _note_open_call(self, model: nn.Module) -> None:
         """Note that the call that is about to run, and is not measured, waits for its backward pass."""
@@ -306,34 +331,54 @@ class Monitor:
 
         self._open_call_hook = hook = model.register_forward_hook(ModuleHook(after))
 
-    def _end_step(self) -> None:
-        """Stop the recording of a step that has ended or was given up."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.stop()
+    def _end_attempt(self) -> None:
+        """Stop the recording of a step that has ended or was given up, and keep its result."""
+        if self._attempt is not None:
+            self._attempt.end()
+            self._keep_result()
+            self._attempt = None
 
-    @torch.no_grad()
-    def _measure(self, grads: StreamedNorms) -> None:
-        number, step, ids = self._measured
-        if self._watch is None or self._watch.steps != number:  # a call in eval mode, or of a part of the model
+    def _keep_result(self) -> None:
+        """Keep what was measured last, if there is something new."""
+        if (attempt := self._attempt) is None:
             return
-        self._is_measured = True
-        self._watch.retire()
-        if not grads.batch_size:
+        found, attempt.found = attempt.found, None
+        if attempt.refusal is not None:
+            self._warn(f"Step {attempt.step} is not measured, nor are other steps like it: {attempt.refusal}")
+        if found is None:
             return
-        found = measure(grads, step, self._groups, self._bounds, _check_ids(ids, grads.batch_size), self._hardest)
         if found.noise is not None and found.signal is not None:
             self._estimate.add(found.noise, found.signal)
         found.noise_scale = self._estimate.compute()
         found.warnings = self._find_warnings(found)
-        if ids is not None:
+        if attempt.ids is not None:
             self._norms.update(found.hardest)
             if len(self._norms) > _KEPT_HARDEST:
-                self._norms = dict(self.find_hardest(_KEPT_HARDEST // 2))
-        self.history.append(found)
+                hardest = sorted(self._norms.items(), key=lambda item: -item[1])
+                self._norms = dict(hardest[: _KEPT_HARDEST // 2])
+        self._history.append(found)
         self._write(found.to_dict())
         if self._log is not None:
-            self._log(found.list_scalars(), step)
+            self._log(found.list_scalars(), found.step)
+
+    @torch.no_grad()
+    def _measure(self, grads: RecordedGradients, attempt: Attempt) -> Measurement | None:
+        if attempt.other is not None and attempt.other.is_private:
+            self._warn(
+                "The model is in private training. The monitor's numbers are not private: they depend on single "
+                "samples without noise. Do not publish its log with the model."
+            )
+        if not grads.batch_size:
+            return None
+        ids = _check_ids(attempt.ids, grads.row_count)
+        return measure(grads, attempt.names, attempt.step, self._groups, self._bounds, ids, self._hardest)
+
+    def _warn(self, text: str) -> None:
+        """Log a warning, once for each kind."""
+        kind = text.partition(": ")[2] or text
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _LOGGER.warning("%s", text)
 
     def _find_warnings(self, found: Measurement) -> list[str]:
         warnings = [f"{found.not_finite} samples have a gradient that is not finite"] if found.not_finite else []
@@ -350,8 +395,13 @@ class Monitor:
         return warnings
 
     def _write(self, line: dict[str, Any]) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             print(json.dumps(line), file=self._file, flush=True)
+        except OSError as error:  # such as a full disk
+            self._file = None
+            self._warn(f"The monitor writes nothing more to its file: {error}")
 
 
 def _check_ids(ids: Ids, count: int) -> list[ExampleId] | None:

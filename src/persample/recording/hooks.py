@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.distributed import Processes
-from persample.errors import PerSampleError
+from persample.errors import Complain, PerSampleError, raise_or_complain
 
 
 class ModuleHook:
@@ -58,13 +58,14 @@ class _Refusal:
 
     __torch_unserializable__ = True  # torch shall not warn that a saved parameter loses the hook
 
-    def __init__(self, name: str, is_pulling_back: Callable[[], bool]) -> None:
+    def __init__(self, name: str, is_pulling_back: Callable[[], bool], complain: Complain | None) -> None:
         self._name = name
         self._is_pulling_back = is_pulling_back
+        self._complain = complain
 
     def __call__(self, grad: Tensor | None) -> None:
         if grad is not None and not self._is_pulling_back():
-            raise _make_refusal(self._name)
+            raise_or_complain(_make_refusal(self._name), self._complain)
 
 
 def refuse_scripted(model: nn.Module) -> None:
@@ -77,15 +78,18 @@ def refuse_scripted(model: nn.Module) -> None:
 
 
 def refuse_unrecorded(
-    recorded: Mapping[str, Tensor], processes: Processes, is_pulling_back: Callable[[], bool]
+    recorded: Mapping[str, Tensor],
+    processes: Processes,
+    is_pulling_back: Callable[[], bool],
+    complain: Complain | None = None,
 ) -> list[RemovableHandle]:
-    """Add hooks that refuse ordinary gradients of parameters.
+    """Add hooks that refuse ordinary gradients of parameters; `complain` takes refusals in place of raising them.
 
     While a recording pulls gradients back to its parameters, such gradients are the recording's own.
     """
     hooks = []
     for name, p in recorded.items():
-        refusal = _Refusal(name, is_pulling_back)
+        refusal = _Refusal(name, is_pulling_back, complain)
         tensors = {id(tensor): tensor for tensor in (p, processes.get_used(p))}
         hooks += [tensor.register_hook(refusal) for tensor in tensors.values()]
     return hooks

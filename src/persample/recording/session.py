@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from persample.backward.collector import Collector
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
-from persample.errors import PerSampleError
+from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.audit import Audit
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -55,6 +55,11 @@ def leave_ended_modes() -> None:
 def is_recording() -> bool:
     """Whether a recording, of any model, is under way in this thread."""
     return any(isinstance(mode, Tracker) for mode in _torch.get_function_modes())
+
+
+def is_paused() -> bool:
+    """Whether a recording in this thread runs passes of its own, such as those of a verification."""
+    return any(isinstance(mode, Tracker) and mode.is_paused for mode in _torch.get_function_modes())
 
 
 class _End:
@@ -108,6 +113,8 @@ class Recording:
         failed: called with the error when a backward pass has failed.
         has_hooks: hooks of the caller refuse gradients from uses that were not recorded (`refuse_unrecorded`).
         isolation: what private training refuses besides.
+        complain: takes refusals in place of raising them. Then the recording is of no use, but `keep_grad` still adds
+            the gradients of all uses to `grad`. Not available under several processes.
     """
 
     def __init__(
@@ -118,6 +125,7 @@ class Recording:
         failed: Callable[[BaseException], None] = _do_nothing,
         has_hooks: bool = False,
         isolation: Isolation | None = None,
+        complain: Complain | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
@@ -134,12 +142,15 @@ class Recording:
         modules, parameters = read_model(model)
         trainable = select_trainable(parameters)
         self.recorded = options.select(trainable)
+        if has_hooks:
+            _refuse_computed_parameters(trainable)
         refuse_parameter_hooks(trainable if options.keep_grad else self.recorded)
         self.grads = grads = self._make_gradients()
         self._failed = failed
         # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
         is_alone = type(self.processes) is Processes
         self.needs_hooks = not is_alone or options.keep_grad
+        complain = complain if is_alone else None
         self._has_hooks = has_hooks or self.needs_hooks
         unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
@@ -149,11 +160,11 @@ class Recording:
 
         def finish() -> None:
             unrecorded.check()
-            grads.finish()
+            _call(complain, grads.finish)
             end.note()
 
         used = trainable.values() if is_alone else map(self.processes.get_used, trainable.values())
-        deliver = partial(_deliver, grads, self.processes, options.keep_grad)
+        deliver = partial(_deliver, grads, self.processes, options.keep_grad, complain)
         self.collector = Collector(
             used,
             deliver,
@@ -161,16 +172,19 @@ class Recording:
             early=isinstance(grads, (StreamedNorms, StreamedClip)),
             deliver_stack=None if options.keep_grad else grads.receive_stack,
         )
+        self.collector.complain = complain
+        self._note_empty_passes()
         self.tracker = Tracker(
             self.collector,
             model,
             loss_reduction=options.loss_reduction or "sum",
             processes=self.processes,
             run_backward=self._run_backward,
-            note_loss=grads.note_loss,
+            note_loss=partial(_call, complain, grads.note_loss),
             outside=self._make_outside(),
             note_outside=_do_nothing if isinstance(grads, (StreamedNorms, StreamedClip)) else grads.outside.add,
             isolation=isolation,
+            complain=complain,
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = is_alone and tracing.get_trace() is None
@@ -182,6 +196,16 @@ class Recording:
         self._verification: Verification | None = None
         self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
         self.is_verifying = False  # calls of the model are extra passes
+
+    def _note_empty_passes(self) -> None:
+        """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
+        grads, collector = self.grads, ref(self.collector)  # which keeps the node
+
+        def note(_: Any) -> None:
+            if not grads.batch_size and (found := collector()) is not None:
+                found.note_pass()
+
+        self.collector.anchor_node.register_prehook(note)
 
     def _make_gradients(self) -> Gradients:
         options = self.options
@@ -400,18 +424,48 @@ def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return (args[position] if len(args) > position else kwargs.get("inputs")) is not None
 
 
+def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:
+    """Refuse tensors in the places of parameters, which autograd would not add gradients to."""
+    for name, p in trainable.items():
+        if not p.is_leaf:
+            raise PerSampleError(
+                f"'{name}' is not a parameter in this call of the model but was computed from other tensors, as with "
+                "torch.func.functional_call. Use record(model), with the call inside the block."
+            )
+
+
+def _call(complain: Complain | None, function: Callable[..., None], *args: Any) -> None:
+    """Call a function, with refusals passed on to `complain` if there is one."""
+    try:
+        function(*args)
+    except PerSampleError as error:
+        raise_or_complain(error, complain)
+
+
 @in_full_precision
-def _deliver(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, terms: Sequence[Term]) -> None:
+def _deliver(
+    grads: Gradients,
+    processes: Processes,
+    keep_grad: bool,
+    complain: Complain | None,
+    parameter: Tensor,
+    terms: Sequence[Term],
+) -> None:
     """Pass what was found for a parameter to the gradients. The collector must not refer to the recording itself."""
-    if isinstance(grads, (PerSampleGradients, LossGradients)) and grads.has_positions:
-        for group in group_by_rows(terms):
-            _deliver_term(grads, processes, keep_grad, parameter, add_terms(group))
-    else:
-        _deliver_term(grads, processes, keep_grad, parameter, add_terms(terms))
+    has_positions = isinstance(grads, (PerSampleGradients, LossGradients)) and grads.has_positions
+    for group in group_by_rows(terms) if has_positions else [terms]:
+        _deliver_term(grads, processes, keep_grad, complain, parameter, add_terms(group))
 
 
-def _deliver_term(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, term: Term) -> None:
-    grads.receive(parameter, term)
+def _deliver_term(
+    grads: Gradients,
+    processes: Processes,
+    keep_grad: bool,
+    complain: Complain | None,
+    parameter: Tensor,
+    term: Term,
+) -> None:
+    _call(complain, grads.receive, parameter, term)
     if keep_grad and not (isinstance(grads, StreamedClip) and grads.is_first_of_two):
         total = term.sum(torch.ones(term.batch, device=parameter.device))
         if isinstance(grads, StreamedNorms):

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import get_ident
-from typing import Any, Literal, NoReturn
-from weakref import ref
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.batches import BatchDim, BatchSizesDiffer, NoSamplesFound, iterate_tensors
-from persample.distributed import find_processes
-from persample.errors import PerSampleError
+from persample.distributed import Processes, find_processes
+from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
@@ -35,6 +35,8 @@ StepOptions = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 _MAX_BATCHES = 16  # that are declared as samples before they are used
+
+_WATCHES: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()  # the last one of each model
 
 
 def watch(
@@ -134,9 +136,12 @@ class Watch:
         receive: Receive,
         options: StepOptions,
         note_failure: Callable[[BaseException | None], None] | None = None,
+        complain: Complain | None = None,
     ) -> None:
         self._model = ref(model)
         self._receive = receive
+        self._complain = complain  # called with the error if a step is refused, in place of raising it
+        self._listeners: list[tuple[Receive, Complain]] = []
         self._note_failure = note_failure  # called with the error if a call of the model or a backward pass fails
         self._get_options = options if callable(options) else lambda: options
         self._recording: Recording | None = None
@@ -151,17 +156,21 @@ class Watch:
         self._used: list[TensorMap[int]] = []  # the declared batches of which the current step has samples
         self._thread = 0  # in which the current step began
         self.steps = 0  # that have begun
+        self._is_retired = False
+        self.is_private = False  # whether the current step is one of private training
         self._refusals: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
-        self._empty_passes: set[int] = set()
         self._isolation = Isolation()
         refuse_scripted(model)
-        self._refusals = self._refuse_unrecorded(model)
+        recorded = Options(**self._get_options()).select(get_trainable(model))
+        self.names = list(recorded)  # of the parameters that are recorded
+        self._refusals = self._refuse_unrecorded(model, recorded)
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
-            *self._watch_parts(model),
+            *self._watch_parts(model, {id(p) for p in recorded.values()}),
         ]
+        _WATCHES[model] = ref(self)
 
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
@@ -175,6 +184,16 @@ class Watch:
         """
         for hook in (*self._refusals, *self._hooks):
             hook.remove()
+        self._is_retired = True
+
+    def listen(self, receive: Receive, complain: Complain) -> Callable[[], None]:
+        """Call `receive` with the gradients of each step, too, and `complain` if it is refused.
+
+        Returns a function that ends it.
+        """
+        listener = (receive, complain)
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
 
     def __del__(self) -> None:
         # The model's hooks and the graph of its outputs keep the watch. Without both, its mode has to go.
@@ -202,6 +221,11 @@ class Watch:
         leave_ended_modes()
         if recording is not None:
             recording.close()
+
+    @property
+    def is_lenient(self) -> bool:
+        """Whether steps that are refused are given up, in place of raising an error."""
+        return self._complain is not None
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -234,11 +258,10 @@ class Watch:
 
     # ---- the forward pass ----
 
-    def _watch_parts(self, model: nn.Module) -> Iterator[RemovableHandle]:
+    def _watch_parts(self, model: nn.Module, recorded: set[int]) -> Iterator[RemovableHandle]:
         """Hooks for submodules that are called directly. Under DDP and FSDP the whole model must be called."""
         if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
             return
-        recorded = {id(p) for p in Options(**self._get_options()).select(get_trainable(model)).values()}
         for part in model.modules():
             if part is model or isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
                 continue
@@ -345,6 +368,8 @@ class Watch:
             if not self._continues_step(args, kwargs):
                 self._begin(module)
             self._start_forward(args, kwargs)
+            if self.is_lenient and self._recording is not None and not self._recording.grads.batch_size:
+                raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         except BaseException:
             self.rest()
             raise
@@ -383,9 +408,16 @@ class Watch:
         step = _Step(self)
         self._step = step
         options = Options(**self._get_options())
+        self.is_private = options.isolate
         isolation = self._isolation if options.isolate else None
         self._recording = recording = Recording(
-            model, options, step.end_backward, step.fail, has_hooks=True, isolation=isolation
+            model,
+            options,
+            step.end_backward,
+            step.fail,
+            has_hooks=True,
+            isolation=isolation,
+            complain=step.give_up if self.is_lenient else None,
         )
         tracker = recording.tracker
         self._opened.enter_context(recording.processes.prepare_recording(tracker, options.keep_grad))
@@ -393,18 +425,23 @@ class Watch:
         self._opened.callback(tracker.stop)
         _torch.insert_outermost_mode(tracker)
         self._opened.callback(_torch.remove_mode, tracker)
-        # In an empty batch no term arrives, but the node of the anchor is part of every backward pass.
-        recording.collector.anchor_node.register_prehook(lambda grads: step.note_empty_pass())
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not self._is_inside or (self._recording is not None and self._recording.is_verifying):
             return
+        if self.is_lenient and self._recording is not None and self._recording.tracker.has_ended:
+            self._end_refused_step()
+            return
         if output is not None and self._recording is not None:
             try:
                 self._recording.end_forward(output)
             except BaseException as error:
+                if isinstance(error, PerSampleError) and self._recording.tracker.complain is not None:
+                    self._is_inside = False
+                    self._recording.tracker.complain(error)
+                    return
                 self.fail(error)
                 self.rest()
                 raise
@@ -426,39 +463,66 @@ class Watch:
             if isinstance(error, PerSampleError):
                 self._recording.undo_forward()
 
-    def note_empty_pass(self, step: _Step) -> None:
-        """Note that a backward pass is running, in which no term arrives if the batch is empty."""
-        recording, backward_pass = self._recording, _torch.get_backward_pass()
-        if recording is None or step is not self._step or recording.grads.batch_size:
-            return
-        if backward_pass not in self._empty_passes:
-            self._empty_passes.add(backward_pass)
-            _torch.call_after_backward(recording.collector.finished)
+    def give_up(self, error: PerSampleError) -> None:
+        """End a step that was refused. Its uses of weights still add to `grad`, as other uses do from now on."""
+        if (recording := self._recording) is not None:
+            recording.tracker.has_ended = True
+            if _torch.get_backward_pass() < 0:  # else the gradients of the uses are on their way
+                recording.close()
+        if self._is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
+            for hook in self._refusals:
+                hook.remove()
+        else:
+            self._end_refused_step()
+        for complain in [self._complain, *(complain for _, complain in self._listeners)]:
+            if complain is not None:
+                complain(error)
+
+    def _end_refused_step(self) -> None:
+        self.retire()
+        self._is_inside = False
+        if self._recording is not None:
+            self._recording.tracker.end_audit()
 
     def end_backward(self, step: _Step) -> None:
         """Deliver the gradients of a step whose backward pass has ended."""
-        self._empty_passes.clear()
         recording = self._recording
         if recording is None or step is not self._step:
-            _refuse_other_step()
+            raise_or_complain(_make_error_of_other_step(), self.give_up if self.is_lenient else None)
+            return
         grads = recording.grads
         if not isinstance(grads, (StreamedClip, LossGradients)) or grads.is_complete:
             recording.tracker.has_ended = True
             self._receive(grads)
+            for receive, _ in self._listeners:
+                receive(grads)
 
     @property
     def is_pulling_back(self) -> bool:
         """Whether gradients of the current step are being pulled back to the parameters."""
         return self._recording is not None and self._recording.collector.is_pulling_back
 
-    def _refuse_unrecorded(self, model: nn.Module) -> list[RemovableHandle]:
-        options, watched = Options(**self._get_options()), ref(self)
+    def _refuse_unrecorded(self, model: nn.Module, recorded: Mapping[str, Tensor]) -> list[RemovableHandle]:
+        watched = ref(self)
 
         def is_pulling_back() -> bool:
             own = watched()
             return own is not None and own.is_pulling_back
 
-        return refuse_unrecorded(options.select(get_trainable(model)), find_processes(model), is_pulling_back)
+        def give_up(error: PerSampleError) -> None:
+            if (own := watched()) is not None:
+                own.give_up(error)
+
+        processes = find_processes(model)
+        complain = give_up if self.is_lenient and type(processes) is Processes else None
+        return refuse_unrecorded(recorded, processes, is_pulling_back, complain)
+
+
+def find_watch(model: nn.Module) -> Watch | None:
+    """What records the steps of a model at present, None if nothing does."""
+    found = _WATCHES.get(model)
+    watched = None if found is None else found()
+    return None if watched is None or watched._is_retired else watched
 
 
 def _is_same(given: ref[nn.Module] | None, module: nn.Module) -> bool:
@@ -470,24 +534,26 @@ class _Step:
 
     def __init__(self, watched: Watch) -> None:
         self._watch = ref(watched)
+        self._is_lenient = watched.is_lenient
 
     def end_backward(self) -> None:
         watched = self._watch()
-        if watched is None:
-            _refuse_other_step()
-        watched.end_backward(self)
+        if watched is not None:
+            watched.end_backward(self)
+        elif not self._is_lenient:
+            raise _make_error_of_other_step()
 
     def fail(self, error: BaseException) -> None:
         if (watched := self._watch()) is not None:
             watched.fail(error)
 
-    def note_empty_pass(self) -> None:
+    def give_up(self, error: PerSampleError) -> None:
         if (watched := self._watch()) is not None:
-            watched.note_empty_pass(self)
+            watched.give_up(error)
 
 
-def _refuse_other_step() -> NoReturn:
-    raise PerSampleError(
+def _make_error_of_other_step() -> PerSampleError:
+    return PerSampleError(
         "A backward pass reached a call of the model that does not belong to the current step: it was made before the "
         "last rest(), or a later call had another batch size. Compute a loss from one batch only."
     )

@@ -27,7 +27,7 @@ class Groups:
     the samples themselves, groups of similar sizes are merged apart from the others (`parts`).
 
     Attributes:
-        rows: `(batch,)`, the row of each sample; -1 if it has none, in a part.
+        rows: `(batch,)`, the row of each sample; -1 if it has none.
         count: the number of rows.
         slots: `(count, largest group)`, the samples of each row; None if each row has `largest` consecutive samples.
         is_padding: the slots without a sample; None if there are none.
@@ -120,7 +120,7 @@ class Groups:
 
 
 def make_groups(rows: Tensor, count: int, weights: Tensor | None = None) -> Groups:
-    """Groups from the row of each sample.
+    """Groups from the row of each sample; -1: the sample has none.
 
     >>> groups = make_groups(torch.tensor([2, 0, 2]), count=3)
     >>> groups.gather(torch.tensor([[1.0], [2.0], [3.0]]))
@@ -128,18 +128,21 @@ def make_groups(rows: Tensor, count: int, weights: Tensor | None = None) -> Grou
             [0., 0.],
             [1., 3.]])
     """
-    sizes = torch.bincount(rows, minlength=count)
+    is_own = rows >= 0
+    sizes = torch.bincount(rows[is_own], minlength=count)
     largest = int(sizes.max()) if count and len(rows) else 0
-    if len(rows) == count * largest and bool((rows.diff() >= 0).all()):
+    own = int(is_own.sum())
+    if own == len(rows) == count * largest and bool((rows.diff() >= 0).all()):
         return Groups(rows, count, None, None, largest, weights)
-    order = rows.argsort(stable=True)
+    order = rows.argsort(stable=True)[len(rows) - own :]
     starts = sizes.cumsum(0) - sizes
-    places = torch.arange(len(rows), device=rows.device) - starts[rows[order]]
+    places = torch.arange(own, device=rows.device) - starts[rows[order]]
     slots = rows.new_zeros(count, largest)
     slots[rows[order], places] = order
     is_padding = torch.arange(largest, device=rows.device) >= sizes[:, None]
-    whole = Groups(rows, count, slots, is_padding if bool(is_padding.any()) else None, largest, weights)
-    if count * largest <= _MAX_PADDING * len(rows):
+    padding = is_padding if bool(is_padding.any()) else None
+    whole = Groups(rows, count, slots, padding, largest, weights, has_others=own < len(rows))
+    if count * largest <= _MAX_PADDING * own:
         return whole
     return replace(whole, parts=_split_by_size(whole, slots, is_padding, sizes))
 
@@ -154,9 +157,14 @@ def _split_by_size(whole: Groups, slots: Tensor, is_padding: Tensor, sizes: Tens
             numbers = torch.full_like(sizes, -1)
             numbers[own] = torch.arange(len(own), device=own.device)
             part = Groups(
-                numbers[whole.rows], len(own), slots[own, :largest], is_padding[own, :largest], largest, whole.weights,
+                rows=torch.where(whole.rows < 0, -1, numbers[whole.rows]),
+                count=len(own),
+                slots=slots[own, :largest],
+                is_padding=is_padding[own, :largest],
+                largest=largest,
+                weights=whole.weights,
                 has_others=True,
-            )  # fmt: skip
+            )
             found.append((own, part))
             is_left[own] = False
         limit *= 2

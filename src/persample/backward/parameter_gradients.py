@@ -1,0 +1,59 @@
+"""`autograd.grad` for parameters in a recording, whose weights are not in the graph of the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from persample import _torch
+from persample._internal.graph import preserve_grads
+from persample._internal.tree import find_tensors
+
+_SIGNATURE = inspect.signature(torch.autograd.grad)
+
+
+def compute_parameter_gradients(
+    run_backward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any],
+    parameters: Mapping[int, Tensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Tensor | None, ...] | None:
+    """The result of `autograd.grad` for parameters, from what a backward pass with `keep_grad` adds to their `grad`.
+
+    None, without running anything, if that is not possible: with `create_graph` or `is_grads_batched`, or if some
+    inputs are other tensors.
+    """
+    given = _SIGNATURE.bind(*args, **kwargs)
+    given.apply_defaults()
+    options = given.arguments
+    inputs = list(find_tensors(options["inputs"]))
+    if options["create_graph"] or options["is_grads_batched"] or isinstance(options["inputs"], dict):
+        return None
+    if not all(id(t) in parameters for t in inputs):
+        return None
+    with ExitStack() as stack:
+        for output in find_tensors(options["outputs"]):
+            stack.enter_context(preserve_grads(output))
+        with _torch.DisableTorchFunction():
+            before = [(p, p.grad) for p in parameters.values()]
+            for p, _ in before:
+                p.grad = None
+        try:
+            run_backward(
+                torch.autograd.backward, (options["outputs"], options["grad_outputs"], options["retain_graph"]), {}
+            )
+        finally:
+            with _torch.DisableTorchFunction():
+                found = [t.grad for t in inputs]
+                for p, grad in before:
+                    p.grad = grad
+    if options["materialize_grads"]:
+        return tuple(torch.zeros_like(t) if grad is None else grad for t, grad in zip(inputs, found, strict=True))
+    if not options["allow_unused"] and any(grad is None for grad in found):
+        raise RuntimeError("A tensor that autograd.grad is asked for was not used. Pass allow_unused=True.")
+    return tuple(found)

@@ -1,0 +1,124 @@
+"""One step that a monitor measures: from the call of the model until the next step begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any
+from weakref import WeakMethod
+
+from torch import Tensor, nn
+
+from persample.errors import PerSampleError
+from persample.gradients import RecordedGradients
+from persample.monitoring.measurement import ExampleId, Measurement
+from persample.recording.options import Options, get_trainable
+from persample.recording.watch import Watch, find_watch
+
+Ids = Sequence[ExampleId] | Tensor | None
+
+# Computes the measurement of a step from its gradients.
+Measure = Callable[[RecordedGradients, "Attempt"], Measurement | None]
+
+
+class State(Enum):
+    """How far an attempt is."""
+
+    WAITING = "waiting for the backward pass"
+    MEASURED = "measured, unless another backward pass follows"
+    REFUSED = "refused: the step cannot be measured"
+
+
+class Attempt:
+    """Measures a step by a recording of its own, or by one that something else (private training) makes anyway.
+
+    The result counts when the next step begins: a second backward pass through the same graph would make it wrong.
+
+    Args:
+        model: the model, whose call is about to run.
+        step: the number of the step.
+        ids: the ids of its samples.
+        measure: computes the result.
+        options: those of the recording.
+    """
+
+    def __init__(self, model: nn.Module, step: int, ids: Ids, measure: Measure, options: Mapping[str, Any]) -> None:
+        self.step, self.ids = step, ids
+        self.names = _list_names(model, options)  # of the parameters that are measured
+        self.state = State.WAITING
+        self.found: Measurement | None = None
+        self.refusal: PerSampleError | None = None
+        self._measure = measure
+        self._number = 1  # of the step, among those of the watch
+        receive, complain = _call_weakly(self._receive), _call_weakly(self._refuse)
+        self._end: Callable[[], None]
+        self.other = find_watch(model)
+        if self.other is not None:
+            self._watch = self.other
+            self._end = self.other.listen(receive, complain)
+        else:
+            self._watch = Watch(model, receive, options, complain=complain)
+            self._end = self._watch.stop
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of the model that is about to run."""
+        if self.other is None:
+            try:
+                self._watch.begin(args, kwargs)
+            except PerSampleError as error:  # before anything has run
+                self._refuse(error)
+                self._end()
+
+    def continue_with(self, step: int, ids: Ids) -> bool:
+        """Note another call of the model before the backward pass; returns whether it is part of the same step.
+
+        If not, the step was given up, and the watch has begun another one with this call.
+        """
+        is_same = self.other is None and self._watch.steps == self._number
+        if ids is not None or not is_same:
+            self.ids = ids
+        if not is_same:
+            self._number, self.step = self._watch.steps, step
+        return is_same
+
+    def end(self) -> None:
+        """Stop the recording."""
+        self._end()
+
+    def _receive(self, grads: RecordedGradients) -> None:
+        if self.state is not State.WAITING:
+            return
+        if self.other is None:
+            if self._watch.steps != self._number:  # a call in eval mode, or of a part of the model
+                return
+            self._watch.retire()
+        self.state = State.MEASURED
+        try:
+            self.found = self._measure(grads, self)
+        except PerSampleError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: PerSampleError) -> None:
+        if self.refusal is None:
+            self.state, self.found, self.refusal = State.REFUSED, None, error
+
+
+def can_share_recording(model: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether something else records the steps of a model. A monitor of other parameters does not count."""
+    other = find_watch(model)
+    return other is not None and (not other.is_lenient or {*_list_names(model, options)} <= {*other.names})
+
+
+def _list_names(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
+    return list(Options(**options).select(get_trainable(model)))
+
+
+def _call_weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Calls a method of an object that may have been freed, and is not kept."""
+    found = WeakMethod(method)
+
+    def call(argument: Any) -> None:
+        if (alive := found()) is not None:
+            alive(argument)
+
+    return call

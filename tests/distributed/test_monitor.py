@@ -1,0 +1,57 @@
+"""Monitors in two processes: each measures its own samples, and the run stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import persample
+from persample import SamplesMixed
+from persample.testing import loop_gradients
+from tests.support.processes import in_two_processes
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum(1).mean()
+
+
+def train(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights at the end, and the largest norm of the samples of this process in each step."""
+    optimizer, norms = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(4 - dist.get_rank(), 4, generator=generator, dtype=torch.float64)
+        rows = loop_gradients(model.module, x, compute_loss)
+        norms.append(torch.cat([part.flatten(1) for part in rows.values()], 1).norm(dim=1).max())
+        optimizer.zero_grad()
+        compute_loss(model, x).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()], norms
+
+
+@in_two_processes
+def test_the_run_stays_as_it_is() -> None:
+    expected, norms = train(DistributedDataParallel(make_model()))
+    model = DistributedDataParallel(make_model())
+    with persample.monitor(model, every=2) as watching:
+        found, _ = train(model)
+    torch.testing.assert_close(found, expected)
+    assert [measured.step for measured in watching.history] == [0, 2, 4]
+    for measured, largest in zip(watching.history, norms[::2], strict=True):
+        assert measured.norms["most"] == pytest.approx(float(largest))
+
+
+@in_two_processes
+def test_a_model_that_mixes_samples_is_refused() -> None:
+    """What DistributedDataParallel would not average must not be left to autograd."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    with persample.monitor(model), pytest.raises(SamplesMixed, match="batch_norm"):
+        model(torch.randn(4, 4).double()).sum().backward()
