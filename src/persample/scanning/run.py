@@ -19,7 +19,7 @@ from persample.batches import BatchDim
 from persample.gradients.projection import Method
 from persample.losses import LossFunction
 from persample.recording.options import Selection, Verify
-from persample.scanning.alignment import write_alignment
+from persample.scanning.alignment import average_rows, write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.diagnosis import explain_failure
 from persample.scanning.errors import ScanError
@@ -243,9 +243,10 @@ class _Run:
         """Write the table and the summary. All shards must be complete."""
         if self._workers.is_first:
             with self._store.keep_contents():
-                if "estimated_alignment" in self._measurement.quantities:
-                    write_alignment(self._store)
-                summary = summarise(self._store)
+                mean = average_rows(self._store) if self._measurement.needs_projected_mean else None
+                if mean is not None and "estimated_alignment" in self._measurement.quantities:
+                    write_alignment(self._store, mean)
+                summary = summarise(self._store, mean)
                 write_table(self._store)
             self._store.write_json("summary.json", summary)
         self._workers.wait()
@@ -351,11 +352,16 @@ def _pack_shard(batches: Sequence[Columns], dtype: str) -> tuple[dict[str, Array
     columns = {name: column[order] for name, column in columns.items()}
     rows: Array | None = None
     if (projected := columns.pop("projection", None)) is not None:
-        lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)
-        rows = _scale_to_unit_length(projected.double(), lengths).numpy().astype(dtype)
+        lengths = torch.linalg.vector_norm(projected, dim=1, dtype=torch.float64).nan_to_num(nan=0.0, posinf=0.0)
+        rows = _scale_to_unit_length(projected, lengths).to(getattr(torch, dtype)).numpy()
         columns["length"] = lengths
     return {name: column.numpy() for name, column in columns.items()}, rows
 
 
 def _scale_to_unit_length(rows: Tensor, lengths: Tensor) -> Tensor:
-    return torch.where(lengths[:, None] > 0, rows / lengths[:, None], 0.0)
+    """Divide each row by its length. A row with the length 0 becomes zeros, also if it is not finite."""
+    limits = torch.finfo(rows.dtype)
+    if bool(((lengths > limits.max) | ((lengths > 0) & (lengths < limits.tiny / limits.eps))).any()):
+        rows = rows.double()
+    scaled = rows / lengths[:, None].to(rows.dtype)
+    return scaled if bool((lengths > 0).all()) else torch.where(lengths[:, None] > 0, scaled, 0.0)
