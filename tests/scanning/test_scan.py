@@ -93,7 +93,9 @@ def test_one_pass_matches_loop(case: str, project: int, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("mean-*.npz"))
 
 
-@pytest.mark.parametrize("dtype, scale", [("float32", 1e-37), ("float32", 1e38), ("float64", 1e-120), ("float64", 1e120)])
+@pytest.mark.parametrize(
+    "dtype, scale", [("float32", 1e-37), ("float32", 1e38), ("float64", 1e-120), ("float64", 1e120)]
+)
 def test_rows_of_extreme_lengths_are_stored_with_length_1(dtype: str, scale: float) -> None:
     rows = torch.rand(5, 64, generator=torch.Generator().manual_seed(0)).add(1).to(getattr(torch, dtype)) * scale
     rows[2] = 0

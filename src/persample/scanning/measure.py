@@ -116,7 +116,7 @@ class Measurement:
 
     @property
     def needs_sum(self) -> bool:
-        """Whether a quantity needs the sum of all gradients. The noise scale does without it if there are projections."""
+        """Whether a quantity needs the sum of all gradients. The noise scale does not if there are projections."""
         return self.needs_direction or ("noise_scale" in self.quantities and self.projection is None)
 
     @property

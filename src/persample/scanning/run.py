@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from persample._internal.allocator import keep_freed_memory
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.gradients.projection import Method
 from persample.losses import LossFunction
 from persample.recording.options import Selection, Verify
 from persample.scanning.alignment import average_rows, write_alignment
+from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.diagnosis import explain_failure
 from persample.scanning.errors import ScanError
@@ -78,7 +80,7 @@ def scan(
 
     `data` is a Dataset, a DataLoader (the scan reads its dataset in dataset order), tensors with the examples in
     dimension 0, or an iterable that can be iterated several times. `batch_size` and `collate` are taken from a
-    DataLoader unless given.
+    DataLoader unless given. Otherwise a batch has 64 examples, or up to 256 if the model saves little for each of them.
 
     `loss_fn` is a loss of torch or another `nn.Module`, called as `loss_fn(model(inputs), targets)`, or any other
     function, called as `loss_fn(model, batch)`. A function returns one loss per sample, or a single number: their mean,
@@ -146,11 +148,14 @@ def scan(
     check_classes(source.classes if classes is None else classes, model)
     measurement = options.make_measurement(model, loss_fn, source, verify)
     states = Checkpoints(model, checkpoints, learning_rates)
-    settings = options.make_settings(source, measurement, states)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(temporary.name if temporary else str(out))
+    if source.has_default_batch_size:
+        stored = store.read_settings() if store.exists and resume else {}
+        source.batch_size = stored.get("batch_size") or choose_batch_size(measurement, source, shard_size)
+    settings = options.make_settings(source, measurement, states)
     run = _Run(store, source, measurement, settings, progress)
-    with prepare_model(measurement, None if device is None else torch.device(device)):
+    with keep_freed_memory(), prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
             with states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
