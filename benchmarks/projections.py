@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import persample
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
-from benchmarks.scan import BATCH, TASKS, Task
+from benchmarks.scan import BATCH, TASKS, Task, time_processor
 from benchmarks.timing import compute_ratios, time_in_turns
 from persample.gradients.projection import METHODS
 
@@ -45,13 +44,6 @@ def train(task: Task) -> None:
         optimizer.zero_grad()
         (compute_loss(task) / BATCH).backward()
         optimizer.step()
-
-
-def time_processor(call: Callable[[], Any]) -> float:
-    """Seconds of processor time of a call."""
-    start = time.process_time()
-    call()
-    return time.process_time() - start
 
 
 def measure_errors(grads: Any, size: int, method: str) -> float:

@@ -2,9 +2,12 @@
 
     python -m benchmarks.scan [--json benchmarks/results/scan.json]
 
-Time is a ratio to plain forward and backward passes over the same batches, which take turns with the scans. Memory is
-the peak of resident memory of a process that runs a scan. Queries are run on stores of random gradients with 1,024
-numbers each. Their spectrum decays slowly, which is the worst case for `duplicates`.
+Time is a ratio to plain forward and backward passes over the same batches, which take turns with the scans: elapsed
+time with all cores, and processor time with one thread. Scans choose their batches themselves, and the plain passes
+have the same. Both keep freed memory, see `persample._internal.allocator`. For the CNN, the arithmetic that a scan
+needs is timed as well (`benchmarks.scan_floor`). Memory is the peak of resident memory of a process that runs a scan.
+Queries are run on stores of random gradients with 1,024 numbers each. Their spectrum decays slowly, which is the worst
+case for `duplicates`.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,16 +33,18 @@ import persample
 from benchmarks.machine import describe_machine
 from benchmarks.memory import read_status
 from benchmarks.output import write_json
+from benchmarks.scan_floor import make_floors
 from benchmarks.timing import compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import make_gpt
+from persample._internal.allocator import keep_freed_memory
 from persample.scanning import queries
 from persample.scanning.influence import StoredModel, TestGradients, make_scores
 from persample.scanning.measure import ALL_QUANTITIES
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 
-BATCH, ROUNDS = 64, 5
-TIMED_EXAMPLES = 2048
+BATCH, ROUNDS, FLOOR_ROUNDS = 64, 5, 40
+TIMED_EXAMPLES = {"CNN": 8192, "GPT": 1024}
 SCANNED_EXAMPLES = (1024, 4096, 16384, 65536)
 STORED_EXAMPLES, PROJECTION_SIZE = (1000, 10_000, 100_000), 1024
 SHARD = 1024
@@ -97,40 +104,88 @@ class ImageStream:
         return torch.full((1, 16, 16), i % 7 / 7), i % 10
 
 
-def run_plain(model: nn.Module, data: Any, loss_fn: Any) -> None:
+def run_plain(model: nn.Module, data: Any, loss_fn: Any, batch: int) -> None:
     """Run forward and backward passes over all the data."""
-    for i in range(0, len(data[0] if isinstance(data, tuple) else data), BATCH):
+    for i in range(0, len(data[0] if isinstance(data, tuple) else data), batch):
         if isinstance(data, tuple):
-            loss = loss_fn(model(data[0][i : i + BATCH]), data[1][i : i + BATCH])
+            loss = loss_fn(model(data[0][i : i + batch]), data[1][i : i + batch])
         else:
-            loss = loss_fn(model, data[i : i + BATCH]).mean()
+            loss = loss_fn(model, data[i : i + batch]).mean()
         torch.autograd.grad(loss, list(model.parameters()))
 
 
-def run_scan(task: Task, out: Path, options: Mapping[str, Any]) -> None:
+def run_scan(task: Task, out: Path, options: Mapping[str, Any]) -> persample.Scan:
     """Run a scan from the start."""
     model, data, loss_fn = task
     shutil.rmtree(out, ignore_errors=True)
-    persample.scan(model, loss_fn, data, out=out, batch_size=BATCH, progress=False, **options)
+    return persample.scan(model, loss_fn, data, out=out, progress=False, **options)
+
+
+def time_processor(call: Callable[[], Any]) -> float:
+    """Seconds of processor time of a call."""
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+@contextmanager
+def use_threads(count: int) -> Iterator[None]:
+    """Let torch use this number of threads inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def measure_times() -> dict[str, Any]:
     """For each model and set of options: ratio to plain passes, and milliseconds per example."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
         for name, make_task in TASKS.items():
-            task = make_task(TIMED_EXAMPLES)
-            timers = {"plain": partial(time_call, partial(run_plain, *task))}
-            for label, options in SCAN_OPTIONS.items():
-                timers[label] = partial(time_call, partial(run_scan, task, Path(folder) / "out", options))
-            times = time_in_turns(timers, ROUNDS, warm_up=1)  # the first scan also analyses the model
-            ratios = {label: compute_ratios(times[label], times["plain"]) for label in SCAN_OPTIONS}
+            torch.manual_seed(0)
+            task = make_task(TIMED_EXAMPLES[name])
+            batch = run_scan(task, out, SCAN_OPTIONS["norms"]).settings["batch_size"]
+            calls: dict[str, Callable[[], Any]] = {"plain": keep_freed_memory()(partial(run_plain, *task, batch))}
+            calls |= {label: partial(run_scan, task, out, options) for label, options in SCAN_OPTIONS.items()}
+            elapsed = time_in_turns({label: partial(time_call, call) for label, call in calls.items()}, ROUNDS, 1)
+            with use_threads(1):
+                timers = {label: partial(time_processor, call) for label, call in calls.items()}
+                one_thread = time_in_turns(timers, ROUNDS, 1)
             results[name] = {
-                "plain_ms_per_example": 1000 * statistics.median(times["plain"]) / TIMED_EXAMPLES,
-                "ratios": {label: statistics.median(values) for label, values in ratios.items()},
-                "spread": {label: [min(values), max(values)] for label, values in ratios.items()},
+                "examples": TIMED_EXAMPLES[name],
+                "batch": batch,
+                **summarise_times(elapsed, TIMED_EXAMPLES[name]),
+                "one thread": summarise_times(one_thread, TIMED_EXAMPLES[name]),
             }
-            print(name, results[name], flush=True)
+            print(name, json.dumps(results[name], indent=1), flush=True)
+    return results
+
+
+def summarise_times(times: Mapping[str, list[float]], examples: int) -> dict[str, Any]:
+    """Milliseconds of a plain pass per example, and the ratios of everything else to it."""
+    ratios = {label: compute_ratios(taken, times["plain"]) for label, taken in times.items() if label != "plain"}
+    return {
+        "plain_ms_per_example": 1000 * statistics.median(times["plain"]) / examples,
+        "ratios": {label: statistics.median(values) for label, values in ratios.items()},
+        "spread": {label: [min(values), max(values)] for label, values in ratios.items()},
+    }
+
+
+def measure_floor(batch: int) -> dict[str, Any]:
+    """The arithmetic of a scan of the CNN as a ratio to a plain pass, in processor time of one thread."""
+    torch.manual_seed(0)
+    model, (images, labels), loss_fn = make_image_task(batch)
+    calls: dict[str, Callable[[], Any]] = {
+        "plain": partial(run_plain, model, (images, labels), loss_fn, batch),
+        **make_floors(model, images, labels),
+    }
+    with use_threads(1), keep_freed_memory():
+        times = time_in_turns({name: partial(time_processor, call) for name, call in calls.items()}, FLOOR_ROUNDS)
+    results = summarise_times(times, batch)
+    print("floor", json.dumps(results, indent=1), flush=True)
     return results
 
 
@@ -206,13 +261,16 @@ def main() -> None:
     if options.one:
         print(json.dumps(measure_scan(options.one)))
         return
+    start = time.monotonic()
+    machine, times = describe_machine(), measure_times()
     results = {
-        "machine": describe_machine(),
-        "batch": BATCH,
-        "times": measure_times(),
+        "machine": machine,
+        "times": times,
+        "floor": measure_floor(times["CNN"]["batch"]),
         "growth": measure_growth(),
         "questions": measure_queries(),
     }
+    print(f"took {time.monotonic() - start:.0f} s")
     if options.json:
         from benchmarks.plots import draw_scan  # matplotlib would add to the measured memory
 

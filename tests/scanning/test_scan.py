@@ -24,6 +24,7 @@ from persample.gradients.projection import METHODS
 from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum, store
 from persample.scanning.measure import ALL_QUANTITIES, group_parameters
 from persample.scanning.queries import StoredGradients
+from persample.scanning.run import _pack_shard
 from persample.scanning.store import Store
 from tests.support.modules import flatten_rows
 from tests.support.paths import ROOT
@@ -73,26 +74,39 @@ def test_quantities_match_loop(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("project", [16, 1000])
 @pytest.mark.parametrize("case", CASES)
 def test_one_pass_matches_loop(case: str, project: int, tmp_path: Path) -> None:
-    """Without the exact alignment, the mean gradient comes from the same pass as everything else."""
+    """Without the exact alignment, the mean gradient is that of the projected rows."""
     model, data, loss_fn, reduction = build(case)
     options = {**QUICK, "project": project, "loss_reduction": reduction}
     found = persample.scan(model, loss_fn, data, out=tmp_path / "out", **options)
     assert "alignment" not in found.columns
     matrix = flatten_rows(loop(model, data, loss_fn)[1])
-    mean, spread = matrix.mean(0), matrix.var(0).sum()
     assert_near(found.column("norm"), matrix.norm(dim=1))
-    assert_near(found.summary["mean_gradient_norm"], mean.norm())
+    rows = StoredGradients(found.store, 0)
+    projected = rows[torch.arange(N)].double() * rows.lengths[:, None]
+    projected = matrix if project > matrix.shape[1] else projected  # then the projection is exact
+    mean, spread = projected.mean(0), projected.var(0).sum()
     square = mean.square().sum() - spread / N
+    assert found.summary["mean_gradient_norm"] == pytest.approx(float(mean.norm()), rel=1e-3)  # rows in float16
     assert (found.summary["noise_scale"] is None) == (square <= 0)
     if square > 0:
-        assert_near(found.summary["noise_scale"], spread / square)
-    if project > matrix.shape[1]:  # then the projection is exact
-        expected = F.cosine_similarity(matrix, mean[None])
-    else:
-        rows = StoredGradients(found.store, 0)
-        projected = rows[torch.arange(N)].double() * rows.lengths[:, None]
-        expected = F.cosine_similarity(projected, projected.mean(0)[None])
-    np.testing.assert_allclose(found.column("estimated_alignment"), expected, atol=2e-3)  # rows in float16
+        assert found.summary["noise_scale"] == pytest.approx(float(spread / square), rel=1e-2)
+    expected = F.cosine_similarity(projected, mean[None])
+    np.testing.assert_allclose(found.column("estimated_alignment"), expected, atol=2e-3)
+    assert not list(tmp_path.rglob("mean-*.npz"))
+
+
+@pytest.mark.parametrize(
+    "dtype, scale", [("float32", 1e-37), ("float32", 1e38), ("float64", 1e-120), ("float64", 1e120)]
+)
+def test_rows_of_extreme_lengths_are_stored_with_length_1(dtype: str, scale: float) -> None:
+    rows = torch.rand(5, 64, generator=torch.Generator().manual_seed(0)).add(1).to(getattr(torch, dtype)) * scale
+    rows[2] = 0
+    rows[3] = torch.nan
+    columns, stored = _pack_shard([{"id": torch.arange(5), "projection": rows}], "float16")
+    lengths = rows.double().norm(dim=1).nan_to_num()
+    np.testing.assert_allclose(columns["length"], lengths)
+    expected = (rows.double() / lengths[:, None]).nan_to_num()
+    np.testing.assert_allclose(stored, expected, atol=1e-3)
 
 
 def test_estimated_alignment_needs_projections(tmp_path: Path) -> None:
@@ -383,16 +397,19 @@ class Interrupted(Exception):
     pass
 
 
-@pytest.mark.parametrize("quantities", [QUANTITIES, ALL_QUANTITIES])
+SUMMED = {"quantities": ["loss", "norm", "noise_scale"], "project": None}  # the gradients are added up in the one pass
+
+
+@pytest.mark.parametrize("chosen", [{"quantities": QUANTITIES}, {"quantities": ALL_QUANTITIES}, SUMMED])
 @pytest.mark.parametrize("after", [0, 1, 3, 4, 6, 8, 9, 11, 12, 13])
 def test_interrupted_scan_continues(
-    after: int, quantities: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    after: int, chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Interrupted after a number of losses: for the mean or for the shards, of the first or second checkpoint."""
     monkeypatch.setattr(gradient_sum, "SHARE_OF_SAVES", math.inf)  # save the sum after each shard
     model, data, _, _ = build("images")
     states = [{name: value * scale for name, value in model.state_dict().items()} for scale in (1, 2)]
-    options = {**QUICK, "checkpoints": states, "quantities": quantities}
+    options = {**QUICK, "checkpoints": states, **chosen}
     calls = [0, math.inf]
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -450,7 +467,7 @@ import sys, time, torch
 sys.path.insert(0, {root!r})
 import persample
 from persample.scanning import gradient_sum
-from tests.support.scans import QUICK, build, build_layers
+from tests.support.scans import build, build_layers
 gradient_sum.SHARE_OF_SAVES = {share}
 model, data, loss_fn = {build}[:3]
 def slow(model, batch):
@@ -459,16 +476,21 @@ def slow(model, batch):
     if isinstance(batch, dict):
         return loss_fn(model, batch)
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-persample.scan(model, slow, data, out={out!r}, **QUICK)
+persample.scan(model, slow, data, out={out!r}, **{options!r})
 """
 
 
 @pytest.mark.parametrize(
-    ("share", "case"),  # the sum is saved after each shard, or the first one
-    [("float('inf')", "build('images')"), ("1e-9", "build_layers()")],
+    ("share", "case", "chosen"),  # the sum of the gradients is saved after each shard, or after the first one
+    [
+        ("0", "build('images')", {}),  # there is no sum
+        ("float('inf')", "build('images')", SUMMED),
+        ("1e-9", "build_layers()", SUMMED),
+    ],
 )
-def test_killed_scan_continues(share: str, case: str, tmp_path: Path) -> None:
-    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"), share=share, build=case)
+def test_killed_scan_continues(share: str, case: str, chosen: dict[str, Any], tmp_path: Path) -> None:
+    options = {**QUICK, **chosen}
+    script = KILLED.format(root=str(ROOT), out=str(tmp_path / "killed"), share=share, build=case, options=options)
     for wanted in (5, 8, 100):  # in the second shard, in the third one, and not at all
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
@@ -478,7 +500,7 @@ def test_killed_scan_continues(share: str, case: str, tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL) if wanted < 100 else process.wait()
         process.communicate()
     model, data, loss_fn = (build_layers() if case == "build_layers()" else build("images"))[:3]
-    persample.scan(model, loss_fn, data, out=tmp_path / "whole", **QUICK)
+    persample.scan(model, loss_fn, data, out=tmp_path / "whole", **options)
     killed, whole = read_files(tmp_path / "killed"), read_files(tmp_path / "whole")
     assert killed.keys() == whole.keys() and all(killed[name] == whole[name] for name in whole if name != "scan.json")
 

@@ -83,7 +83,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
     add_task_arguments(parser)
     parser.add_argument("--out", required=True, metavar="DIR", help="directory of the scan, new or to be resumed")
     parser.add_argument(
-        "--batch-size", type=parse_positive, metavar="B", help="examples in a batch (default: of the loader, or 64)"
+        "--batch-size",
+        type=parse_positive,
+        metavar="B",
+        help="examples in a batch (default: of the loader, or 64 to 256)",
     )
     parser.add_argument(
         "--project",

@@ -116,8 +116,14 @@ class Measurement:
 
     @property
     def needs_sum(self) -> bool:
-        """Whether a quantity needs the sum of all gradients."""
-        return self.needs_direction or "noise_scale" in self.quantities
+        """Whether a quantity needs the sum of all gradients. The noise scale does not if there are projections."""
+        return self.needs_direction or ("noise_scale" in self.quantities and self.projection is None)
+
+    @property
+    def needs_projected_mean(self) -> bool:
+        """Whether a quantity needs the mean of the projected gradients."""
+        is_estimated = "noise_scale" in self.quantities and not self.needs_sum
+        return "estimated_alignment" in self.quantities or is_estimated
 
     @property
     def device(self) -> torch.device:

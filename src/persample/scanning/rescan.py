@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.scanning.alignment import write_alignment
+from persample.scanning.alignment import average_rows, write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
@@ -62,7 +62,8 @@ def rescan(
     examples are measured again, and must give the same numbers.
 
     The mean gradient, and with it the noise scale, is corrected by the gradients of the examples that are new and of
-    those that are gone. The estimated alignment is computed from the stored rows. The exact alignment is left out: it
+    those that are gone, or estimated from the stored rows if the earlier scan has done so. The estimated alignment is
+    computed from the stored rows. The exact alignment is left out: it
     needs the gradients of all examples. `summary["left_out"]` says so.
     """
     base = base if isinstance(base, Scan) else Scan(base)
@@ -122,7 +123,8 @@ def rescan(
             if new.names.exist:
                 packed["name"] = new.names.encode(wanted)
             store.write_shard(checkpoint, shard, packed, gradients)
-    if "noise_scale" in quantities:
+    has_mean = base.store.has_arrays(get_mean_file(0))
+    if "noise_scale" in quantities and (has_mean or not settings["project"]):  # else it is estimated from the rows
         added, removed = _find_changes(*digests)
         measurement = Measurement(
             model,
@@ -136,9 +138,10 @@ def rescan(
         parts = [(_Chosen(new, added), 1), (_Chosen(old, removed), -1)]
         changed = [(Source(chosen, batch_size, new.collate), sign) for chosen, sign in parts]
         _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), changed)
-    if "estimated_alignment" in quantities:
-        write_alignment(store)
-    summary = summarise(store)
+    projected_mean = average_rows(store) if settings["project"] else None
+    if projected_mean is not None and "estimated_alignment" in quantities:
+        write_alignment(store, projected_mean)
+    summary = summarise(store, projected_mean)
     summary["left_out"] = {name: reason for name, reason in LEFT_OUT.items() if name in settings["quantities"]}
     summary["measured_again"] = new.size - len(unchanged)
     write_table(store)

@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from persample._internal.allocator import keep_freed_memory
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.gradients.projection import Method
 from persample.losses import LossFunction
 from persample.recording.options import Selection, Verify
-from persample.scanning.alignment import write_alignment
+from persample.scanning.alignment import average_rows, write_alignment
+from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.diagnosis import explain_failure
 from persample.scanning.errors import ScanError
@@ -78,7 +80,7 @@ def scan(
 
     `data` is a Dataset, a DataLoader (the scan reads its dataset in dataset order), tensors with the examples in
     dimension 0, or an iterable that can be iterated several times. `batch_size` and `collate` are taken from a
-    DataLoader unless given.
+    DataLoader unless given. Otherwise a batch has 64 examples, or up to 256 if the model saves little for each of them.
 
     `loss_fn` is a loss of torch or another `nn.Module`, called as `loss_fn(model(inputs), targets)`, or any other
     function, called as `loss_fn(model, batch)`. A function returns one loss per sample, or a single number: their mean,
@@ -146,11 +148,14 @@ def scan(
     check_classes(source.classes if classes is None else classes, model)
     measurement = options.make_measurement(model, loss_fn, source, verify)
     states = Checkpoints(model, checkpoints, learning_rates)
-    settings = options.make_settings(source, measurement, states)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(temporary.name if temporary else str(out))
+    if source.has_default_batch_size:
+        stored = store.read_settings() if store.exists and resume else {}
+        source.batch_size = stored.get("batch_size") or choose_batch_size(measurement, source, shard_size)
+    settings = options.make_settings(source, measurement, states)
     run = _Run(store, source, measurement, settings, progress)
-    with prepare_model(measurement, None if device is None else torch.device(device)):
+    with keep_freed_memory(), prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
             with states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
@@ -243,9 +248,10 @@ class _Run:
         """Write the table and the summary. All shards must be complete."""
         if self._workers.is_first:
             with self._store.keep_contents():
-                if "estimated_alignment" in self._measurement.quantities:
-                    write_alignment(self._store)
-                summary = summarise(self._store)
+                mean = average_rows(self._store) if self._measurement.needs_projected_mean else None
+                if mean is not None and "estimated_alignment" in self._measurement.quantities:
+                    write_alignment(self._store, mean)
+                summary = summarise(self._store, mean)
                 write_table(self._store)
             self._store.write_json("summary.json", summary)
         self._workers.wait()
@@ -347,11 +353,16 @@ def _pack_shard(batches: Sequence[Columns], dtype: str) -> tuple[dict[str, Array
     columns = {name: column[order] for name, column in columns.items()}
     rows: Array | None = None
     if (projected := columns.pop("projection", None)) is not None:
-        lengths = projected.double().norm(dim=1).nan_to_num(nan=0.0, posinf=0.0)
-        rows = _scale_to_unit_length(projected.double(), lengths).numpy().astype(dtype)
+        lengths = torch.linalg.vector_norm(projected, dim=1, dtype=torch.float64).nan_to_num(nan=0.0, posinf=0.0)
+        rows = _scale_to_unit_length(projected, lengths).to(getattr(torch, dtype)).numpy()
         columns["length"] = lengths
     return {name: column.numpy() for name, column in columns.items()}, rows
 
 
 def _scale_to_unit_length(rows: Tensor, lengths: Tensor) -> Tensor:
-    return torch.where(lengths[:, None] > 0, rows / lengths[:, None], 0.0)
+    """Divide each row by its length. A row with the length 0 becomes zeros, also if it is not finite."""
+    limits = torch.finfo(rows.dtype)
+    if bool(((lengths > limits.max) | ((lengths > 0) & (lengths < limits.tiny / limits.eps))).any()):
+        rows = rows.double()
+    scaled = rows / lengths[:, None].to(rows.dtype)
+    return scaled if bool((lengths > 0).all()) else torch.where(lengths[:, None] > 0, scaled, 0.0)

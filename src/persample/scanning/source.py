@@ -26,6 +26,7 @@ Collate = Callable[[list[Any]], Any]
 # Options of a user's DataLoader that the scan's own loader takes over.
 _LOADER_OPTIONS = ("num_workers", "worker_init_fn", "pin_memory", "timeout", "multiprocessing_context")
 _EXAMPLES_IN_DIGEST = 32
+DEFAULT_BATCH_SIZE = 64
 LABEL_KEYS = ("label", "labels", "target", "targets", "y")
 
 
@@ -55,7 +56,8 @@ class Source:
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or data.collate_fn
             data = data.dataset
-        self.batch_size = 64 if batch_size is None else batch_size
+        self.has_default_batch_size = batch_size is None
+        self.batch_size = DEFAULT_BATCH_SIZE if batch_size is None else batch_size
         if self.batch_size < 1:
             raise ScanError(f"batch_size must be positive, got {batch_size}.")
         self.columns = find_columns(data)
@@ -152,6 +154,11 @@ class Source:
             return False
         first = list(self.read_examples([0]).values())
         return any(find_length(example) is not None and _is_sequence(example) for example in first)
+
+    @property
+    def has_equal_shapes(self) -> bool:
+        """Whether all examples have the same shape, as `default_collate` requires. Streams are not looked into."""
+        return self.collate is default_collate and _is_indexable(self._data)
 
     @property
     def _can_slice(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from persample.scanning.estimates import estimate_wrong_labels
 from persample.scanning.gradient_sum import get_mean_file
@@ -17,8 +18,12 @@ from persample.scanning.table import DESCRIPTIONS, check_shards, get_column_name
 MAX_CLASSES = 1000  # with more labels, they are not taken for classes
 
 
-def summarise(store: Store) -> dict[str, Any]:
-    """The number of examples, the distribution of each column, and the noise scale with a suggested batch size."""
+def summarise(store: Store, projected_mean: Tensor | None = None) -> dict[str, Any]:
+    """The number of examples, the distribution of each column, and the noise scale with a suggested batch size.
+
+    The noise scale is that of the gradients if their mean is stored, and else that of the projected gradients with the
+    mean `projected_mean`.
+    """
     settings = store.read_settings()
     last = len(settings["checkpoints"]) - 1
     summary: dict[str, Any] = {"examples": check_shards(store), "shards": store.count_shards(last), "columns": {}}
@@ -43,8 +48,11 @@ def summarise(store: Store) -> dict[str, Any]:
         summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion, fits))
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
     if "noise_scale" in settings["quantities"]:
-        mean = store.read_arrays(get_mean_file(last)) or {}
-        squared_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in mean.values())
+        mean = store.read_arrays(get_mean_file(last))
+        if mean is None and projected_mean is not None:
+            # Also the lengths are those of projected gradients: most of their errors and of the mean's cancel.
+            norms, mean = read_column(store, "length"), {"": projected_mean.numpy()}
+        squared_mean = math.fsum(float(np.square(part, dtype=np.float64).sum()) for part in (mean or {}).values())
         summary |= estimate_noise_scale(norms[is_in_mean].astype(np.float64), squared_mean)
     return summary
 
