@@ -223,6 +223,7 @@ def fail(model: nn.Module, batch: Any) -> Tensor:
         (Language, fail, {"text": TEXT}, ["token_loss"], "RuntimeError: no such loss"),
         (Bag, text_losses, {"text": TEXT, "label": 1}, [], "belongs to one token"),
         (Language, text_losses, {"text": ""}, [], "no token"),
+        (Language, text_losses, {"text": TEXT, "label": "good"}, [], "Error: "),  # no number
     ],
 )
 def test_reason_is_given_for_missing_marks(
