@@ -145,6 +145,14 @@ def test_folders_of_files_to_write_are_created(folder: Path) -> None:
     assert main(["report", "out", "--out", "other/folder/report.html"]) == 0
 
 
+def test_report_is_written_although_tokens_cannot_be_marked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tokenizer that is a function, named by the scan, is not called."""
+    (folder / "texts.csv").write_text("text,label\ngood,1\nbad,0\n")
+    assert scan("words", "--text", "texts.csv", *TEXT) == 0
+    assert main(["report", "out", "--module", "tasks:words"]) == 0
+    assert "tokens are not marked, because the tokenizer" in capsys.readouterr().err
+
+
 # ---- labels ----
 
 

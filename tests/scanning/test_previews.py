@@ -144,6 +144,8 @@ def test_masks_are_shown_without_a_prediction_if_there_is_none(tmp_path: Path) -
     assert ", differ" not in persample.Scan(tmp_path).report(data=data, plots=False).read_text()
     failing = MaskReader(nn.Conv2d(1, 1, 1), segment, Source(data).collate, [])((data[0][0], data[1][0]))
     assert make_preview(failing).kind == "image"  # type: ignore[union-attr]
+    few = MaskReader(Pixels(2, nn.Identity()), segment, Source(data).collate, [])((data[0][0], data[1][0]))
+    assert make_preview(few).kind == "image"  # type: ignore[union-attr]  # more classes are given than scored
     nn.init.zeros_(model.scores.bias)
     page = found.report(data=data, plots=False).read_text()
     assert "are not shown. The weights of the model differ" in page and "<img" in page
@@ -223,6 +225,7 @@ def fail(model: nn.Module, batch: Any) -> Tensor:
         (Language, fail, {"text": TEXT}, ["token_loss"], "RuntimeError: no such loss"),
         (Bag, text_losses, {"text": TEXT, "label": 1}, [], "belongs to one token"),
         (Language, text_losses, {"text": ""}, [], "no token"),
+        (Language, text_losses, {"text": TEXT, "label": "good"}, [], "Error: "),  # no number
     ],
 )
 def test_reason_is_given_for_missing_marks(

@@ -89,7 +89,8 @@ def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack)
         return _Contents(found, note=note)
     if not Path(where := origin["images"] or origin["text"]).exists():
         return _Contents(found, note=f"the examples are not shown, because {where} is not there any more")
-    if args.module:
+    can_mark = bool(origin["tokenizer"]) and Path(origin["tokenizer"]).exists()
+    if args.module and (can_mark or not origin["text"]):
         task = load_scanned_task(found, args.module)
         scan = scanning.Scan(args.directory, task.model, task.loss_fn, checkpoints)
         if task.marker is None:
@@ -101,8 +102,12 @@ def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack)
         return _Contents(scan, task.data, task.marker)
     data = load_data_files(origin)
     check_data(found, data, origin)
+    if not origin["text"]:
+        return _Contents(found, data)
     note = f"tokens are not marked; --module {origin['target']!r} would call the function for the model"
-    return _Contents(found, data, note=note if origin["text"] else "")
+    if not can_mark:
+        note = f"tokens are not marked, because the tokenizer {origin['tokenizer']!r} is no file"
+    return _Contents(found, data, note=note)
 
 
 COMMAND = Command("write an HTML report of a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

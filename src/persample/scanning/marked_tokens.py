@@ -78,9 +78,13 @@ class TokenMarker:
     def __call__(self, example: Any) -> Deferred | None:
         """The text of an example, to be marked; None if it is no text."""
         text = find_content(example)
-        if not isinstance(text, str):
-            return None
-        return Deferred(text, lambda: self.measure(example).mark(self._count))
+        return Deferred(text, lambda: self._mark(example, text)) if isinstance(text, str) else None
+
+    def _mark(self, example: Any, text: str) -> MarkedText:
+        try:
+            return self.measure(example).mark(self._count)
+        except Exception as error:  # a report must not fail for a preview
+            return MarkedText(text, {}, _describe(error))
 
     def measure(self, example: Any) -> TokenValues:
         """The values of the tokens of an example: a text, or a dict with a text as a scan reads it."""
@@ -102,8 +106,8 @@ class TokenMarker:
         """The norm of each token's part of the gradient; or None, and the reason why it cannot be measured."""
         try:
             norms = measure_tokens(self._measurement.model, self._measurement.loss_fn, batch, length, nonfinite="keep")
-        except Exception as error:  # a preview must not fail for a model that some answer is not available for
-            return None, f"{type(error).__name__}: {' '.join(str(error).split())}"
+        except Exception as error:  # losses may be there, although this answer is not
+            return None, _describe(error)
         if not norms.any():
             return None, "no part of the gradient belongs to one token"
         return norms[0], ""
@@ -125,3 +129,7 @@ class TokenMarker:
         is_real = tokens.get("attention_mask", torch.ones_like(tokens["input_ids"]))[0].bool()
         counts = is_real[1:] & is_real[:-1] & batch.get("completion_mask", is_real[None])[0, 1:].bool()
         return F.pad(losses.masked_fill(~counts, torch.nan), (1, 0), value=torch.nan)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

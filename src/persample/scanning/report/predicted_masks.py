@@ -61,12 +61,12 @@ class MaskReader:
     def _complete(self, example: Any, found: MaskedImage) -> MaskedImage:
         given = found.given.copy()
         given[given == self._ignored] = -1
-        return replace(found, given=given, predicted=self._predict(example, found.given.shape))
+        return replace(found, given=given, predicted=self._predict(example, given))
 
-    def _predict(self, example: Any, shape: tuple[int, ...]) -> Array | None:
-        """The classes `(H, W)` that the model predicts; None if its outputs are no scores of the pixels."""
+    def _predict(self, example: Any, given: Array) -> Array | None:
+        """The classes `(H, W)` that the model predicts; None if its outputs are no scores of the given classes."""
         scores = self._compute_scores(example)
-        if scores is None or scores.shape[1:] != shape:
+        if scores is None or scores.shape[1:] != given.shape or given.max() >= max(2, len(scores)):
             return None
         if len(scores) > 1:
             return scores.argmax(0).numpy()
