@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -117,11 +119,29 @@ def test_samples_in_another_dimension() -> None:
         batches.check(9)
 
 
-def test_data_from_elsewhere_is_not_checked() -> None:
+class Unknown:
+    """Holds samples in a way that only its user knows."""
+
+
+@pytest.mark.parametrize("batch", ["text", Unknown(), (Unknown(), Unknown()), {"x": Unknown(), "y": torch.zeros(2)}])
+def test_batches_of_unknown_size_are_not_checked(batch: Any) -> None:
     batches = HandedOut()
     batches.check(100)
-    batches.add("no tensors")
+    batches.add(batch)
     batches.check(100)
+
+
+@pytest.mark.parametrize("batch", [
+    [np.zeros((8, 3)), np.zeros((8, 1)), None, 3],
+    SimpleNamespace(x=torch.zeros(8, 3), y=torch.zeros(8)),
+    [torch.nested.nested_tensor([torch.zeros(i + 1, 2) for i in range(8)]), torch.zeros(8)],
+], ids=["arrays", "attributes", "nested tensor"])  # fmt: skip
+def test_other_kinds_of_batches(batch: Any) -> None:
+    batches = HandedOut()
+    batches.add(batch)
+    batches.check(8)
+    with pytest.raises(PerSampleError, match="loader has 8"):
+        batches.check(9)
 
 
 def test_two_batches_in_one_loss_are_refused() -> None:

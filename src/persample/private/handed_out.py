@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from persample.batches import iterate_tensors
+from persample.batches import has_attributes
 from persample.private.errors import PrivateTrainingError
 
 _MOST_AHEAD = 16  # batches that a loop may load before it uses them
@@ -32,16 +33,14 @@ has 8...
     """
 
     def __init__(self) -> None:
-        self._sizes: deque[int] = deque(maxlen=_MOST_AHEAD)
+        self._sizes: deque[float] = deque(maxlen=_MOST_AHEAD)
         self._waiting = 0  # batches that were handed out since the last step
         self._ahead = 1  # the largest number of them so far
 
     def add(self, batch: Any, batch_dim: int = 0) -> None:
-        """Note the size of a batch that is handed out. A batch without tensors and lists is not checked."""
-        size = max([*_list_sizes(batch, batch_dim), *_list_lengths(batch)], default=None)
-        if size is not None:
-            self._sizes.append(size)
-            self._waiting += 1
+        """Note the size of a batch that is handed out."""
+        self._sizes.append(max(_list_sizes(batch, batch_dim), default=math.inf))
+        self._waiting += 1
 
     def check(self, batch_size: int) -> None:
         """Raise if a step has more samples than the batches that it can belong to."""
@@ -56,21 +55,29 @@ has 8...
             )
 
 
-def _list_sizes(batch: Any, batch_dim: int) -> Iterator[int]:
-    """Sizes of tensors that may be the number of samples."""
-    for tensor in iterate_tensors(batch):
-        if tensor.dim():
-            yield tensor.shape[batch_dim if tensor.dim() > batch_dim else 0]
+def _list_sizes(value: Any, batch_dim: int) -> Iterator[float]:
+    """Numbers that may be the number of samples: sizes of tensors and arrays, and lengths of lists.
+
+    Infinity for an object that may hold any number of samples.
+    """
+    if value is None or isinstance(value, (str, bytes, int, float, complex)):
+        return
+    if isinstance(value, Tensor) and value.is_nested:
+        yield value.size(0)
+    elif hasattr(value, "shape"):
+        if len(value.shape):
+            yield value.shape[batch_dim if len(value.shape) > batch_dim else 0]
+    elif isinstance(value, (list, tuple, Mapping)):
+        parts = list(value.values()) if isinstance(value, Mapping) else list(value)
+        if not isinstance(value, Mapping) and len({*map(_find_kind, parts)}) == 1:  # `[x, y]` is of two kinds
+            yield len(parts)
+        for part in parts:
+            yield from _list_sizes(part, batch_dim)
+    elif has_attributes(value) and vars(value):
+        yield from _list_sizes(vars(value), batch_dim)
+    else:
+        yield math.inf
 
 
-def _list_lengths(value: Any) -> Iterator[int]:
-    """Lengths of lists that may have an item for each sample. Inputs and targets, `[x, y]`, are no such list."""
-    if isinstance(value, Mapping):
-        for part in value.values():
-            yield from _list_lengths(part)
-    elif isinstance(value, (list, tuple)):
-        dims = {part.dim() if isinstance(part, Tensor) else None for part in value}
-        if len(dims) == 1:
-            yield len(value)
-        for part in value:
-            yield from _list_lengths(part)
+def _find_kind(value: Any) -> tuple[type, int]:
+    return type(value), value.dim() if isinstance(value, Tensor) else 0
