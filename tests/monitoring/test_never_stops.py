@@ -55,6 +55,21 @@ def subtract_mean(model: Any, h: Tensor) -> Tensor:
     return model.middle(h)
 
 
+def checkpoint_twice(model: Any, h: Tensor) -> Tensor:
+    """Batch norm between two checkpoints: only the first one was recorded."""
+    h = checkpoint(lambda h: model.middle(h.tanh()).relu(), h, use_reentrant=False)
+    return checkpoint(lambda h: model.middle(h.tanh()), model.norm(h), use_reentrant=False)
+
+
+def checkpoint_mixing(model: Any, h: Tensor) -> Tensor:
+    """Batch norm in the middle of a checkpoint."""
+    return checkpoint(lambda h: model.middle(model.norm(model.middle(h))), h, use_reentrant=False)
+
+
+def checkpoint_layer(model: Any, h: Tensor) -> Tensor:
+    return checkpoint(lambda h: model.middle(h.tanh()).relu(), h, use_reentrant=False)
+
+
 def compute_plain_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
@@ -140,6 +155,11 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Step]] = {
     "batch norm and weights behind it": (lambda model, h: model.middle(model.norm(h)), compute_plain_loss),
     "mean over samples, in place": (subtract_mean, compute_plain_loss),
     "reentrant checkpoint": (lambda m, h: checkpoint(m.middle, h, use_reentrant=True), compute_plain_loss),
+    "batch norm between checkpoints": (checkpoint_twice, compute_plain_loss),
+    "batch norm in a checkpoint": (checkpoint_mixing, compute_plain_loss),
+    "checkpoint and penalty": (checkpoint_layer, add_penalty),
+    "checkpoint and two passes": (checkpoint_layer, back_propagate_twice),
+    "checkpoint and contrastive loss": (checkpoint_layer, compare_samples),
     "hidden weight": (lambda model, h: Double.apply(h, model.middle.weight), compute_plain_loss),
     "vmap": (lambda model, h: torch.func.vmap(lambda v: model.middle(v))(h), compute_plain_loss),
     "penalty": (lambda model, h: model.middle(h), add_penalty),

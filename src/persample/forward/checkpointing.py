@@ -73,7 +73,7 @@ def _wrap(tracker: Any, function: Callable[..., Any], known: Mapping[int, Any] |
                     given[i] = found
                 elif (layout := found or tracker.saved_layouts.get(_get_address(arg))) is not None:
                     tracker.set_layout(arg, layout)
-        with tracker:
+        with tracker, tracker.resume():
             return function(*given, **kwargs)
 
     setattr(run_tracked, _MARK, True)

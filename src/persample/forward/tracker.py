@@ -315,6 +315,20 @@ class Tracker(TorchFunctionMode):
         finally:
             self.is_paused = was_paused
 
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        """Inside the block, a recording that was given up is followed again, until it is refused again.
+
+        For recomputations: they must save what the forward pass has saved.
+        """
+        had_ended = self.has_ended
+        if self.complain is not None:
+            self.has_ended = False
+        try:
+            yield
+        finally:
+            self.has_ended |= had_ended
+
     def follow_whole(self) -> AbstractContextManager[Any]:
         """Inside the block, ops are part of a call whose results are set by `set_layout`."""
         return nullcontext() if self._audit is None else self._audit.follow_whole()
@@ -509,6 +523,8 @@ class Tracker(TorchFunctionMode):
             if func in _DIFFERENTIATING:  # the weights are not in the graph, and another run would not find them
                 raise
             if before.has_changed():  # it has run, and must not run again
+                if any(map(self.is_weight, find_tensors((args[1:], kwargs)))):  # with its weights detached
+                    raise
                 return None if func is Tensor.__setitem__ else before.tensor
             before.restore_statistics()
             return func(*args, **kwargs, **find_dropped(func))

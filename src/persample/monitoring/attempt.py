@@ -9,6 +9,7 @@ from weakref import WeakMethod
 
 from torch import Tensor, nn
 
+from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients
 from persample.monitoring.measurement import ExampleId, Measurement
@@ -49,6 +50,7 @@ class Attempt:
         self.found: Measurement | None = None
         self.refusal: PerSampleError | None = None
         self._measure = measure
+        self._processes = find_processes(model)
         self._number = 1  # of the step, among those of the watch
         receive, complain = _call_weakly(self._receive), _call_weakly(self._refuse)
         self._end: Callable[[], None]
@@ -66,8 +68,10 @@ class Attempt:
             try:
                 self._watch.begin(args, kwargs)
             except PerSampleError as error:  # before anything has run
-                self._refuse(error)
                 self._end()
+                if type(self._processes) is not Processes:  # the others may be recording, and wait for this one
+                    raise
+                self._refuse(error)
 
     def continue_with(self, step: int, ids: Ids) -> bool:
         """Note another call of the model before the backward pass; returns whether it is part of the same step.

@@ -368,7 +368,8 @@ class Watch:
             if not self._continues_step(args, kwargs):
                 self._begin(module)
             self._start_forward(args, kwargs)
-            if self.is_lenient and self._recording is not None and not self._recording.grads.batch_size:
+            recording = self._recording
+            if recording is not None and recording.tracker.complain is not None and not recording.grads.batch_size:
                 raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         except BaseException:
             self.rest()
