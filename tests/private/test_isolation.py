@@ -992,3 +992,16 @@ def test_a_batch_that_tells_nothing_is_not_remembered(first: float) -> None:
     with pytest.raises(SamplesMixed, match="other samples"):
         module(torch.randn(6, 4)).square().sum().backward()
     optimizer.release()
+
+
+def test_copies_between_two_parts_of_a_model() -> None:
+    """A later pass is verified again, which takes single samples out of the copies."""
+    model = nn.ModuleDict({"encoder": nn.Linear(D, D), "head": nn.Linear(D, 2)})
+    optimizer = make_optimizer(model)
+    for _ in range(4):
+        x = make_flat()
+        optimizer.add_samples(x)
+        optimizer.zero_grad()
+        model["head"](model["encoder"](x).repeat(3, 1)).square().sum().backward()
+        optimizer.step()
+    optimizer.release()

@@ -191,7 +191,7 @@ class PrivateTrainer(Trainer):
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the Trainer does. The tensors of the batch, labels included, are declared as samples."""
         optimizer = self._get_private_optimizer()
-        if optimizer is not None:
+        if optimizer is not None and torch.is_grad_enabled():  # not in an evaluation
             optimizer.add_samples(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 

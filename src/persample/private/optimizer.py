@@ -208,7 +208,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
 
         A tensor with the batch's size in dimension `batch_dim` has one row per sample. The default is the `batch_dim`
-        of the recording.
+        of the recording. A step with more samples than the batch is refused.
         """
         given = self._recording.get("batch_dim", 0)
         if batch_dim is None:

