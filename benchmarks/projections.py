@@ -4,7 +4,8 @@
 
 The models and data are those of `benchmarks.scan`, after some steps of training. Time is processor time of one thread,
 as a ratio to a plain forward and backward pass, which takes turns with the projections. Errors are root mean squares
-over all pairs of samples and three seeds, of the cosine of two projected gradients against that of the gradients.
+over all pairs of samples and three seeds, of the cosine of two projected gradients against that of the gradients; and
+relative, over eight seeds, of the noise scale of projected gradients, at two stages of a training of the CNN.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 import persample
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
-from benchmarks.scan import BATCH, TASKS, Task, time_processor
+from benchmarks.scan import BATCH, TASKS, Task, make_image_task, time_processor
 from benchmarks.timing import compute_ratios, time_in_turns
 from persample.gradients.projection import METHODS
 
 SIZES, SEEDS, ROUNDS, STEPS = (512, 2048), 3, 7, 30
+NOISE_EXAMPLES, NOISE_STEPS, NOISE_SIZE, NOISE_SEEDS = 1024, (0, 3), 512, 8
 
 
 def compute_loss(task: Task) -> Tensor:
@@ -60,6 +62,32 @@ def measure_errors(grads: Any, size: int, method: str) -> float:
 def _compute_cosines(gram: Tensor) -> Tensor:
     lengths = gram.diagonal().sqrt()
     return gram / (lengths[:, None] * lengths)
+
+
+def measure_noise_scales() -> list[dict[str, float]]:
+    """The noise scale of a CNN that learns the brightness of images, and its error with projected gradients."""
+    torch.manual_seed(0)
+    model, (images, _), loss_fn = make_image_task(NOISE_EXAMPLES)
+    labels = (images.mean((1, 2, 3)) * 16 + 5).long().clamp(0, 9)
+    optimizer, results = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    for step in range(max(NOISE_STEPS) + 1):
+        if step in NOISE_STEPS:
+            with persample.record(model) as grads:
+                loss_fn(model(images), labels).backward()
+            exact = float(grads.noise_scale())
+            found = [_compute_noise_scale(grads.project(NOISE_SIZE, seed).double()) for seed in range(NOISE_SEEDS)]
+            error = statistics.fmean([(value / exact - 1) ** 2 for value in found]) ** 0.5
+            results.append({"steps": step, "noise scale": exact, "error": error})
+            print(results[-1], flush=True)
+        optimizer.zero_grad()
+        loss_fn(model(images), labels).backward()
+        optimizer.step()
+    return results
+
+
+def _compute_noise_scale(rows: Tensor) -> float:
+    variance = rows.var(0).sum()
+    return float(variance / (rows.mean(0).square().sum() - variance / len(rows)))
 
 
 def measure_task(task: Task) -> dict[str, Any]:
@@ -98,6 +126,7 @@ def main() -> None:
             print(
                 f"{name:4} {label:16} time {figures['ratio']:.2f}  error {figures['error of cosines']:.3f}", flush=True
             )
+    results["noise scales"] = measure_noise_scales()
     if options.json:
         write_json(options.json, results)
 

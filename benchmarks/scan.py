@@ -43,8 +43,8 @@ from persample.scanning.measure import ALL_QUANTITIES
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 
-BATCH, ROUNDS, FLOOR_ROUNDS = 64, 5, 40
-TIMED_EXAMPLES = {"CNN": 8192, "GPT": 1024}
+BATCH, ROUNDS, FLOOR_ROUNDS = 64, 4, 40
+TIMED_EXAMPLES = {"CNN": 8192, "GPT": 1536}
 SCANNED_EXAMPLES = (1024, 4096, 16384, 65536)
 STORED_EXAMPLES, PROJECTION_SIZE = (1000, 10_000, 100_000), 1024
 SHARD = 1024

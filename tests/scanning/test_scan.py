@@ -596,6 +596,7 @@ def scan_in_this_process(directory: str) -> None:
     model, data, loss_fn, _ = build("images")
     for name, given in {"data": data, "stream": Stream(data)}.items():
         persample.scan(model, loss_fn, given, out=Path(directory) / name, **QUICK)
+        persample.scan(model, loss_fn, given, out=Path(directory) / f"exact {name}", **QUICK, quantities=ALL_QUANTITIES)
 
 
 @pytest.fixture(scope="module")
@@ -608,10 +609,24 @@ def by_two(processes: TwoProcesses, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("stream", [False, True])
-def test_two_processes_give_the_result_of_one(stream: bool, by_two: Path, tmp_path: Path) -> None:
+def test_two_processes_write_the_bytes_of_one(stream: bool, by_two: Path, tmp_path: Path) -> None:
     model, data, loss_fn, _ = build("images")
-    alone = persample.scan(model, loss_fn, Stream(data) if stream else data, out=tmp_path, **QUICK)
-    shared = persample.Scan(by_two / ("stream" if stream else "data"))
+    persample.scan(model, loss_fn, Stream(data) if stream else data, out=tmp_path, **QUICK)
+    alone, shared = read_files(tmp_path), read_files(by_two / ("stream" if stream else "data"))
+    assert alone.keys() == shared.keys() and [name for name in alone if alone[name] != shared[name]] in (
+        [],
+        ["scan.json"],
+    )
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_processes_give_the_result_of_one(stream: bool, by_two: Path, tmp_path: Path) -> None:
+    """With the exact alignment, for which the gradients are added up."""
+    model, data, loss_fn, _ = build("images")
+    given, options = Stream(data) if stream else data, {**QUICK, "quantities": ALL_QUANTITIES}
+    alone = persample.scan(model, loss_fn, given, out=tmp_path, **options)
+    shared = persample.Scan(by_two / f"exact {'stream' if stream else 'data'}")
     assert shared.columns == alone.columns
     for name in alone.columns:  # the mean is summed in a different order
         np.testing.assert_allclose(shared.column(name), alone.column(name), rtol=1e-12, atol=1e-14)

@@ -13,8 +13,8 @@ _LARGEST = 256
 
 # What the forward pass of a batch may save for the backward pass. Larger batches share the time that Python takes for
 # each op among more examples, but their activations do not stay in the cache. Measured on the CNN of `benchmarks.scan`
-# (130 kB for an example), as a ratio to a plain pass in batches of 64: a recording takes 1.55, 1.31, 1.27 and 1.84 in
-# batches of 64, 128, 256 and 512, and a plain pass 1.00, 0.93, 0.96 and 1.64.
+# (130 kB for an example), as a ratio to a plain pass in batches of 64: a recording takes 1.52, 1.37, 1.24 and 1.22 in
+# batches of 64, 128, 256 and 512, and a plain pass 1.00, 0.97, 0.92 and 0.97.
 _MAX_SAVED = 2**25
 
 

@@ -98,7 +98,8 @@ def scan(
       error of about 1 / sqrt(project);
     - "alignment": the same cosine, exact. It needs a second, plain pass over the data. Measured by default only with
       `project=None`, in place of the estimate;
-    - "noise_scale": not a column but in the summary, with the batch size that it suggests;
+    - "noise_scale": not a column but in the summary, with the batch size that it suggests. It is an estimate from the
+      projected gradients, and exact with "alignment" or with `project=None`;
     - "predictions": what the model says about the example, from the same forward pass. For classifiers: `predicted`,
       its `probability`, `given_probability` (of the label), `suggested` (a label that fits better, else nothing) and
       `el2n`; for regression: `prediction` and `target`; for several labels per example: the label that the model
