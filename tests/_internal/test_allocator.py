@@ -12,8 +12,11 @@ from persample._internal import allocator
 from persample._internal.allocator import keep_freed_memory
 
 # Allocates and frees two large tensors in each step, and prints the pages that the system has cleared for ten steps.
+# The thresholds are those with which glibc starts; it raises them by itself in some processes.
 COUNT = """
-import contextlib, resource, sys, torch
+import contextlib, ctypes, resource, sys, torch
+for parameter in (-1, -3):
+    ctypes.CDLL(None).mallopt(parameter, 2**17)
 from persample._internal.allocator import keep_freed_memory
 def step():
     parts = [torch.zeros(2**20) for _ in range(2)] + [torch.zeros(2**16) for _ in range(8)]

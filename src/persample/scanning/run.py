@@ -152,8 +152,11 @@ def scan(
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(temporary.name if temporary else str(out))
     if source.has_default_batch_size:
-        stored = store.read_settings() if store.exists and resume else {}
-        source.batch_size = stored.get("batch_size") or choose_batch_size(measurement, source, shard_size)
+        stored = store.read_settings().get("batch_size") if store.exists and resume else None
+        if isinstance(stored, int) and stored > 0:
+            source.batch_size = stored
+        else:
+            source.batch_size = choose_batch_size(measurement, source, shard_size)
     settings = options.make_settings(source, measurement, states)
     run = _Run(store, source, measurement, settings, progress)
     with keep_freed_memory(), prepare_model(measurement, None if device is None else torch.device(device)):
