@@ -38,7 +38,7 @@ from persample.scanning.retraining import SubsetRuns, draw_subsets
 from persample.scanning.statistics import correlate_ranks, estimate_lds
 
 SUBSETS, REPEATS, MODELS, PROJECT, RESAMPLES = 32, 4, 5, 512, 200
-DAMPINGS = (1e-3, 0.1, 0.3, 1.0, 3.0, 10.0)
+DAMPINGS = (1e-3, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 RANKINGS = ("loss", "mean_loss", "norm", "self_influence", "whitened self-influence", "trak self-influence")
 
 Score = Callable[[Any], Tensor]

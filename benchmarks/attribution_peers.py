@@ -187,11 +187,13 @@ def _iterate(data: Pair, size: int = 100) -> list[Pair]:
 
 Peer = Callable[[Task, Sequence[nn.Module], States, float | None], Tensor]
 
+EKFAC_DAMPINGS = (None, HEURISTIC, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
+
 # Name, function, number of models, and the dampings that are tried; None is the default of the library.
 PEERS: list[tuple[str, Peer, int, tuple[float | None, ...]]] = [
     ("captum TracInCP", score_with_captum, 1, (None,)),
-    ("traker TRAK, 5 models", score_with_traker, 5, (None, 10.0, 100.0, 1000.0)),
-    ("dattri TRAK, 5 models", score_with_dattri, 5, (None, 0.01, 0.1, 1.0)),
-    ("kronfluence EK-FAC", score_with_kronfluence, 1, (None, HEURISTIC, 1e-4, 1e-3, 1e-2)),
-    ("kronfluence EK-FAC, 5 models", score_with_kronfluence, 5, (None, HEURISTIC, 1e-4, 1e-3)),
+    ("traker TRAK, 5 models", score_with_traker, 5, (None, 1.0, 10.0, 100.0, 1000.0, 1e4)),
+    ("dattri TRAK, 5 models", score_with_dattri, 5, (None, 1e-3, 0.01, 0.1, 1.0, 10.0)),
+    ("kronfluence EK-FAC", score_with_kronfluence, 1, EKFAC_DAMPINGS),
+    ("kronfluence EK-FAC, 5 models", score_with_kronfluence, 5, EKFAC_DAMPINGS),
 ]

@@ -1,21 +1,25 @@
 """Is the damping that persample chooses near the best one, and are useless scores noticed?
 
-    python -m benchmarks.damping [--write]
+    python -m benchmarks.damping [--write] [--only TEXT]
 
 The tasks of `attribution_tasks.py`, each with few and many examples, and trained briefly and long. For each, models are
 trained on random halves of the data. Whitened influence with the automatic damping is compared with fixed dampings by
 the linear datamodeling score (LDS), for several sizes of the projection, and with an automatic damping that is relative
 to the mean eigenvalue of all parameters together (TOGETHER). The correlation by which `RandomScores` is decided is
-beside it.
+beside it. The tasks with names that begin with HELD_OUT are the datasets and models of `rankings.py`. They were
+measured once, after all choices had been made on other tasks.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import statistics
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +29,7 @@ import persample
 from benchmarks.attribution_tasks import TASKS, Task
 from benchmarks.machine import describe_machine
 from benchmarks.output import RESULTS, write_json
+from benchmarks.rankings import DATASETS
 from persample.scanning import influence
 from persample.scanning.damping import Whitening, count_effective_dims
 from persample.scanning.evaluation import retrain_on_subsets
@@ -35,6 +40,7 @@ from persample.scanning.stored_gradients import StoredGradients
 
 SUBSETS, REPEATS, MODELS = 24, 1, 1
 DIMS = (4, 64, 512)
+HELD_OUT, HELD_OUT_SIZE = "held out", 450  # and the number of training examples
 TOGETHER = "auto, all parameters together"
 DAMPINGS = (1e-3, 1e-2, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
@@ -49,6 +55,18 @@ def iterate_variants() -> Iterator[tuple[str, Task]]:
                 data = inputs[:examples], labels[:examples]
                 epochs = round(factor * task.epochs)
                 yield f"{name}, {examples} examples, {epochs} epochs", replace(task, data=data, epochs=epochs)
+
+
+def iterate_held_out() -> Iterator[tuple[str, Task]]:
+    """The datasets of the comparison of rankings; "digits, MLP" is not among them, because it is like a task above."""
+    for name, dataset in DATASETS.items():
+        if name != "digits, MLP":
+            inputs, labels = dataset.make(0)
+            data, test = (
+                (inputs[:HELD_OUT_SIZE], labels[:HELD_OUT_SIZE]),
+                (inputs[HELD_OUT_SIZE:], labels[HELD_OUT_SIZE:]),
+            )
+            yield f"{HELD_OUT}: {name}", Task(partial(dataset.model, 0), data, test, dataset.epochs[0])
 
 
 def measure_variant(task: Task) -> list[dict[str, Any]]:
@@ -112,27 +130,35 @@ def main() -> None:
     """Measure all variants, and print or write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/damping.json")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only variants with TEXT in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    results: dict[str, Any] = {"machine": describe_machine(), "variants": {}}
-    for name, task in iterate_variants():
-        rows = results["variants"][name] = measure_variant(task)
-        for row in rows:
+    path = RESULTS / "damping.json"
+    variants = json.loads(path.read_text())["variants"] if options.only and path.exists() else {}
+    for name, task in itertools.chain(iterate_variants(), iterate_held_out()):
+        if options.only not in name:
+            continue
+        variants[name] = measure_variant(task)
+        for row in variants[name]:
             best = max(DAMPINGS, key=lambda value: row["lds"][str(value)])
             print(
-                f"{name}, {row['dim']} numbers: auto {row['lds']['auto']:.2f} ({row['damping']:.2g}), best "
-                f"{row['lds'][str(best)]:.2f} ({best:g}), tracin {row['lds']['tracin']:.2f}, correlations "
-                f"{row['half_correlation']['whitened']:.2f} {row['half_correlation']['tracin']:.2f}",
+                f"{name}, {row['dim']} numbers: auto {row['lds']['auto']:.2f} ({row['damping']:.2g}), together "
+                f"{row['lds'][TOGETHER]:.2f}, best {row['lds'][str(best)]:.2f} ({best:g}), tracin "
+                f"{row['lds']['tracin']:.2f}, correlations {row['half_correlation']['whitened']:.2f} "
+                f"{row['half_correlation']['tracin']:.2f}",
                 flush=True,
             )
-    measured = [row for rows in results["variants"].values() for row in rows]
-    results["summary"], results["by_parameter"] = summarise(measured), compare_together(measured)
-    print(results["by_parameter"])
-    for name, shares in results["summary"].items():
-        print(f"{name:6} mean {shares['mean']:.3f} least {shares['least']:.2f} of {shares['cases']} cases")
+    results: dict[str, Any] = {"machine": describe_machine(), "variants": variants}
+    for group, is_held_out in (("of the tasks", False), (HELD_OUT, True)):
+        rows = [row for name, part in variants.items() if name.startswith(HELD_OUT) == is_held_out for row in part]
+        if rows:
+            results[group] = {"summary": summarise(rows), "by_parameter": compare_together(rows)}
+            print(group, results[group]["by_parameter"])
+            for name, shares in results[group]["summary"].items():
+                print(f"{name:6} mean {shares['mean']:.3f} least {shares['least']:.2f} of {shares['cases']} cases")
     if options.write:
-        write_json(RESULTS / "damping.json", results)
+        write_json(path, results)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from benchmarks.output import RESULTS, write_json
 from persample.scanning.damping import Whitening, count_effective_dims
 from persample.terms.kronecker import KroneckerSketch, allocate, split_shape
 
-SMALL = (0.1, 1e-3, 1e-2, 0.03, 0.3, 1.0)  # EK-FAC needs little damping
+SMALL = (0.1, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.3, 1.0)  # EK-FAC needs little damping
 Gradients = dict[str, Tensor]
 
 
