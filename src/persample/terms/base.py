@@ -254,20 +254,14 @@ def add_tensors(tensors: Iterable[Tensor]) -> Tensor:
     return total
 
 
-_NUMBERS = {int, float, bool, type(None)}
-
-
 def find_factors(term: Term) -> Iterator[Tensor]:
     """The tensors that a term keeps."""
     for value in vars(term).values():
-        if isinstance(value, Tensor):
-            yield value
-        elif type(value) not in _NUMBERS:
-            for part in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(part, Tensor):
-                    yield part
-                elif type(part) not in (int, tuple) and isinstance(part, Term):  # the last check takes the longest
-                    yield from find_factors(part)
+        for part in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(part, Tensor):
+                yield part
+            elif isinstance(part, Term):
+                yield from find_factors(part)
 
 
 def is_complex(term: Term) -> bool:
