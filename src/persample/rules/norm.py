@@ -26,7 +26,7 @@ _MAX_ADDED = 2**14
 
 def _normalise_in_blocks(
     normalise: Callable[[Tensor], Tensor], grad: Tensor, input: Tensor, keep: Sequence[int]
-) -> dict[str, Dense]:
+) -> Terms:
     """The terms of w and b, computed for some samples at a time, so that the normalised input takes little memory."""
     step = max(1, _BLOCK_SIZE // max(1, input[:1].numel()))
     if step >= len(input) or tracing.get_trace() is not None:
