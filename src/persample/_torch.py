@@ -197,14 +197,6 @@ def clone_lazily(tensor: Tensor) -> Tensor:
     return tensor.clone() if clone is None or type(tensor) is not Tensor or tensor.device.type != "cpu" else clone()
 
 
-def read_group_statistics(node: Any) -> tuple[Tensor, Tensor] | None:
-    """The mean and the inverse standard deviation of each group that a group norm has saved; None if they are gone."""
-    try:
-        return node._saved_result1, node._saved_result2
-    except (AttributeError, RuntimeError):  # another function; or its graph is freed
-        return None
-
-
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Call a function when the running backward pass has ended."""
     _engine.queue_callback(callback)

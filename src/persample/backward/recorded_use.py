@@ -120,13 +120,10 @@ class RecordedUse:
         """The terms of all weights, by their positions, for a use with one result."""
         return self._compute_terms(tensors, [grad])
 
-    def backward(
-        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool, node: Any = None
-    ) -> list[Tensor | None]:
+    def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
         """Compute the terms of all weights and, with `deliver`, pass them to the collector.
 
-        `node` is the function's own node in the graph, if it has one and has not run yet. Returns the gradients of
-        `plan.inputs`.
+        Returns the gradients of `plan.inputs`.
         """
         plan = self.plan
         if self.batch == 0:
@@ -139,23 +136,12 @@ class RecordedUse:
                 own_grads[i] = grad = grad.reshape(self.shapes[i])
                 if layout.ids is not None:
                     self._check_constant_rows(grad, layout)
-        terms = (
-            self._compute_moved_terms(tensors, own_grads)
-            if plan.moves
-            else self._compute_terms(tensors, own_grads, self._read_statistics(node))
-        )
+        terms = self._compute_moved_terms(tensors, own_grads) if plan.moves else self._compute_terms(tensors, own_grads)
         source = plan.source if self.collector.sources is not None else ""
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
                 self.collector.receive(weight, self._place(terms[position], position), source)
         return [self._join(terms[i], i, tensors[i].shape) if i in terms else None for i in plan.inputs]
-
-    def _read_statistics(self, node: Any) -> Any:
-        """What torch has saved for its own backward and the rule can use, None if there is nothing."""
-        rule = self.plan.rule
-        if node is None or rule is None or rule.read_statistics is None or self.plan.stacked_position is None:
-            return None
-        return rule.read_statistics(node)
 
     def _check_constant_rows(self, grad: Tensor, layout: Layout) -> None:
         """Refuse a gradient that reaches rows which belong to no sample."""
@@ -197,9 +183,7 @@ class RecordedUse:
         terms = compute_moved_terms(call, self.weights, grad, owner)
         return self._compute_terms(tensors, grads) if terms is None else terms
 
-    def _compute_terms(
-        self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None], statistics: Any = None
-    ) -> dict[int, Term]:
+    def _compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms, by the positions of the tensors that they belong to."""
         plan = self.plan
         if plan.rule is not None and plan.rule.as_they_lie:
@@ -225,7 +209,7 @@ class RecordedUse:
             given: list[Any] = [grads[0] if len(grads) == 1 else grads]
             if whole:
                 given.append(rows[len(plan.layouts) :])
-            return self._apply_rule(plan.rule, given, rows, statistics)
+            return self._apply_rule(plan.rule, given, rows)
         positions = list(self.weights)
         batched = [layout is not None for layout in plan.layouts]
         device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
@@ -250,13 +234,9 @@ class RecordedUse:
             lambda grad, given: self._apply_rule(rule, [grad], given),
         )
 
-    def _apply_rule(
-        self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor], statistics: Any = None
-    ) -> dict[int, Term]:
+    def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""
         args, kwargs = put_in_tensors(self.plan.arguments, tensors)
-        if statistics is not None:
-            kwargs = {**kwargs, "statistics": statistics}
         found: dict[int, Term] = {}
         for name, term in rule.terms(*given, *args, **kwargs).items():
             positions = self.plan.positions.get(name, ())

@@ -58,7 +58,7 @@ class Tap(torch.autograd.Function):
             saved = ctx.saved_tensors  # reading them may start a recomputation, under the tracker
             with _torch.DisableTorchFunction():
                 if use.collector.trace is None:
-                    input_grads = use.backward(saved, grads, deliver, ctx.next_functions[0][0])
+                    input_grads = use.backward(saved, grads, deliver)
                 else:  # on a GPU, autograd runs in a thread that does not have the trace
                     with tracing.activate(use.collector.trace):
                         input_grads = use.backward(saved, grads, deliver)

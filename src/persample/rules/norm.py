@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample import _torch
 from persample._internal import tracing
 from persample.errors import SamplesMixed
 from persample.rules.registry import Terms, register_rule
@@ -16,12 +15,6 @@ from persample.terms import Dense
 
 # Entries of the samples that are normalised at a time.
 _BLOCK_SIZE = 2**18
-
-# The library's gradient of a group norm adds up the positions one after the other in each lane of a vector, and
-# subtracts the mean afterwards. Its error grows with the number of positions, and with the ratio of the mean to the
-# standard deviation: measured, 4e-6 of the sum of the absolute values if positions times (1 + ratio) is 8,192, and 5e-5
-# if it is 86,000.
-_MAX_ADDED = 2**14
 
 
 def _normalise_in_blocks(
@@ -83,14 +76,7 @@ def rms_norm(
     return {"weight": _compute_affine_terms(grad, F.rms_norm(input, normalized_shape, eps=eps), last)["weight"]}
 
 
-@register_rule(
-    F.group_norm,
-    torch.group_norm,
-    reads_result=False,
-    stacks=True,
-    read_statistics=_torch.read_group_statistics,
-    further=False,
-)
+@register_rule(F.group_norm, torch.group_norm, reads_result=False, stacks=True, further=False)
 def group_norm(
     grad: Tensor,
     input: Tensor,
@@ -99,43 +85,12 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-    *,
-    statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Terms:
 
     def normalise(some: Tensor) -> Tensor:
         return F.group_norm(some.flatten(0, 1), num_groups, eps=eps).view(some.shape)
 
-    if statistics is None or not _can_use_library(grad, input, num_groups, *statistics):
-        return _normalise_in_blocks(normalise, grad, input, keep=[2])
-    terms = _compute_by_library(grad, input, num_groups, *statistics)
-    ratios = (statistics[0] * statistics[1]).abs_()
-    limit = _MAX_ADDED / input.shape[3:].numel() - 1
-    if not float(ratios.max()) <= limit:
-        some = (~(ratios.view(len(input), -1).amax(1) <= limit)).nonzero().squeeze(1)
-        for name, term in _normalise_in_blocks(normalise, grad[some], input[some], keep=[2]).items():
-            terms[name].values[some] = term.dense()
-    return terms
-
-
-def _can_use_library(grad: Tensor, input: Tensor, groups: int, mean: Tensor, scale: Tensor) -> bool:
-    tensors = (grad, input, mean, scale)
-    is_simple = all(t.dtype is torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors)
-    return is_simple and mean.numel() == scale.numel() == input.shape[:2].numel() * groups > 0
-
-
-def _compute_by_library(grad: Tensor, input: Tensor, groups: int, mean: Tensor, scale: Tensor) -> dict[str, Dense]:
-    """The terms of a group norm by the library's gradient, for one image that has the channels of all samples."""
-    batch, images, channels = input.shape[:3]
-    size, count = input.shape[3:].numel(), batch * images
-    shape_only = mean.new_empty(count * channels)
-    _, weight, bias = torch.ops.aten.native_group_norm_backward(
-        grad.view(1, count * channels, size), input.view(1, count * channels, size),
-        mean.view(1, count * groups), scale.view(1, count * groups), shape_only,
-        1, count * channels, size, count * groups, [False, True, True],
-    )  # fmt: skip
-    found = {"weight": weight.view(batch, images, channels), "bias": bias.view(batch, images, channels)}
-    return {name: Dense(rows.squeeze(1) if images == 1 else rows.sum(1)) for name, rows in found.items()}
+    return _normalise_in_blocks(normalise, grad, input, keep=[2])
 
 
 def _broadcast_channels(statistic: Tensor, like: Tensor) -> Tensor:

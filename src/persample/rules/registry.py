@@ -155,7 +155,6 @@ class Rule:
     as_they_lie: bool = False
     reads_result: bool = True
     stacks: bool = False
-    read_statistics: Callable[[Any], Any] | None = None
 
     @cached_property
     def names(self) -> list[str]:
@@ -181,7 +180,6 @@ def register_rule(
     as_they_lie: bool = False,
     reads_result: bool = True,
     stacks: bool = False,
-    read_statistics: Callable[[Any], Any] | None = None,
     further: bool = True,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Decorator: register a function as the rule of one or several torch functions.
@@ -212,8 +210,6 @@ def register_rule(
         whole: Internal. The rule is the function's whole backward: it gets the function's results after `grad`, and
             also returns terms for the `batched` arguments, which are their gradients.
         as_they_lie: Internal. The rule gets its tensors unchanged, and after `grad` the `EntryOwners` of the result.
-        read_statistics: Internal. Reads from the function's node in the graph what torch saved for its own backward.
-            The rule gets the result as the keyword `statistics`, unless it is None or the samples are not in front.
         further: Internal. False for the rules that also apply to a bare ExpandedWeight.
 
     >>> import persample, torch
@@ -238,7 +234,7 @@ def register_rule(
     """
 
     def register(terms: RuleFunction) -> RuleFunction:
-        rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result, stacks, read_statistics)
+        rule = Rule(terms, accepts, frozenset(batched), when, whole, as_they_lie, reads_result, stacks)
         for function in functions:
             if further:
                 FURTHER_RULES[function] = [rule, *FURTHER_RULES.get(function, ())]  # a new list: see `get_rules`
