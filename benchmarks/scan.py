@@ -4,10 +4,9 @@
 
 Time is a ratio to plain forward and backward passes over the same batches, which take turns with the scans: elapsed
 time with all cores, and processor time with one thread. Scans choose their batches themselves, and the plain passes
-have the same. Both keep freed memory, see `persample._internal.allocator`. For the CNN, the arithmetic that a scan
-needs is timed as well (`benchmarks.scan_floor`). Memory is the peak of resident memory of a process that runs a scan.
-Queries are run on stores of random gradients with 1,024 numbers each. Their spectrum decays slowly, which is the worst
-case for `duplicates`.
+have the same. For the CNN, the arithmetic that a scan needs is timed as well (`benchmarks.scan_floor`). Memory is the
+peak of resident memory of a process that runs a scan. Queries are run on stores of random gradients with 1,024 numbers
+each. Their spectrum decays slowly, which is the worst case for `duplicates`.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def measure_times() -> dict[str, Any]:
             torch.manual_seed(0)
             task = make_task(TIMED_EXAMPLES[name])
             batch = run_scan(task, out, SCAN_OPTIONS["norms"]).settings["batch_size"]
-            calls: dict[str, Callable[[], Any]] = {"plain": keep_freed_memory()(partial(run_plain, *task, batch))}
+            calls: dict[str, Callable[[], Any]] = {"plain": partial(run_plain, *task, batch)}
             calls |= {label: partial(run_scan, task, out, options) for label, options in SCAN_OPTIONS.items()}
             elapsed = time_in_turns({label: partial(time_call, call) for label, call in calls.items()}, ROUNDS, 1)
             with use_threads(1):
@@ -182,7 +181,8 @@ def measure_floor(batch: int) -> dict[str, Any]:
         "plain": partial(run_plain, model, (images, labels), loss_fn, batch),
         **make_floors(model, images, labels),
     }
-    with use_threads(1), keep_freed_memory():
+    keep_freed_memory()  # as recordings do
+    with use_threads(1):
         times = time_in_turns({name: partial(time_processor, call) for name, call in calls.items()}, FLOOR_ROUNDS)
     results = summarise_times(times, batch)
     print("floor", json.dumps(results, indent=1), flush=True)

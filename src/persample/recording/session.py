@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
+from persample._internal.allocator import keep_freed_memory
 from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import call_in_full_precision, in_full_precision
@@ -137,6 +138,7 @@ class Recording:
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."
             )
+        keep_freed_memory()
         self._model, self.options = ref(model), options  # a watched model shall be freed with its last name
         self.processes = find_processes(model)
         modules, parameters = read_model(model)

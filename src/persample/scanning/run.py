@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from persample._internal.allocator import keep_freed_memory
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.gradients.projection import Method
@@ -159,7 +158,7 @@ def scan(
             source.batch_size = choose_batch_size(measurement, source, shard_size)
     settings = options.make_settings(source, measurement, states)
     run = _Run(store, source, measurement, settings, progress)
-    with keep_freed_memory(), prepare_model(measurement, None if device is None else torch.device(device)):
+    with prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
             with states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
