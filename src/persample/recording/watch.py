@@ -184,6 +184,8 @@ class Watch:
         """
         for hook in (*self._refusals, *self._hooks):
             hook.remove()
+        if self._recording is not None:
+            self._recording.processes.restore_settings()
         self._is_retired = True
 
     def listen(self, receive: Receive, complain: Complain) -> Callable[[], None]:
