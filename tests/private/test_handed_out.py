@@ -176,3 +176,18 @@ def test_several_calls_with_the_tensors_of_one_batch() -> None:
         optimizer.step()
         assert 0 < float((model.weight - before).norm()) <= len(x) * (1 + 1e-4)
     optimizer.release()
+
+
+def test_generated_samples_may_be_declared() -> None:
+    """As in the training of a discriminator."""
+    model, optimizer, loader = make_private()
+    for x, _ in loader:
+        before = model.weight.detach().clone()
+        batch = torch.cat([1000 * x, torch.zeros(8, D)])
+        optimizer.add_samples(batch)
+        train(model, optimizer, batch)
+        assert float((model.weight - before).norm()) <= len(x) * (1 + 1e-4)
+        optimizer.zero_grad()
+        with pytest.raises(PerSampleError, match="add_samples"):
+            train(model, optimizer, torch.cat([batch, batch]))
+    optimizer.release()

@@ -56,7 +56,9 @@ has 8...
                 f"The model was called with {batch_size} samples, but the batch of the loader has {largest}: a sample "
                 "of the loader would add several times max_grad_norm. Call the model with the samples of the batch, "
                 "and make copies or flatten tokens inside its forward(). If K consecutive samples are augmentations of "
-                "one example, pass units=K to make_private. Do not put two batches into one step."
+                "one example, pass units=K to make_private. If some of them are public or generated, call optimizer."
+                "add_samples(batch) with the whole batch before the model. Do not put two batches of the loader into "
+                "one step."
             )
 
 
