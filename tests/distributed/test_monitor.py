@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,6 +51,37 @@ def test_the_run_stays_as_it_is(sizes: tuple[int, int]) -> None:
     assert [measured.step for measured in watching.history] == ([0, 2, 4] if sizes[dist.get_rank()] else [])
     for measured, largest in zip(watching.history, norms[::2], strict=True):
         assert measured.norms["most"] == pytest.approx(float(largest))
+
+
+def accumulate(model: nn.Module, *, is_backward_outside: bool) -> list[Tensor]:
+    """The weights after some steps, each with three batches, of which the last one is averaged over the processes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        for is_last in (False, False, True):
+            with nullcontext() if is_last else model.no_sync():
+                loss = compute_loss(model, torch.randn(3, 4, generator=generator, dtype=torch.float64))
+                if not is_backward_outside:
+                    loss.backward()
+            if is_backward_outside:
+                loss.backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("is_wrapper", [True, False])
+@pytest.mark.parametrize("is_backward_outside", [False, True])
+@in_two_processes
+def test_accumulation_without_synchronisation(every: int, is_wrapper: bool, is_backward_outside: bool) -> None:
+    expected = accumulate(DistributedDataParallel(make_model()), is_backward_outside=is_backward_outside)
+    model = DistributedDataParallel(make_model())
+    with persample.monitor(model if is_wrapper else model.module, every=every) as watching:
+        found = accumulate(model, is_backward_outside=is_backward_outside)
+    torch.testing.assert_close(found, expected)
+    assert len(watching.history) == -(-12 // every)
+    assert model.require_backward_grad_sync
 
 
 @in_two_processes

@@ -83,10 +83,16 @@ def test_every_answer(kind: str, units: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("ids", "own"), [
+    ([[5, 1, 5, 5], [5, 3]], [[0, 1, 2, 4, 5, 6], [3]]),
+    ([[0, 1, 2, 3, 4, 5, 6], []], [[0, 1, 2, 3, 4, 5, 6], []]),  # nothing is split in the first process
+    ([[], [0, 1, 2, 3, 4, 5, 6]], [[], [0, 1, 2, 3, 4, 5, 6]]),
+])  # fmt: skip
 @in_two_processes
-def test_units_without_samples_have_a_row_in_the_first_process(kind: str) -> None:
-    ids, own = [[5, 1, 5, 5], [5, 3]], [[0, 1, 2, 4, 5, 6], [3]]
-    batch, model, rank = make_batch(4, 2), make_model(kind), dist.get_rank()
+def test_units_without_samples_have_a_row_in_the_first_process(
+    kind: str, ids: list[list[int]], own: list[list[int]]
+) -> None:
+    batch, model, rank = make_batch(*map(len, ids)), make_model(kind), dist.get_rank()
     expected = record_alone(batch, ids[0] + ids[1], num_units=7)
     grads = batch.record_own(model, units=ids[rank], num_units=7)
     check_every_answer(grads, expected, own[rank], model)

@@ -69,14 +69,16 @@ def test_a_refused_step_leaves_nothing_for_the_next() -> None:
     optimizer.release()
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 3])
+@pytest.mark.parametrize("ahead", [1, 2, 3, 40])
 def test_batches_of_other_sizes_loaded_in_advance(ahead: int) -> None:
-    model, optimizer, loader = make_private(TensorDataset(torch.randn(60, D)), 6, poisson_sampling=True)
+    model, optimizer, loader = make_private(TensorDataset(torch.randn(240, D)), 6, poisson_sampling=True)
     waiting: list[Tensor] = []
     for (x,) in loader:
         waiting.append(x)
         if len(waiting) == ahead:
             train(model, optimizer, waiting.pop(0))
+    for x in waiting:
+        train(model, optimizer, x)
     optimizer.release()
 
 
@@ -117,6 +119,16 @@ def test_samples_in_another_dimension() -> None:
     batches.check(8)
     with pytest.raises(PerSampleError, match="loader has 8"):
         batches.check(9)
+
+
+def test_samples_in_front_that_the_loop_turns() -> None:
+    """The loader hands out `(batch, time)`, and the model takes `(time, batch)`."""
+    batches = HandedOut()
+    batches.add([torch.zeros(8, 3)], batch_dim=1)
+    batches.check(8)
+    for wrong in (16, 24):
+        with pytest.raises(PerSampleError, match="loader has 3"):
+            batches.check(wrong)
 
 
 class Unknown:
@@ -163,4 +175,19 @@ def test_several_calls_with_the_tensors_of_one_batch() -> None:
         (model(x) - model(other)).square().sum().backward()
         optimizer.step()
         assert 0 < float((model.weight - before).norm()) <= len(x) * (1 + 1e-4)
+    optimizer.release()
+
+
+def test_generated_samples_may_be_declared() -> None:
+    """As in the training of a discriminator."""
+    model, optimizer, loader = make_private()
+    for x, _ in loader:
+        before = model.weight.detach().clone()
+        batch = torch.cat([1000 * x, torch.zeros(8, D)])
+        optimizer.add_samples(batch)
+        train(model, optimizer, batch)
+        assert float((model.weight - before).norm()) <= len(x) * (1 + 1e-4)
+        optimizer.zero_grad()
+        with pytest.raises(PerSampleError, match="add_samples"):
+            train(model, optimizer, torch.cat([batch, batch]))
     optimizer.release()

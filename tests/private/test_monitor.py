@@ -72,3 +72,16 @@ def test_the_monitor_uses_the_norms_of_private_training(
     torch.testing.assert_close(found, expected)
     (warning,) = [record for record in caplog.records if record.name == "persample.monitoring"]
     assert "are not private" in warning.getMessage()
+
+
+def test_the_monitor_goes_on_when_private_training_ends() -> None:
+    model, make = make_private(make_data())
+    module, optimizer, _ = make()
+    x = torch.randn(6, D, dtype=torch.float64)
+    with persample.monitor(model, every=1) as watching:
+        module(x)  # without a backward pass
+        optimizer.release()
+        for _ in range(3):
+            module(x).square().mean().backward()
+    assert [measured.step for measured in watching.history] == [1, 2, 3]
+    assert all(measured.noise is not None for measured in watching.history)

@@ -78,6 +78,9 @@ class Processes:
     def start_forward(self) -> None:
         """Note that the recorded model is about to run."""
 
+    def restore_settings(self) -> None:
+        """Give the model its settings back, after the last pass of a recording that goes on."""
+
     def prepare_recording(self, tracker: Follower, keep_grad: bool) -> AbstractContextManager[Any]:
         """Context manager for a recording: torch must not wait for gradients of parameters, which do not arrive."""
         return nullcontext()

@@ -29,6 +29,7 @@ class Replicated(Several):
         super().__init__()
         self._wrappers: list[Any] = []
         self._settings: list[dict[str, Any]] = []
+        self._changed: list[tuple[Any, str, Any]] = []  # wrappers, names of settings, and the values to restore
         self._recorded = {id(p) for p in model.parameters()}
         self._inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
 
@@ -51,8 +52,16 @@ class Replicated(Several):
                 "longer be synchronised. Record the whole wrapped module; use `parameters` to select from it."
             )
         self._wrappers.append(wrapper)
-        self._settings.append({name: getattr(wrapper, name) for name in (*_NO_SYNC, "require_forward_param_sync")})
+        settings = {name: getattr(wrapper, name) for name in (*_NO_SYNC, "require_forward_param_sync")}
+        self._settings.append(settings)
+        # A setting that has the value already may be that of `no_sync()`, which restores it itself.
+        self._changed += [(wrapper, name, value) for name, value in settings.items() if _NO_SYNC.get(name) != value]
         for name, value in _NO_SYNC.items():
+            setattr(wrapper, name, value)
+
+    def restore_settings(self) -> None:
+        changed, self._changed = self._changed, []
+        for wrapper, name, value in changed:
             setattr(wrapper, name, value)
 
     @contextmanager
@@ -64,9 +73,7 @@ class Replicated(Several):
             yield
         finally:
             del node
-            for wrapper, settings in zip(self._wrappers, self._settings, strict=True):
-                for name, value in settings.items():
-                    setattr(wrapper, name, value)
+            self.restore_settings()
 
     def add_up(self, name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
         return self._reduce(part.to(dtype)) if self._wrappers else part
@@ -82,11 +89,17 @@ class Replicated(Several):
         return self._wrappers[0].device if self._wrappers else torch.device("cpu")
 
     def _add_grads(self, pending: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """As DistributedDataParallel: the mean over the processes, for parameters that any of them has used."""
+        """As DistributedDataParallel: the mean over the processes, for parameters that any of them has used.
+
+        What `grad` holds is averaged, too: passes within `no_sync()` have left the part of one process there.
+        """
         shared = self._find_averaged_parameters()
         for parameter in self._find_used(shared, pending):
             size = torch.distributed.get_world_size(self._wrappers[0].process_group)
-            Processes.add_to_grad(self, parameter, self._reduce(take_pending(pending, parameter)) / size)
+            own = take_pending(pending, parameter)
+            before = None if parameter.grad is None else parameter.grad.to(own.dtype)
+            mean = self._reduce(own if before is None else own + before) / size
+            Processes.add_to_grad(self, parameter, mean if before is None else mean - before)
         for parameter, own in pending.values():
             Processes.add_to_grad(self, parameter, own)
 

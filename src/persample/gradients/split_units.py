@@ -96,10 +96,10 @@ def split_units(units: Units, processes: Processes) -> SplitUnits | None:
             if size and owners.setdefault(name, rank) != rank:
                 shared.setdefault(name, len(shared))
     first = gathered[0][0]  # has the rows of units without samples
-    rank = processes.get_rank()
-    own = [name for name in units.names if owners.get(name, first) == rank]
-    if not shared and len(own) == len(units.names):
+    # All processes must decide alike, because those with split units wait for each other.
+    if all(owners.get(name, first) == rank for rank, found in gathered for name, _ in found):
         return None
+    own = [name for name in units.names if owners.get(name, first) == processes.get_rank()]
     rows = {name: row for row, name in enumerate(own)}
     whole = {name: number for number, name in enumerate(name for name in own if name not in shared)}
     device = units.groups.rows.device

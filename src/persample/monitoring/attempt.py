@@ -73,6 +73,11 @@ class Attempt:
                     raise
                 self._refuse(error)
 
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether what recorded the step has ended since, such as private training."""
+        return self.other is not None and self.other.is_retired
+
     def continue_with(self, step: int, ids: Ids) -> bool:
         """Note another call of the model before the backward pass; returns whether it is part of the same step.
 

@@ -273,7 +273,7 @@ class Monitor:
         if not is_training or _torch.get_backward_pass() >= 0 or is_paused():  # or a recomputation, or a verification
             return
         ids, self.ids = self.ids, None
-        if self._attempt is not None and self._attempt.state is not State.WAITING:
+        if self._attempt is not None and (self._attempt.state is not State.WAITING or self._attempt.is_abandoned):
             self._end_attempt()
         if self._attempt is not None and self._attempt.continue_with(self.step, ids):
             return

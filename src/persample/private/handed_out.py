@@ -12,8 +12,6 @@ from torch import Tensor
 from persample.batches import has_attributes
 from persample.private.errors import PrivateTrainingError
 
-_MOST_AHEAD = 16  # batches that a loop may load before it uses them
-
 
 class HandedOut:
     """Refuses a step with more samples than the batch that the loader has handed out.
@@ -33,25 +31,34 @@ has 8...
     """
 
     def __init__(self) -> None:
-        self._sizes: deque[float] = deque(maxlen=_MOST_AHEAD)
+        self._sizes: deque[tuple[float, float]] = deque()
         self._waiting = 0  # batches that were handed out since the last step
         self._ahead = 1  # the largest number of them so far
 
     def add(self, batch: Any, batch_dim: int = 0) -> None:
-        """Note the size of a batch that is handed out."""
-        self._sizes.append(max(_list_sizes(batch, batch_dim), default=math.inf))
+        """Note the size of a batch that is handed out.
+
+        A loop may transpose batches with the samples in dimension 0 for a model that has them in `batch_dim`. So their
+        size in dimension 0 is noted, too.
+        """
+        largest, in_front = (max(_list_sizes(batch, dim), default=math.inf) for dim in (batch_dim, 0))
+        self._sizes.append((largest, in_front))
         self._waiting += 1
 
     def check(self, batch_size: int) -> None:
         """Raise if a step has more samples than the batches that it can belong to."""
         self._ahead, self._waiting = max(self._ahead, self._waiting), 0
-        largest = max(list(self._sizes)[-self._ahead :], default=batch_size)
-        if batch_size > largest:
+        while len(self._sizes) > self._ahead:
+            self._sizes.popleft()
+        largest = max((size for size, _ in self._sizes), default=batch_size)
+        if batch_size > largest and all(batch_size != in_front for _, in_front in self._sizes):
             raise PrivateTrainingError(
                 f"The model was called with {batch_size} samples, but the batch of the loader has {largest}: a sample "
                 "of the loader would add several times max_grad_norm. Call the model with the samples of the batch, "
                 "and make copies or flatten tokens inside its forward(). If K consecutive samples are augmentations of "
-                "one example, pass units=K to make_private. Do not put two batches into one step."
+                "one example, pass units=K to make_private. If some of them are public or generated, call optimizer."
+                "add_samples(batch) with the whole batch before the model. Do not put two batches of the loader into "
+                "one step."
             )
 
 

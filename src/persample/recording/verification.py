@@ -307,11 +307,13 @@ class _Runs:
             hooks = _NoSavedTensors()
             try:
                 with hooks:
-                    return self._run(call, hook)
+                    found = self._run(call, hook)
+                if not hooks.was_needed:  # else the model has caught the error
+                    return found
             except Exception as error:
                 if not (hooks.was_needed or "saved tensor hooks" in str(error)):
                     raise
-                self._keeps_saved = True
+            self._keeps_saved = True
         return self._run(call, hook)
 
     def _run(self, call: Call, hook: Callable[..., None] | None) -> dict[int, Tensor]:

@@ -156,7 +156,7 @@ class Watch:
         self._used: list[TensorMap[int]] = []  # the declared batches of which the current step has samples
         self._thread = 0  # in which the current step began
         self.steps = 0  # that have begun
-        self._is_retired = False
+        self.is_retired = False  # whether no further step is recorded
         self.is_private = False  # whether the current step is one of private training
         self._refusals: list[RemovableHandle] = []
         self._hooks: list[RemovableHandle] = []
@@ -184,7 +184,9 @@ class Watch:
         """
         for hook in (*self._refusals, *self._hooks):
             hook.remove()
-        self._is_retired = True
+        if self._recording is not None:
+            self._recording.processes.restore_settings()
+        self.is_retired = True
 
     def listen(self, receive: Receive, complain: Complain) -> Callable[[], None]:
         """Call `receive` with the gradients of each step, too, and `complain` if it is refused.
@@ -523,7 +525,7 @@ def find_watch(model: nn.Module) -> Watch | None:
     """What records the steps of a model at present, None if nothing does."""
     found = _WATCHES.get(model)
     watched = None if found is None else found()
-    return None if watched is None or watched._is_retired else watched
+    return None if watched is None or watched.is_retired else watched
 
 
 def _is_same(given: ref[nn.Module] | None, module: nn.Module) -> bool:
