@@ -17,7 +17,7 @@ from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.measure import Measurement
 from persample.scanning.source import Source
 
-X, Y = torch.randn(300, 8), torch.arange(300) % 3
+X, Y = torch.randn(4096, 8), torch.arange(4096) % 3
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -44,7 +44,8 @@ def test_batches_are_larger_if_the_model_saves_little(width: int, expected: int)
 
 def test_batches_stay_as_they_are() -> None:
     model = Wide(10)
-    assert choose(model, (X[:64], Y[:64])) == 64, "one batch is enough"
+    assert choose(model, (X[:300], Y[:300])) == 64, "the first batch is measured twice"
+    assert choose(model, (X[:2048], Y[:2048])) == 128
     assert choose(model, collate=lambda examples: default_collate(examples)) == 64, "examples may differ in length"
     assert choose(model, shard_size=100) == 64, "a shard has whole batches"
     assert choose(model, shard_size=128) == 128
@@ -59,16 +60,16 @@ def test_chosen_batch_sizes_are_used(tmp_path: Path) -> None:
     model = Wide(10)
     scans = [
         persample.scan(model, LOSS, data, out=tmp_path / str(i), project=16, progress=False, batch_size=size)
-        for i, (data, size) in enumerate([((X, Y), None), ((X, Y), 64), (DataLoader(TensorDataset(X, Y), 20), None)])
+        for i, (data, size) in enumerate([((X, Y), None), ((X, Y), 64), (DataLoader(TensorDataset(X, Y), 200), None)])
     ]
-    assert [found.settings["batch_size"] for found in scans] == [256, 64, 20]
+    assert [found.settings["batch_size"] for found in scans] == [256, 64, 200]
     for found in scans[1:]:
         for name in found.columns:
             np.testing.assert_allclose(found.column(name), scans[0].column(name), rtol=1e-4, atol=1e-4)
 
 
 def test_a_scan_is_continued_with_its_batches(tmp_path: Path) -> None:
-    model, options = Wide(10), {"project": 16, "progress": False, "shard_size": 64, "out": tmp_path}
+    model, options = Wide(10), {"project": 16, "progress": False, "shard_size": 1024, "out": tmp_path}
     persample.scan(model, LOSS, (X, Y), batch_size=32, **options)
     (tmp_path / "summary.json").unlink()
     (tmp_path / "0" / "00003.npz").unlink()

@@ -225,6 +225,33 @@ def test_rescan_equals_a_scan_of_everything(tmp_path: Path, several: bool, proje
     assert Scan(tmp_path / "new").estimate_wrong_labels() == whole.estimate_wrong_labels()
 
 
+@pytest.mark.parametrize("project", [16, None])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_rescan_of_examples_that_are_not_finite(tmp_path: Path, project: int | None) -> None:
+    """One is measured again to be compared, one is corrected, and one is new."""
+    model, (x, y), loss_fn, _ = build("images")
+    x[[3, 5]] = torch.nan
+    options: dict[str, Any] = {**QUICK, "project": project, "nonfinite": "keep"}
+    base = persample.scan(model, loss_fn, (x, y), out=tmp_path / "base", **options)
+    corrected = x.clone()
+    corrected[5], corrected[7] = 0.5, torch.nan
+    found = rescan(base, model, loss_fn, (corrected, y), before=(x, y), out=tmp_path / "new", progress=False)
+    whole = persample.scan(model, loss_fn, (corrected, y), **options)
+    assert found.summary["not_finite"] == whole.summary["not_finite"] == [3, 7]
+    assert found.summary["noise_scale"] == pytest.approx(whole.summary["noise_scale"], rel=1e-6)
+
+
+def test_rescan_of_a_scan_without_the_mean_of_its_last_checkpoint(tmp_path: Path) -> None:
+    """Earlier versions wrote means beside projections. Such a scan, continued, has them for some checkpoints only."""
+    model, data, loss_fn, _ = build("images")
+    states = [{name: scale * value for name, value in model.state_dict().items()} for scale in (1.0, 0.5)]
+    base = persample.scan(model, loss_fn, data, out=tmp_path / "base", checkpoints=states, **QUICK)
+    base.store.write_arrays("mean-0.npz", {name: p.detach().numpy() for name, p in model.named_parameters()})
+    out = tmp_path / "new"
+    found = rescan(base, model, loss_fn, data, before=data, out=out, checkpoints=states, progress=False)
+    assert found.summary["noise_scale"] == base.summary["noise_scale"]
+
+
 def test_rescan_refuses_other_models_and_data(tmp_path: Path) -> None:
     model, (x, y), loss_fn, _ = build("images")
     base = persample.scan(model, loss_fn, (x, y), out=tmp_path / "base", **QUICK)

@@ -163,6 +163,24 @@ def test_other_vectors_are_no_predictions() -> None:
         assert "prediction" not in persample.scan(net, loss_fn, (x, targets), **{**QUICK, "batch_size": N}).columns
 
 
+@pytest.mark.parametrize("shard_size", [4, 8])
+@pytest.mark.parametrize("first", [1, 3])
+def test_vectors_of_other_lengths_are_missing(first: int, shard_size: int, tmp_path: Path) -> None:
+    """Sequences of numbers that each batch pads to its longest one: columns have the length of the first batch."""
+    x, y = torch.randn(8, 5, 6, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)
+
+    def collate(ids: list[int]) -> list[Tensor]:
+        length = first if ids[0] == 0 else 5
+        return [x[ids, :length], y[ids, :length]]
+
+    net = nn.Sequential(nn.Linear(6, 1), nn.Flatten(1)).double()
+    options = {**QUICK, "batch_size": 4, "shard_size": shard_size}
+    found = persample.scan(net, nn.MSELoss(), list(range(8)), out=tmp_path, collate=collate, **options)
+    assert_near(found.column("target")[:4], y[:4, :first].reshape(found.column("target")[:4].shape))
+    assert np.isnan(found.column("target")[4:]).all()
+    found.report(plots=False)
+
+
 @pytest.mark.parametrize("loss_fn", [nn.BCEWithLogitsLoss(), lambda m, b: _binary(m(b[0]), b[1]).mean(1)])
 def test_binary_targets_are_labels(loss_fn: Any) -> None:
     net, (x, y) = make_net(1), make_data("binary")

@@ -82,7 +82,9 @@ class Predictions:
         columns = {} if outputs is None or targets is None else self._describe(outputs, targets)
         if self._columns is None:
             self._columns = {name: column[:0] for name, column in columns.items()}
-        return columns or {name: _make_missing(len(losses), column) for name, column in self._columns.items()}
+        if columns and all(columns[name].shape[1:] == first.shape[1:] for name, first in self._columns.items()):
+            return columns
+        return {name: _make_missing(len(losses), first) for name, first in self._columns.items()}
 
     def _describe(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if self._kind is None:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.scanning.alignment import average_rows, write_alignment
+from persample.scanning.alignment import average_rows, get_last_checkpoint, write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
@@ -63,8 +63,8 @@ def rescan(
 
     The mean gradient, and with it the noise scale, is corrected by the gradients of the examples that are new and of
     those that are gone, or estimated from the stored rows if the earlier scan has done so. The estimated alignment is
-    computed from the stored rows. The exact alignment is left out: it
-    needs the gradients of all examples. `summary["left_out"]` says so.
+    computed from the stored rows. The exact alignment is left out: it needs the gradients of all examples.
+    `summary["left_out"]` says so.
     """
     base = base if isinstance(base, Scan) else Scan(base)
     settings, directory = base.settings, Path(out)
@@ -123,7 +123,7 @@ def rescan(
             if new.names.exist:
                 packed["name"] = new.names.encode(wanted)
             store.write_shard(checkpoint, shard, packed, gradients)
-    has_mean = base.store.has_arrays(get_mean_file(0))
+    has_mean = base.store.has_arrays(get_mean_file(get_last_checkpoint(base.store)))
     if "noise_scale" in quantities and (has_mean or not settings["project"]):  # else it is estimated from the rows
         added, removed = _find_changes(*digests)
         measurement = Measurement(
@@ -242,7 +242,8 @@ def _check_numbers(base: Store, part: Store, places: Sequence[int]) -> None:
         for name in ("loss", "norm"):
             old = np.array([before.read(i)[0][name] for i in places])
             new = np.array([now.read(k)[0][name] for k in range(len(places))])
-            if not np.allclose(old, new, rtol=1e-3, atol=1e-3 * np.abs(old).max(initial=0.0), equal_nan=True):
+            largest = np.abs(old[np.isfinite(old)]).max(initial=0.0)
+            if not np.allclose(old, new, rtol=1e-3, atol=1e-3 * largest, equal_nan=True):
                 raise ScanError(f"The {name} of unchanged examples differs from the earlier scan: scan all data anew.")
 
 
