@@ -63,7 +63,8 @@ class Predictions:
     - "binary": the same for a single score, with the label from the targets 0 and 1;
     - "labels": several labels that are on or off. `worst_label` is the label that the model contradicts most,
       `worst_given` says whether it was given, and `worst_probability` is the model's probability that it is on;
-    - "numbers": `prediction` and `target`, one number per example, or a vector of at most 32 numbers.
+    - "numbers": `prediction` and `target`, one number per example, or a vector of at most 32 numbers. They are missing
+      in batches with vectors of another length than the first batch.
     """
 
     def __init__(self, loss_fn: LossFunction) -> None:

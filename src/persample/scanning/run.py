@@ -79,7 +79,8 @@ def scan(
 
     `data` is a Dataset, a DataLoader (the scan reads its dataset in dataset order), tensors with the examples in
     dimension 0, or an iterable that can be iterated several times. `batch_size` and `collate` are taken from a
-    DataLoader unless given. Otherwise a batch has 64 examples, or up to 256 if the model saves little for each of them.
+    DataLoader unless given. Otherwise a batch has 64 examples, or up to 256 if there are thousands of examples, and the
+    model saves little for each of them.
 
     `loss_fn` is a loss of torch or another `nn.Module`, called as `loss_fn(model(inputs), targets)`, or any other
     function, called as `loss_fn(model, batch)`. A function returns one loss per sample, or a single number: their mean,
