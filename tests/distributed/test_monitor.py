@@ -60,14 +60,29 @@ def accumulate(model: nn.Module, *, is_backward_outside: bool) -> list[Tensor]:
     for _ in range(4):
         optimizer.zero_grad()
         for is_last in (False, False, True):
-            with nullcontext() if is_last else model.no_sync():
+            if not isinstance(model, DistributedDataParallel):
+                model.set_requires_gradient_sync(is_last)
+            with nullcontext() if is_last or not isinstance(model, DistributedDataParallel) else model.no_sync():
                 loss = compute_loss(model, torch.randn(3, 4, generator=generator, dtype=torch.float64))
                 if not is_backward_outside:
                     loss.backward()
             if is_backward_outside:
                 loss.backward()
         optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@in_two_processes
+def test_accumulation_under_fsdp(every: int) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    expected = accumulate(fully_shard(make_model()), is_backward_outside=False)
+    model = fully_shard(make_model())
+    with persample.monitor(model, every=every) as watching:
+        found = accumulate(model, is_backward_outside=False)
+    torch.testing.assert_close(found, expected)
+    assert len(watching.history) == -(-12 // every)
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 5])

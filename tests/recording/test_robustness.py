@@ -514,3 +514,16 @@ def test_scripted_parts_without_weights() -> None:
     x = torch.rand(B, D)
     expected = compute_norms(nn.Sequential(model[0], nn.Tanh(), model[2]), x)
     torch.testing.assert_close(compute_norms(model, x), expected)
+
+
+@pytest.mark.parametrize("keep", ["everything", "norms"])
+@pytest.mark.parametrize("function", [Tensor.backward, torch.autograd.backward])
+def test_a_backward_pass_for_some_parameters_is_refused(function: Any, keep: Any) -> None:
+    """They are not in the graph of the loss: nothing would arrive, without a word."""
+    model = nn.Linear(3, 2)
+    with record(model, keep=keep) as grads:
+        loss = model(torch.randn(4, 3)).square().mean()
+        with pytest.raises(PerSampleError, match=r"backward\(inputs=...\) asks for gradients of parameters"):
+            function(loss, inputs=[model.weight])
+        loss.backward()
+    assert grads.norms().shape == (4,)

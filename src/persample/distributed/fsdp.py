@@ -97,6 +97,9 @@ class Sharded(Several):
             for group in self._groups:
                 _torch.set_fsdp_hook_registration(group, None)
 
+    def restore_settings(self) -> None:
+        self._turn_on_reduction()
+
     def _turn_off_reduction(self) -> None:
         self._before = [group.reduce_grads for group in self._groups]
         for group in self._groups:

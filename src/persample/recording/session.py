@@ -365,6 +365,12 @@ class Recording:
     # ---- the backward pass ----
 
     def _run_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = list(find_tensors(_get_inputs(func, args, kwargs)))
+        if any(id(t) in self.collector.parameters for t in inputs):  # which are not in the graph of the loss
+            raise PerSampleError(
+                "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
+                " Call backward() without inputs, and set requires_grad to False for the other parameters."
+            )
         self._check_gradients(args, kwargs)
         self.tracker.end_audit()
         self.collector.prepare_backward()
@@ -377,7 +383,7 @@ class Recording:
                 if func is Tensor.backward and self._choose_passes() == 2:
                     return run_backward_twice(self.collector.anchor, func, args, kwargs)
                 result = func(*args, **kwargs)
-                if not _has_inputs(func, args, kwargs):
+                if _get_inputs(func, args, kwargs) is None:
                     self.collector.end_without_tap()
                 return result
         except BaseException as error:
@@ -420,10 +426,10 @@ def _is_graph_kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return bool(creates_graph if kept is None else kept)
 
 
-def _has_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of `backward` is for some tensors only."""
+def _get_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensors that a call of `backward` is for; None if it is for all leaves of the graph."""
     position = 4 if func is Tensor.backward else 5
-    return (args[position] if len(args) > position else kwargs.get("inputs")) is not None
+    return args[position] if len(args) > position else kwargs.get("inputs")
 
 
 def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:
