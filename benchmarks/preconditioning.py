@@ -27,7 +27,7 @@ from benchmarks.attribution import DAMPINGS, PROJECT, Comparison, Score
 from benchmarks.attribution_tasks import TASKS, Pair
 from benchmarks.machine import describe_machine
 from benchmarks.output import RESULTS, write_json
-from persample.scanning.damping import Whitening, count_effective_dims
+from persample.scanning.damping import Whitening
 from persample.terms.kronecker import KroneckerSketch, allocate, split_shape
 
 SMALL = (0.1, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.03, 0.3, 1.0)  # EK-FAC needs little damping
@@ -66,7 +66,7 @@ def project_rows(gradients: Gradients) -> tuple[Tensor, Tensor]:
 def prepare_whitening(data: Gradients, tests: Gradients, kind: str) -> Score:
     """A function from the damping to inner products `(tests, examples)` of whitened rows."""
     (rows, blocks), (own, _) = project_rows(data), project_rows(tests)
-    dims = count_effective_dims(rows.norm(dim=1))
+    lengths = rows.norm(dim=1)
     is_apart = kind == "by blocks"
     groups = [(blocks == i).nonzero().flatten() for i in blocks.unique()] if is_apart else [torch.arange(PROJECT)]
     moments = [rows[:, group].T @ rows[:, group] / len(rows) for group in groups]
@@ -74,7 +74,7 @@ def prepare_whitening(data: Gradients, tests: Gradients, kind: str) -> Score:
     def score(damping: Any) -> Tensor:
         total = torch.zeros(())
         for group, moment in zip(groups, moments, strict=True):
-            whitening = Whitening(moment, damping, dims, blocks if kind == "by parameter" else None)
+            whitening = Whitening(moment, damping, lengths, blocks if kind == "by parameter" else None)
             total = total + whitening.solve(own[:, group]) @ rows[:, group].T
         return total
 

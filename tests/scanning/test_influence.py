@@ -327,6 +327,20 @@ def test_automatic_damping_ignores_numbers_that_no_parameter_has() -> None:
 
 
 @pytest.mark.parametrize(
+    ("spectrum", "of_gradients", "of_directions"),
+    [
+        (torch.ones(500), 49.0, 11.5),  # 500 / (1 + damping) is 10 for equal lengths, and 40 without lengths
+        (torch.tensor([1e4] + [1.0] * 199), 1.0, 0.08045),  # 10 dimensions ask for 0.41
+    ],
+)
+def test_automatic_damping_has_a_least_value(spectrum: Tensor, of_gradients: float, of_directions: float) -> None:
+    moment = spectrum.double().diag()
+    assert Whitening(moment, lengths=torch.ones(50)).damping == pytest.approx(of_gradients)
+    assert Whitening(moment).damping == pytest.approx(of_directions, rel=1e-3)
+    assert Whitening(moment, 0.01, lengths=torch.ones(50)).damping == 0.01  # only "auto" has one
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"project": 16}, [0] * 12 + [1] * 3 + [2]),  # all parameters fit, and one number is left

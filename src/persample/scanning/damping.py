@@ -16,7 +16,10 @@ Damping = float | Literal["auto"]
 # `count_effective_dims`, the second for directions without lengths, the third an upper bound as a part of the rank.
 # Chosen by the linear datamodeling score over ten tasks, and checked by benchmarks/damping.py on others: docs/scan.md.
 DIMS_OF_EQUAL, DIMS_OF_DIRECTIONS, PART_OF_RANK = 10.0, 40.0, 1 / 3
-LEAST_DAMPING = 1e-3
+
+# "auto": the least damping, for gradients and for directions without lengths. Where the effective dimensions ask for
+# less than the mean eigenvalue, the LDS is about as high with this, or much higher (benchmarks/results/damping.json).
+LEAST_DAMPING, LEAST_OF_DIRECTIONS = 1.0, 1e-3
 
 # The damping of a block of entries is relative to its mean eigenvalue, which counts as at least this part of the mean
 # of all blocks: rounding errors of a parameter whose gradient is zero (the bias of keys in attention) stay small.
@@ -37,15 +40,15 @@ class Whitening:
 
     `blocks` has the number of the block of each entry, such as its parameter; None is one block. `D` is `damping` times
     the mean eigenvalue of `M` in the block, so that layers with small gradients count as much as those with large ones.
-    "auto" chooses the damping by `choose_damping` for a number of effective dimensions; the attribute `damping` has the
-    number.
+    "auto" chooses the damping by `choose_damping`, at least `LEAST_DAMPING`, for gradients of the given `lengths`; None
+    is for directions without lengths, at least `LEAST_OF_DIRECTIONS`. The attribute `damping` has the number.
     """
 
     def __init__(
         self,
         moment: Tensor,
         damping: Damping = "auto",
-        effective_dims: float = DIMS_OF_DIRECTIONS,
+        lengths: Tensor | None = None,
         blocks: Tensor | None = None,
     ) -> None:
         check_damping(damping)
@@ -53,7 +56,10 @@ class Whitening:
         if damping == "auto":
             scaled = means.rsqrt()[:, None] * moment * means.rsqrt()  # `D` is the identity here
             mean = float(scaled.trace()) / len(scaled)  # 1, or less if there are blocks of zeros
-            damping = max(LEAST_DAMPING, mean * choose_damping(_compute_spectrum(scaled), effective_dims))
+            dims, least = DIMS_OF_DIRECTIONS, LEAST_OF_DIRECTIONS
+            if lengths is not None:
+                dims, least = count_effective_dims(lengths), LEAST_DAMPING
+            damping = max(least, mean * choose_damping(_compute_spectrum(scaled), dims))
         self.damping = float(damping)
         self._lower = torch.linalg.cholesky(moment + torch.diag(self.damping * means))
 
@@ -97,7 +103,7 @@ def count_effective_dims(lengths: Tensor) -> float:
 def choose_damping(spectrum: Tensor, effective_dims: float) -> float:
     """The damping that leaves an effective number of dimensions `Σ e / (e + λ)`, at most a third of the rank.
 
-    `spectrum` are the eigenvalues `e`, and `λ` is the damping times their mean; at least `LEAST_DAMPING`.
+    `spectrum` are the eigenvalues `e`, and `λ` is the damping times their mean; at least `LEAST_OF_DIRECTIONS`.
 
     >>> round(choose_damping(torch.ones(90), 40), 6)  # 90 / (1 + λ) = 30
     2.0
@@ -105,7 +111,7 @@ def choose_damping(spectrum: Tensor, effective_dims: float) -> float:
     scaled = spectrum.double().clamp(min=0)  # rounding makes some eigenvalues negative
     scaled = scaled / scaled.mean().clamp(min=_TINY)
     wanted = min(effective_dims, PART_OF_RANK * int((scaled > _ROUNDING * scaled.max()).sum()))
-    low, high = math.log10(LEAST_DAMPING), 12.0
+    low, high = math.log10(LEAST_OF_DIRECTIONS), 12.0
     for _ in range(60):
         middle = (low + high) / 2
         if float((scaled / (scaled + 10**middle)).sum()) > wanted:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from persample._internal.text import format_table
-from persample.scanning.damping import Damping, Whitening, check_damping, count_effective_dims
+from persample.scanning.damping import Damping, Whitening, check_damping
 from persample.scanning.errors import ScanError
 from persample.scanning.notebook import format_html_table
 from persample.scanning.stored_gradients import StoredGradients
@@ -164,8 +164,8 @@ class StoredModel:
         """The whitening of the features of `method`."""
         key = (method, damping)
         if key not in self._whitenings:
-            dims = count_effective_dims(self.stored.lengths)  # of the loss, which show how far the training has come
-            self._whitenings[key] = Whitening(self._get_moment(method), damping, dims, self.stored.blocks)
+            lengths = self.stored.lengths  # of the loss, which show how far the training has come
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, lengths, self.stored.blocks)
         return self._whitenings[key]
 
     def _get_moment(self, method: Method) -> Tensor:
@@ -295,9 +295,9 @@ def _score_sample(
         features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
         own = test.rows[:, half].double()
         if method in DAMPED:
-            dims = count_effective_dims(model.stored.lengths)
+            lengths = model.stored.lengths
             blocks = None if model.stored.blocks is None else model.stored.blocks[half]
-            own = Whitening(features.T @ features / len(features), damping, dims, blocks).solve(own)
+            own = Whitening(features.T @ features / len(features), damping, lengths, blocks).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

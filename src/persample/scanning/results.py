@@ -234,7 +234,8 @@ class Scan:
         """The `k` examples with the most unusual gradient directions.
 
         The score is the leverage of the gradient's direction, as a multiple of the average. `damping` is explained
-        in `influence`; here it is relative to the mean eigenvalue of all parameters together.
+        in `influence`; here it is relative to the mean eigenvalue of all parameters together, and "auto" may be less
+        than 1.
         """
         return queries.find_outliers(self._get_gradients(-1), k, damping)
 
@@ -290,7 +291,7 @@ class Scan:
                 Checkpoints of independently trained models make an ensemble, which is more precise.
             damping: what "whitened" and "trak" add to the second moment, relative to its mean eigenvalue for each
                 parameter (for all together unless the projection is "kronecker"). "auto" chooses it from the
-                eigenvalues and the lengths of the gradients; docs/scan.md explains how.
+                eigenvalues and the lengths of the gradients, at least 1; docs/scan.md explains how.
             measure: a function of the model and the batch, called as the loss, that returns one number per sample. It
                 replaces the loss: a training step on an example with a positive score lowers this number.
             parameters: only these parameters of the test gradients count, as in `scan`. The scores of groups of
