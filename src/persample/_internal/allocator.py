@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 # A little less than the largest block, with its header, that raises glibc's threshold.
 _LARGEST_BLOCK = 2**25 - 2**16
 
 
-@cache
 def keep_freed_memory() -> None:
     """Let the C library keep up to 64 MB of freed memory, from now on.
 

@@ -42,6 +42,8 @@ Gradients = PerSampleGradients | StreamedNorms | StreamedClip | LossGradients
 def _do_nothing(*args: Any) -> None:
     pass
 
+keep_freed_memory()  # every recording allocates again what the one before it has freed
+
 
 def leave_ended_modes() -> None:
     """Leave the modes in this thread whose step has ended. A step that ends in another thread leaves its mode here."""
@@ -138,7 +140,6 @@ class Recording:
                 "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
                 "ends with rest(), the step of a model in private training with its optimizer's step()."
             )
-        keep_freed_memory()
         self._model, self.options = ref(model), options  # a watched model shall be freed with its last name
         self.processes = find_processes(model)
         modules, parameters = read_model(model)
