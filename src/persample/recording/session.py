@@ -38,11 +38,11 @@ from persample.terms import Term, add_terms
 
 Gradients = PerSampleGradients | StreamedNorms | StreamedClip | LossGradients
 
+keep_freed_memory()  # a recording allocates again what the one before it has freed
+
 
 def _do_nothing(*args: Any) -> None:
     pass
-
-keep_freed_memory()  # every recording allocates again what the one before it has freed
 
 
 def leave_ended_modes() -> None:
