@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -238,13 +239,25 @@ def summarise(found: dict[str, Measured]) -> dict[str, dict[str, float]]:
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None, result: Path) -> argparse.ArgumentParser:
+    """The arguments of a run whose results are written to a file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="rounds of timing (default: %(default)s)")
-    parser.add_argument("--only", default="", help="measure only the steps with this text in their names")
     parser.add_argument("--batch", type=int, default=BATCH, help="samples (default: %(default)s)")
     parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sample (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser.add_argument("--write", action="store_true", help=f"write {result.name}")
+    return parser
+
+
+def write_results(path: Path, options: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Write results with the machine and the setting."""
+    setting = {"batch": options.batch, "length": options.length, "rounds": options.rounds}
+    write_json(path, {"machine": describe_machine(), **setting, **results})
+
+
+def main() -> None:
+    parser = make_parser(__doc__, RESULT)
+    parser.add_argument("--only", default="", help="measure only the steps with this text in their names")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     results = summarise(measure(options.rounds, options.only, options.batch, options.length))
@@ -261,8 +274,7 @@ def main() -> None:
     ]
     print(format_table(rows, ["", "time", "goal", "memory", "goal"], right={1, 2, 3, 4}))
     if options.write:
-        setting = {"batch": options.batch, "length": options.length, "rounds": options.rounds}
-        write_json(RESULT, {"machine": describe_machine(), **setting, "steps": results})
+        write_results(RESULT, options, {"steps": results})
 
 
 if __name__ == "__main__":

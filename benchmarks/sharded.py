@@ -8,12 +8,10 @@ before each. Ratios are to the plain step of the same round and process. Needs t
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
 import os
 import tempfile
 import warnings
-from multiprocessing.queues import Queue
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.large import BATCH, GPT2, LENGTH, Steps, make_steps, measure_steps, summarise
-from benchmarks.machine import describe_machine
+from benchmarks.large import GPT2, Steps, make_parser, make_steps, measure_steps, summarise, write_results
 from benchmarks.memory import read_status
-from benchmarks.output import RESULTS, write_json
+from benchmarks.output import RESULTS
 from persample._internal.text import format_table
 
 RESULT = RESULTS / "sharded.json"
@@ -41,7 +38,7 @@ def make_sharded() -> nn.Module:
     return fully_shard(model)
 
 
-def run_process(rank: int, folder: str, rounds: int, batch: int, length: int, queue: Queue[Any]) -> None:
+def run_process(rank: int, folder: str, rounds: int, batch: int, length: int, queue: SimpleQueue[Any]) -> None:
     """Measure the steps of one process, and send the results."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -57,30 +54,17 @@ def run_process(rank: int, folder: str, rounds: int, batch: int, length: int, qu
 
 
 def measure(rounds: int, batch: int, length: int) -> list[dict[str, dict[str, float]]]:
-    """The results of each process."""
+    """The results of each process. Raises if one of them fails."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
+    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=run_process, args=(rank, folder, rounds, batch, length, queue), daemon=True)
-            for rank in range(PROCESSES)
-        ]
-        for process in processes:
-            process.start()
-        results = dict(queue.get() for _ in processes)
-        for process in processes:
-            process.join()
+        torch.multiprocessing.spawn(run_process, (folder, rounds, batch, length, queue), nprocs=PROCESSES)
+    results = dict(queue.get() for _ in range(PROCESSES))
     return [results[rank] for rank in range(PROCESSES)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of timing (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=BATCH, help="samples of all processes (default: %(default)s)")
-    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a sample (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    options = make_parser(__doc__, RESULT).parse_args()
     results = measure(options.rounds, options.batch, options.length)
     rows = [
         [name, str(rank), f"{cell['GB']:.2f}", f"{cell['memory']:.2f}", f"{cell['time']:.2f}"]
@@ -90,8 +74,7 @@ def main() -> None:
     ]
     print(format_table(rows, ["", "process", "GB", "memory", "time"], right={1, 2, 3, 4}))
     if options.write:
-        setting = {"batch": options.batch, "length": options.length, "rounds": options.rounds}
-        write_json(RESULT, {"machine": describe_machine(), **setting, "processes": results})
+        write_results(RESULT, options, {"processes": results})
 
 
 if __name__ == "__main__":

@@ -256,6 +256,27 @@ def test_places_that_only_a_verification_sees(name: str) -> None:
         train(Model(UNSEEN[name], drop=nn.Dropout(0.5)), make_flat())
 
 
+def test_outputs_with_different_numbers_of_rows_are_not_compared_by_place() -> None:
+    """If the samples are rotated, their rows begin elsewhere."""
+    kept = torch.tensor([3, 2, 2, 4, 4, 1])[:, None] > torch.arange(T)
+    x = make_sequences()
+    x[..., 0] = torch.where(kept, 1.0, -1.0)
+
+    class Selecting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x)[x[..., 0] > 0]
+
+    model = Selecting()
+    make_optimizer(model, verify="always")
+    output = model(x)
+    assert len(output) == int(kept.sum())
+    compute_loss(output).backward()
+
+
 class PaddedNorm(nn.Module):
     """Cuts to the longest sample of the batch, and normalises over time."""
 
