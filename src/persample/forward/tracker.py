@@ -65,6 +65,7 @@ from persample.forward.repeats import note_repeat
 from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.tried import TriedFunctions
 from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
+from persample.forward.written import UPDATING, Written
 from persample.layouts import (
     BY_SHAPE,
     CACHE,
@@ -112,9 +113,6 @@ _COMPARING = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
 
 # Functions that replace the memory of their first argument.
 _REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
-
-# Functions that write into buffers among their arguments.
-_UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
 
 _UNKNOWN = (Lost("the tracker has not seen it"), False)
 
@@ -506,7 +504,7 @@ class Tracker(TorchFunctionMode):
             if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
-        before = None if self.complain is None else _Written(func, args, kwargs)
+        before = None if self.complain is None else Written(func, args, kwargs)
         try:
             if func in SIZE_FREE:
                 return self._run_size_free(func, args, kwargs)
@@ -517,17 +515,29 @@ class Tracker(TorchFunctionMode):
                     return self.run_backward(func, args, kwargs)
             return self._audit_or_follow(func, args, kwargs)
         except PerSampleError as error:
-            if self.complain is None or before is None:
+            if before is None:
                 raise
-            self.complain(error)
-            if func in _DIFFERENTIATING:  # the weights are not in the graph, and another run would not find them
-                raise
-            if before.has_changed():  # it has run, and must not run again
-                if any(map(self.is_weight, find_tensors((args[1:], kwargs)))):  # with its weights detached
-                    raise
-                return None if func is Tensor.__setitem__ else before.tensor
-            before.restore_statistics()
-            return func(*args, **kwargs, **find_dropped(func))
+            return self._give_up(error, before, func, args, kwargs)
+
+    def _give_up(
+        self,
+        error: PerSampleError,
+        before: Written,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Give up the recording because of a call that was refused; the call gets its ordinary result."""
+        assert self.complain is not None
+        self.complain(error)
+        if func in _DIFFERENTIATING:  # the weights are not in the graph, and another run would not find them
+            raise error
+        if before.has_changed():  # it has run, and must not run again
+            if any(map(self.is_weight, find_tensors((args[1:], kwargs)))):  # with its weights detached
+                raise error
+            return None if func is Tensor.__setitem__ else before.tensor
+        before.restore_statistics()
+        return func(*args, **kwargs, **find_dropped(func))
 
     def _audit_or_follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow a call as in an audited pass; audit the rest of the pass if no audited pass had it here."""
@@ -578,7 +588,7 @@ class Tracker(TorchFunctionMode):
                     if quick is not None:
                         self._keep_quick_call(quick, call, result)
                 return result
-            if motion.use is not None and func not in _UPDATING and can_repeat(call, motion.use, self):
+            if motion.use is not None and func not in UPDATING and can_repeat(call, motion.use, self):
                 is_checkpointed = prepare_recomputation(self)
                 result = repeat_use(args, kwargs, motion.use, self, is_checkpointed)
                 self.set_layout(result, motion.results[0])
@@ -673,7 +683,7 @@ class Tracker(TorchFunctionMode):
         key, contents = quick
         if not contents & HAS_SAMPLES or isinstance(get_handler(call.func), Rewrite) or not torch.is_grad_enabled():
             return
-        if call.func in _UPDATING and get_argument(call, 5, "training", "use_input_stats", default=True):
+        if call.func in UPDATING and get_argument(call, 5, "training", "use_input_stats", default=True):
             return
         results = find_results(result, call.args)
         layout = find_size_free_layout(call, results)
@@ -777,7 +787,7 @@ class Tracker(TorchFunctionMode):
                 self._note_decision(call, result)
             self._follow(call, result)
             self._note_statistics(call)
-            if isinstance(handler, Rewrite) or weights or func in _UPDATING or func in DROPPED:
+            if isinstance(handler, Rewrite) or weights or func in UPDATING or func in DROPPED:
                 return result
             if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], args[1], self.batch):
                 mark_simple(call, result)  # the values of the first rows decide in each call
@@ -930,14 +940,14 @@ class Tracker(TorchFunctionMode):
 
     def _save_buffers(self, call: Call) -> None:
         """Copy the model's buffers before an op changes them, for `restore_buffers`."""
-        if (call.is_inplace or call.func in _UPDATING or call.func in _REPLACING) and self._buffers:
+        if (call.is_inplace or call.func in UPDATING or call.func in _REPLACING) and self._buffers:
             for key in map(_torch.find_storage_id, call.tensors):
                 if key in self._buffers and key not in self._buffers_before:
                     self._buffers_before[key] = self._buffers[key].clone()
 
     def _note_statistics(self, call: Call) -> None:
         """After a norm layer with running statistics: these hold samples, if it updates them."""
-        if self.isolation is None or call.func not in _UPDATING:
+        if self.isolation is None or call.func not in UPDATING:
             return
         if not get_argument(call, 5, "training", "use_input_stats", default=call.func is nn.functional.instance_norm):
             return
@@ -1061,31 +1071,3 @@ class Tracker(TorchFunctionMode):
             raise_or_complain(SamplesMixed(message), complain)
 
         return refuse
-
-
-class _Written:
-    """What a function writes into, as it is before: a call that is refused may have run, or not.
-
-    Attributes:
-        tensor: the tensor that the function writes into and returns, None if there is none.
-    """
-
-    __slots__ = ("_statistics", "_version", "tensor")
-
-    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.tensor = args[0] if args and is_inplace(func) else kwargs.get("out")
-        self._version = self.tensor._version if isinstance(self.tensor, Tensor) else 0
-        self._statistics: Sequence[tuple[Tensor, Tensor]] = ()
-        if func in _UPDATING:
-            vectors = [t for t in find_tensors((args, kwargs)) if t.dim() == 1 and not t.requires_grad]
-            self._statistics = [(vector, vector.clone()) for vector in vectors]
-
-    def has_changed(self) -> bool:
-        """Whether the function has written into the tensor."""
-        return isinstance(self.tensor, Tensor) and self.tensor._version != self._version
-
-    def restore_statistics(self) -> None:
-        """Give running statistics of a norm layer the values that they had before."""
-        with torch.no_grad():
-            for statistic, before in self._statistics:
-                statistic.copy_(before)
