@@ -7,14 +7,15 @@ that names the feature.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import cache, partial, wraps
 from operator import attrgetter
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from persample.errors import PerSampleError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Missing:
@@ -72,17 +76,42 @@ def _read(owner: Any, name: str, feature: str) -> Any:
 # Context manager in which torch functions do not reach modes or subclasses.
 DisableTorchFunction: Any = _find("torch._C.DisableTorchFunction", "Every recording")
 
-# All active function modes, the outermost first.
-get_function_modes: Callable[[], list[TorchFunctionMode]] = _find(
+
+def _without_collector(function: Callable[P, R]) -> Callable[P, R]:
+    """The garbage collector waits until `function` returns.
+
+    It may free a watched model, whose mode then leaves the stack that `function` reads or changes.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        is_enabled = gc.isenabled()
+        try:
+            gc.disable()
+            return function(*args, **kwargs)
+        finally:
+            if is_enabled:
+                gc.enable()
+
+    return run
+
+
+_list_function_modes: Callable[[], list[TorchFunctionMode]] = _find(
     "torch.overrides._get_current_function_mode_stack", "Every recording"
 )
-
 _count_function_modes: Callable[[], int] = _find("torch._C._len_torch_function_stack", "watch()")
 _push_function_mode: Callable[[TorchFunctionMode], None] = _find("torch.overrides._push_mode", "watch()")
 _pop_function_mode: Callable[[], TorchFunctionMode] = _find("torch.overrides._pop_mode", "watch()")
 _default_device: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "watch()")
 
 
+@_without_collector
+def get_function_modes() -> list[TorchFunctionMode]:
+    """All active function modes, the outermost first."""
+    return _list_function_modes()
+
+
+@_without_collector
 def insert_outermost_mode(mode: TorchFunctionMode) -> None:
     """Enter `mode` outside all other function modes, whose own blocks then still end in order.
 
@@ -96,6 +125,7 @@ def insert_outermost_mode(mode: TorchFunctionMode) -> None:
         _push_function_mode(other)
 
 
+@_without_collector
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Leave `mode`, wherever it is on the stack."""
     if not any(other is mode for other in get_function_modes()):
@@ -106,17 +136,22 @@ def remove_mode(mode: TorchFunctionMode) -> None:
 
 
 def _pop_function_modes() -> list[TorchFunctionMode]:
-    """Empty the stack, the innermost mode first. The garbage collector may remove a mode in between."""
+    """Empty the stack, the innermost mode first."""
     modes = []
     while _count_function_modes():
         modes.append(_pop_function_mode())
     return modes
 
 
-# All active dispatch modes, the outermost first.
-get_dispatch_modes: Callable[[], list[Any]] = _find(
+_list_dispatch_modes: Callable[[], list[Any]] = _find(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack", "Every recording"
 )
+
+
+@_without_collector
+def get_dispatch_modes() -> list[Any]:
+    """All active dispatch modes, the outermost first."""
+    return _list_dispatch_modes()
 
 
 def is_default_device(mode: TorchFunctionMode) -> bool:
@@ -500,12 +535,14 @@ _push_dispatch_mode: Callable[[Any], None] = _find("torch.utils._python_dispatch
 _pop_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._pop_mode", "Every recording")
 
 
+@_without_collector
 def insert_outermost_dispatch_mode(mode: Any) -> None:
     """Enter a dispatch mode outside all others, whose own blocks then still end in order."""
     for other in (mode, *reversed(_pop_dispatch_modes())):
         _push_dispatch_mode(other)
 
 
+@_without_collector
 def remove_dispatch_mode(mode: Any) -> None:
     """Leave a dispatch mode, wherever it is on the stack; nothing happens if it is not there."""
     if not any(other is mode for other in get_dispatch_modes()):
@@ -516,7 +553,7 @@ def remove_dispatch_mode(mode: Any) -> None:
 
 
 def _pop_dispatch_modes() -> list[Any]:
-    """Empty the stack, the innermost mode first. The garbage collector may remove a mode in between."""
+    """Empty the stack, the innermost mode first."""
     modes = []
     while _count_dispatch_modes():
         modes.append(_pop_dispatch_mode())

@@ -71,6 +71,33 @@ def test_memory_is_released_on_request_and_after_some_rounds() -> None:
     assert persample.release_memory() == 0
 
 
+@pytest.mark.parametrize("allocations", range(1, 13))
+def test_memory_that_the_collector_frees_at_any_time(allocations: int) -> None:
+    """Also while free blocks are searched, counted and removed."""
+
+    def age() -> None:
+        for _ in range(buffers._PATIENCE + 2):
+            buffers.start_round()
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # so that collections are quick
+    try:
+        for use in (make_large, age, persample.release_memory):
+            kept = [make_large() for _ in range(3)]
+            garbage: list[Any] = [make_large()]
+            garbage.append(garbage)
+            gc.disable()
+            del garbage, kept
+            gc.set_threshold(gc.get_count()[0] + allocations, 1, 1)
+            gc.enable()
+            use()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.unfreeze()
+
+
 def test_dense_gradients_reuse_memory() -> None:
     model, x = nn.Linear(300, 300), torch.randn(8, 300)
     addresses = []

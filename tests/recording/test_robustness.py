@@ -19,10 +19,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function, has_torch_function_unary
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    handle_torch_function,
+    has_torch_function_unary,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import persample
-from persample import PerSampleError, SamplesMixed, record, watch
+from persample import PerSampleError, SamplesMixed, _torch, record, watch
 from persample.forward.tracker import Tracker
 from persample.layouts import find as layouts_find
 from tests.support.cases import B, Calls, D, param
@@ -34,7 +40,7 @@ def no_modes_remain() -> Iterator[None]:
     yield
     modes = _get_current_function_mode_stack()
     for mode in modes:
-        persample._torch.remove_mode(mode)
+        _torch.remove_mode(mode)
     assert not modes
 
 
@@ -154,6 +160,63 @@ def test_a_model_that_is_freed_does_not_end_another_recording(verify: Any) -> No
         loss = recorded(x).square().sum()
         with pytest.raises(PerSampleError, match="is a sum over the samples"):
             loss.backward()
+
+
+STACKS = {
+    "functions": (
+        TorchFunctionMode,
+        _torch.insert_outermost_mode,
+        _torch.remove_mode,
+        _torch.get_function_modes,
+    ),
+    "operators": (
+        TorchDispatchMode,
+        _torch.insert_outermost_dispatch_mode,
+        _torch.remove_dispatch_mode,
+        _torch.get_dispatch_modes,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("allocations", range(1, 9))
+def test_a_mode_that_the_collector_frees_leaves_at_any_time(name: str, allocations: int) -> None:
+    """Also when it is freed while another mode enters or leaves."""
+    make_mode, insert, remove, get_modes = STACKS[name]
+
+    class Owner:
+        def __init__(self) -> None:
+            self.mode = make_mode()
+            self.itself = self
+            insert(self.mode)
+
+        def __del__(self) -> None:
+            remove(self.mode)
+
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # so that collections are quick
+    try:
+        for change in (insert, remove, lambda mode: get_modes()):
+            other = make_mode()
+            gc.collect()
+            gc.disable()
+            if change is remove:
+                insert(other)
+            Owner()
+            gc.set_threshold(gc.get_count()[0] + allocations, 1, 1)
+            gc.enable()
+            change(other)
+            gc.set_threshold(*thresholds)
+            gc.collect()
+            assert get_modes() == ([other] if change is insert else [])
+            remove(other)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        gc.unfreeze()
+        for mode in get_modes():
+            remove(mode)
 
 
 def test_dropped_private_training_leaves_nothing() -> None:

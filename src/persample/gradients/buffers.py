@@ -24,13 +24,13 @@ _PATIENCE = 4  # calls of dense() after which unused memory is returned to the s
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
-@dataclass
+@dataclass(eq=False)
 class _Block:
     memory: mmap.mmap
     freed_in: int  # the round in which it became free
 
 
-# Free blocks of this process, shared by all threads.
+# Free blocks of this process, shared by all threads. The garbage collector may add one at any time: read a copy.
 _free: deque[_Block] = deque()
 _lock = Lock()
 _round = 0
@@ -75,7 +75,7 @@ def release_memory() -> int:
     True
     """
     with _lock:
-        count = sum(len(block.memory) for block in _free)
+        count = sum(len(block.memory) for block in list(_free))
         _free.clear()
     return count
 
