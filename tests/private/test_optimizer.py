@@ -9,7 +9,6 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import opacus.utils.batch_memory_manager as opacus_manager
 import pytest
 import torch
 import torch.nn.functional as F
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
 from persample.private.engine import get_noise_state, set_noise_state
-from persample.private.noise import Noise, Normals
+from persample.private.noise import Noise, Normals, RandomBytes
 from tests.support.modules import flatten_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -410,19 +410,21 @@ def test_distribution_of_the_noise() -> None:
         assert abs(torch.corrcoef(function(pairs))[0, 1]) < 0.005
 
 
+def encrypt_counter(key: bytes, start: int, blocks: int) -> bytes:
+    """The stream of AES-256 in counter mode, block by block."""
+    cipher = Cipher(algorithms.AES256(key), modes.ECB()).encryptor()
+    return b"".join(cipher.update((start + i).to_bytes(16, "big")) for i in range(blocks))
+
+
 @pytest.mark.parametrize("dtype, count", [(torch.float32, 1000), (torch.float32, 7), (torch.float64, 1001)])
 def test_transform_of_the_noise(dtype: torch.dtype, count: int) -> None:
-    source, key, half = Normals(dtype), os.urandom(24), -(-count // 2)
-    source.seed(key)
-    found = source.draw(count, 3.0)
-    source.seed(key)
-    assert np.array_equal(found, source.draw(count, 3.0))
-    source.seed(bytes([key[0] ^ 1]) + key[1:])  # each bit of the key counts
-    assert not np.array_equal(found, source.draw(count, 3.0))
-    generator, size = np.random.SFC64(), 31 if dtype == torch.float32 else 63
-    words = np.array([*np.frombuffer(key, dtype=np.uint64), 1], dtype=np.uint64)
-    generator.state = {**generator.state, "state": {"state": words}}
-    drawn = generator.random_raw(1100).view(np.int32 if size == 31 else np.int64)
+    source, key, half = Normals(dtype), os.urandom(32), -(-count // 2)
+    found = source.draw(RandomBytes(key, start=5), count, 3.0).copy()
+    assert np.array_equal(found, source.draw(RandomBytes(key, start=5), count, 3.0))
+    for other in (bytes([key[0] ^ 1]) + key[1:], key[:31] + bytes([key[31] ^ 128])):  # each bit of the key counts
+        assert not np.array_equal(found, source.draw(RandomBytes(other, start=5), count, 3.0))
+    size = 31 if dtype == torch.float32 else 63
+    drawn = np.frombuffer(encrypt_counter(key, 5, 600), dtype=np.int32 if size == 31 else np.int64)
     uniform = (np.bitwise_and(drawn[:half], 2**size - 1) + 0.5) / 2**size
     radius, angle = np.sqrt(-2 * np.log(uniform)), np.pi * drawn[half : 2 * half] / 2**size
     expected = 3 * np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
@@ -431,12 +433,38 @@ def test_transform_of_the_noise(dtype: torch.dtype, count: int) -> None:
 
 
 @pytest.mark.parametrize("word, expected", [(0, 2**-32), (2**31 - 1, 1.0), (-(2**31), 2**-32), (-1, 1.0)])
-def test_extreme_words_give_finite_noise(word: int, expected: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Normals(torch.float32)
-    words = np.full(8, word, dtype=np.int32).view(np.uint64)
-    monkeypatch.setattr(source, "_generator", SimpleNamespace(random_raw=lambda count: words[:count].copy()))
-    radius = np.hypot(*source.draw(8, 1.0).reshape(2, 4).astype(np.float64))
+def test_extreme_words_give_finite_noise(word: int, expected: float) -> None:
+    class Words(RandomBytes):
+        def read_into(self, target: memoryview, count: int) -> None:
+            target[:count] = np.full(count // 4, word, dtype=np.int32).tobytes()
+
+    found = Normals(torch.float32).draw(Words(bytes(32), 0), 8, 1.0)
+    radius = np.hypot(*found.reshape(2, 4).astype(np.float64))
     np.testing.assert_allclose(radius, np.sqrt(-2 * np.log(expected)), atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [10, 64])
+def test_no_block_of_the_cipher_is_used_twice(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In several draws, of tensors of both dtypes, in chunks."""
+    used: list[range] = []
+
+    class Blocks(RandomBytes):
+        def __init__(self, key: bytes, start: int) -> None:
+            super().__init__(key, start)
+            self.start = start
+
+        def read_into(self, target: memoryview, count: int) -> None:
+            used.append(range(self.start, self.start - (-count // 16)))
+            super().read_into(target, count)
+
+    monkeypatch.setattr("persample.private.noise._CHUNK", chunk)
+    monkeypatch.setattr("persample.private.noise.RandomBytes", Blocks)
+    noise = Noise()
+    for _ in range(3):
+        noise.add_to([torch.zeros(500), torch.zeros(301, dtype=torch.float64), torch.zeros(77)], 1.0)
+    blocks = [block for some in used for block in some]
+    assert len(blocks) > 3 * 500 // 4
+    assert len(set(blocks)) == len(blocks)
 
 
 def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,15 +472,15 @@ def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("persample.private.noise._MIN_THREADED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     noise = Noise()
-    derive, calls = noise._derive, []
+    start, calls = noise._start_stream, []
 
-    def fail_once(*args: Any) -> bytes:
+    def fail_once(*args: Any) -> RandomBytes:
         calls.append(args)
         if len(calls) == 5:
             raise MemoryError
-        return derive(*args)
+        return start(*args)
 
-    monkeypatch.setattr(noise, "_derive", fail_once)
+    monkeypatch.setattr(noise, "_start_stream", fail_once)
     with pytest.raises(MemoryError):
         noise.add_to([torch.zeros(1000)], 1.0)
 

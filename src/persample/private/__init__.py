@@ -5,9 +5,10 @@ Users import the names in `__all__` from here, and the integrations from `persam
 """
 
 try:
+    import cryptography  # noqa: F401
     import opacus  # noqa: F401
 except ImportError as error:
-    raise ImportError("persample.private needs Opacus: pip install 'persample[private]'") from error
+    raise ImportError("persample.private needs Opacus and cryptography: pip install 'persample[private]'") from error
 
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.auditing import AuditResult, AuditRun, audit
