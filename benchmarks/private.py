@@ -1,11 +1,12 @@
 """Time and memory of private training steps as ratios to steps of ordinary training.
 
-    python -m benchmarks.private [--rounds 15] [--json benchmarks/results/private.json]
+    python -m benchmarks.private [--rounds 40] [--json benchmarks/results/private.json]
 
 A step consists of forward, backward, clipped sum, noise and SGD. The batches are Poisson samples, so that each round
-has another batch size, and are already loaded. The engines take turns in one process with the batch of the round, and a
-ratio is formed with the plain step of the same round. Peak memory is measured in a separate process for each engine,
-with one batch size.
+has another batch size, and are loaded before the clock starts. An engine and plain training take turns with the batch
+of the round, and a ratio is formed with the plain step of the same round. Each engine is alone with plain training: one
+that fills the caches would make the steps of the others slower. Peak memory is measured in a separate process for each
+engine, with one batch size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from benchmarks.engines.opacus import wrap_for_ghost_clipping
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
 from benchmarks.targets import PRIVATE_TIME
-from benchmarks.timing import WARM_UP_ROUNDS, compute_quartiles, compute_ratios, time_in_turns, time_step
+from benchmarks.timing import collector_at_rest, compute_quartiles, compute_ratios, time_in_turns, time_step
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 
 NOISE_MULTIPLIER, MAX_NORM = 1.0, 1.0
+WARM_UP_ROUNDS = 5
 
 
 class Training(Engine):
@@ -120,21 +122,22 @@ def build_engine(kind: type[Training], workload: Workload) -> Training:
     return engine
 
 
-def draw_batches(workload: Workload, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Poisson samples with the batch size of the workload as their mean."""
+def draw_batches(workload: Workload) -> Iterator[tuple[Tensor, Tensor]]:
+    """Poisson samples with the batch size of the workload as their mean, the same at each call."""
     _, x, labels = workload.build()
     x, labels = torch.cat([x, x]), torch.cat([labels, labels])
     generator = torch.Generator().manual_seed(0)
-    chosen = [torch.rand(len(x), generator=generator) < 0.5 for _ in range(count)]
-    return [(x[some], labels[some]) for some in chosen]
+    while True:
+        chosen = torch.rand(len(x), generator=generator) < 0.5
+        yield x[chosen], labels[chosen]
 
 
-def make_timer(engine: Training, batches: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], float]:
+def make_timer(engine: Training, workload: Workload) -> Callable[[], float]:
     """A function that makes a step with the next batch, and returns its seconds."""
-    following = iter(batches)
+    batches = draw_batches(workload)
 
     def time_next() -> float:
-        engine.x, engine.labels = next(following)
+        engine.x, engine.labels = next(batches)
         return time_step(engine, "train")
 
     return time_next
@@ -142,14 +145,16 @@ def make_timer(engine: Training, batches: Sequence[tuple[Tensor, Tensor]]) -> Ca
 
 def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
     """For each engine: time with quartiles, and peak memory, as ratios to plain training."""
-    engines = [build_engine(kind, workload) for kind in ENGINES]
-    batches = draw_batches(workload, WARM_UP_ROUNDS + rounds)
-    timers = {engine.name: make_timer(engine, batches) for engine in (Training(workload), *engines)}
-    times = time_in_turns(timers, rounds)
     plain_peak = measure_peak(Training, workload, processes=3)
+    plain_times: list[float] = []
     results = {}
-    for engine in engines:
+    for kind in ENGINES:
+        engine = build_engine(kind, workload)
+        timers = {each.name: make_timer(each, workload) for each in (Training(workload), engine)}
+        with collector_at_rest():
+            times = time_in_turns(timers, rounds, WARM_UP_ROUNDS)
         low, median, high = compute_quartiles(compute_ratios(times[engine.name], times["plain"]))
+        plain_times += times["plain"]
         peak = measure_peak(type(engine), workload, adapted=bool(engine.note))
         results[engine.name] = {
             "ratio": round(median, 3),
@@ -158,7 +163,7 @@ def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
             "tensors": round(peak.tensors / plain_peak.tensors, 2),
             **({"note": engine.note} if engine.note else {}),
         }
-    return {"plain ms": round(1e3 * statistics.median(times["plain"]), 2), "engines": results}
+    return {"plain ms": round(1e3 * statistics.median(plain_times), 2), "engines": results}
 
 
 def measure_peak(engine: type[Training], workload: Workload, **options: Any) -> memory.Peak:
@@ -176,7 +181,7 @@ def _make_row(name: str, cell: dict[str, Any]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15, help="rounds of timing (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds of timing (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.engines import Engine, Plain
@@ -37,6 +38,22 @@ class Times:
     quartiles: tuple[float, float]
     rounds: int
     milliseconds: float
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Inside the block the garbage collector runs only if it is called, and visits only objects that were made there.
+
+    A collection of all objects between two steps would take the place of the model's data in the caches.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def time_call(function: Callable[[], object]) -> float:
@@ -93,10 +110,7 @@ def measure_times(
     ratios: dict[str, list[float]] = {engine.name: [] for engine in engines}
     times: dict[str, list[float]] = {engine.name: [] for engine in engines}
     plain_times: list[float] = []
-    gc.collect()
-    gc.freeze()  # a collection between steps then visits only the objects of the steps
-    gc.disable()
-    try:
+    with collector_at_rest():
         time_step(plain, "total")  # warm up
         for i in range(rounds):
             base, taken = [], {}
@@ -111,9 +125,6 @@ def measure_times(
             for name, elapsed in taken.items():
                 times[name].append(elapsed)
                 ratios[name].append(elapsed / plain_times[-1])
-    finally:
-        gc.enable()
-        gc.unfreeze()
     plain_median = statistics.median(plain_times)
     plain_ratios = [elapsed / plain_median for elapsed in plain_times]
     return {

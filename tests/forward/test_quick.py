@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -280,6 +281,45 @@ def test_mixing_is_refused_on_the_hot_path_too() -> None:
         else:
             with pytest.raises(SamplesMixed), record(model):
                 compute_loss(model(torch.randn(3, D))).sum().backward()
+
+
+# By name: where the samples and their targets lie, for `(B, T, C)` scores and `(B, T)` classes.
+TARGETS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "first": lambda h, y: (h[:, 0], y[:, 0]),
+    "merged": lambda h, y: (h.flatten(0, 1), y.flatten()),
+    "positions": lambda h, y: (h.transpose(1, 2), y),
+    "probabilities": lambda h, y: (h[:, 0], h.detach()[:, 1].softmax(1)),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_losses_of_classes_at_every_shape(name: str, smoothing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sum_class_losses(model: nn.Module, x: Tensor) -> Tensor:
+        scores, target = TARGETS[name](model(x), x.argmax(2))
+        ignored = -100 if target.is_floating_point() else 1
+        losses = F.cross_entropy(scores, target, reduction="none", ignore_index=ignored, label_smoothing=smoothing)
+        return losses.view(len(x), -1).sum(1).sum()
+
+    model, slow = nn.Linear(D, D).double(), []
+    original = tracker_module.make_call
+    monkeypatch.setattr(tracker_module, "make_call", lambda func, *args: (slow.append(func), original(func, *args))[1])
+    for batch, length in ((3, 5), (4, 5), (2, 5), (5, 5), (3, 2)):
+        x = torch.randn(batch, length, D, dtype=torch.float64)
+        slow.clear()
+        with record(model) as grads:
+            sum_class_losses(model, x).backward()
+        assert_rows_close(grads.dense(), loop_gradients(model, x, sum_class_losses))
+        assert (F.cross_entropy in slow) == (batch == 3 and (length == 5 or name == "merged"))
+
+
+def test_targets_in_another_order_are_refused_on_the_hot_path_too() -> None:
+    model, x = nn.Linear(D, D), torch.randn(3, 2, D)
+    for is_right in (True, True, False, True):
+        with nullcontext() if is_right else pytest.raises(SamplesMixed), record(model):
+            y = x.argmax(2)
+            scores, target = model(x).flatten(0, 1), (y if is_right else y.t()).flatten()
+            F.cross_entropy(scores, target, reduction="none").view(3, 2).sum(1).sum().backward()
 
 
 # ---- calls that differ only in what a key might leave out ----

@@ -14,7 +14,7 @@ from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense
 
 # Entries of the samples that are normalised at a time.
-_BLOCK_SIZE = 2**18
+_BLOCK_SIZE = 2**20
 
 
 def _normalise_in_blocks(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample._internal.functions import is_inplace
-from persample.layouts.algebra import attention, layers, pointwise, products, shapes
+from persample.layouts.algebra import attention, layers, losses, pointwise, products, shapes
 from persample.layouts.algebra.engine import DECLARATIONS, find_declared_motion, find_functions, get_argument
 from persample.layouts.call import Call
 from persample.layouts.functions import CASTS, LIKES
@@ -34,9 +34,10 @@ _BY_DIMS = """
 
 _DECLARATIONS = {
     attention.attend, layers.convolve, layers.normalise_layer, layers.normalise_batch, layers.look_up,
-    layers.look_up_with_weight_first, layers.normalise_groups, pointwise.choose_entries, products.multiply_matrices,
-    products.multiply_and_add, products.apply_linear, products.apply_einsum, shapes.transpose, shapes.permute,
-    shapes.concatenate, shapes.stack, shapes.split, shapes.select, shapes.reorder, shapes.pad,
+    layers.look_up_with_weight_first, layers.normalise_groups, losses.compute_class_loss, pointwise.choose_entries,
+    products.multiply_matrices, products.multiply_and_add, products.apply_linear, products.apply_einsum,
+    shapes.transpose, shapes.permute, shapes.concatenate, shapes.stack, shapes.split, shapes.select, shapes.reorder,
+    shapes.pad,
 }  # fmt: skip
 
 # Functions whose motion may be free of sizes; `find_size_free_layout` decides for a call.
@@ -82,6 +83,8 @@ def _is_size_free(call: Call) -> bool:
     declaration = DECLARATIONS.get(call.func)
     if declaration is layers.convolve:  # groups of channels may belong to samples
         return all(dim == 0 for _, dim in dims)
+    if declaration is losses.compute_class_loss:  # other patterns agree at some sizes only
+        return len(layouts) == 2 and layouts[0][1] == layouts[1][1] and dims[0][1] == 0
     if declaration is attention.attend:  # rows of queries may
         return all(dim < rank - 2 for rank, dim in dims)
     if declaration is shapes.pad:  # rows beside the samples follow the pattern at some batch sizes only
