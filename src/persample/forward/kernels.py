@@ -1,4 +1,7 @@
-"""Run an op without gradients of its weights, to the same bits: torch chooses some kernels by what requires grad."""
+"""Run an op without gradients of its weights, to the same bits: torch chooses some kernels by what requires grad.
+
+The gradient of a large linear layer's input is computed by the faster library, which may round differently.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from persample import _torch
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.tree import map_tensors
 from persample.layouts import Call
+from persample.terms.products import multiply, prefers_onednn
 
 
 def run_detached(call: Call, weights: Container[int], without_graph: bool) -> Any:
@@ -37,9 +44,36 @@ def choose_kernel(func: Callable[..., Any], weights: Container[int]) -> Callable
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dim() < 3 or input.is_contiguous():
-        return F.linear(input, weight, bias)
+        return _Linear.apply(input, weight, bias) if _is_faster(input, weight) else F.linear(input, weight, bias)
     result = _matmul(input, weight.t())
     return result if bias is None else result.add_(bias)
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer that computes the gradient of its input as `multiply` does, and no others."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        with _torch.DisableTorchFunction():
+            rows = grad.reshape(-1, len(weight))
+            return multiply(rows, weight).view(*grad.shape[:-1], weight.shape[1]), None, None
+
+
+def _is_faster(input: Tensor, weight: Tensor) -> bool:
+    """Whether `_Linear` is faster than torch's own function, and can be used here."""
+    is_plain = type(input) is Tensor and input.dtype == torch.float32 and input.dim() > 1
+    if not is_plain or not prefers_onednn(input.numel() // max(1, input.shape[-1]), weight):
+        return False
+    return not (_torch.is_any_autocast_enabled() or _torch.is_inside_forward_ad() or _torch.is_inside_transform())
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:

@@ -112,6 +112,18 @@ def _find_onednn(a: Tensor, b: Tensor) -> _torch.Product | None:
     return _torch.find_onednn_product()
 
 
+def prefers_onednn(rows: int, b: Tensor) -> bool:
+    """Whether `multiply(a, b)` is computed by oneDNN for a contiguous matrix `a` with this number of rows.
+
+    >>> prefers_onednn(1, torch.ones(2, 2))
+    False
+    """
+    size = min(rows, *b.shape)
+    if size < _MIN_SIZE or rows * b.numel() < _MIN_MULTIPLICATIONS or tracing.get_trace() is not None:
+        return False
+    return _is_supported(b) and _is_dense(b) and _torch.find_onednn_product() is not None
+
+
 def _is_supported(tensor: Tensor) -> bool:
     is_float = tensor.dtype == torch.float32 and tensor.device.type == "cpu"
     return is_float and type(tensor) is Tensor and not tensor.requires_grad

@@ -1,0 +1,146 @@
+"""Large linear layers: the same outputs to the bit, and the gradients of their inputs by another library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from persample import PerSampleError, record
+from persample._torch import find_onednn_product
+from persample.forward import kernels
+from persample.testing import assert_rows_close, loop_gradients
+from tests.support.cases import Calls
+
+pytestmark = pytest.mark.skipif(find_onednn_product() is None, reason="this torch has no oneDNN for this processor")
+B, D = 40, 256
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the products by which a test computes the gradients of inputs."""
+    made: list[tuple[int, ...]] = []
+    original = kernels.multiply
+    monkeypatch.setattr(kernels, "multiply", lambda a, b: (made.append((*a.shape, b.shape[1])), original(a, b))[1])
+    return made
+
+
+def make_model(forward: Callable[[Any, Tensor], Tensor] = lambda m, h: h, bias: bool = True) -> nn.Module:
+    layers = {name: nn.Linear(D, D, bias=bias) for name in "ab"}
+    return Calls(lambda m, x: m.b(forward(m, m.a(x).sin())), **layers)
+
+
+def sum_losses(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).sin().flatten(1).sum(1).sum()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(B, D), (B, 7, D), (B, 2, 3, D)])
+def test_outputs_to_the_bit_and_gradients_of_inputs(
+    shape: tuple[int, ...], bias: bool, calls: list[tuple[int, ...]]
+) -> None:
+    model, x = make_model(bias=bias), torch.randn(shape, requires_grad=True)
+    plain = model(x)
+    plain.sin().sum().backward()
+    expected, x.grad = x.grad, None
+    assert expected is not None
+    for _ in range(2):  # the first time, and on the hot path
+        with record(model) as grads:
+            out = model(x)
+            out.sin().flatten(1).sum(1).sum().backward()
+        assert torch.equal(out, plain)
+        torch.testing.assert_close(x.grad, expected, rtol=1e-4, atol=1e-5)
+        x.grad = None
+        rows = {name: rows.double() for name, rows in grads.dense().items()}
+        assert_rows_close(rows, loop_gradients(model.double(), x.detach().double(), sum_losses), tolerance=1e-4)
+        model.float()
+    assert calls
+
+
+def test_small_products_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
+    with record(model := make_model()):
+        sum_losses(model, torch.randn(3, D)).backward()
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_left_to_torch(dtype: torch.dtype, calls: list[tuple[int, ...]]) -> None:
+    with record(model := make_model().to(dtype)):
+        sum_losses(model, torch.randn(B, D, dtype=dtype)).backward()
+    assert not calls
+
+
+def test_autocast_is_left_to_torch(calls: list[tuple[int, ...]]) -> None:
+    model, x = make_model(), torch.randn(B, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+        with record(model, loss_reduction="sum"):
+            out = model(x)
+            out.float().sin().sum().backward()
+    assert torch.equal(out, plain) and not calls
+
+
+INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "checkpoint": lambda m, h: checkpoint(lambda h: m.b(h).sin(), h, use_reentrant=False),
+    "reentrant checkpoint": lambda m, h: checkpoint(lambda h: m.b(h).sin(), h, use_reentrant=True),
+    "in place": lambda m, h: m.b(h).mul_(2).sin(),
+    "a view in place": lambda m, h: (r := m.b(h), r[:, :2].mul_(2))[0].sin(),
+    "saved elsewhere": lambda m, h: save_elsewhere(lambda: m.b(h).sin()),
+    "used twice": lambda m, h: m.b(m.b(h).sin()),
+    "without grad": lambda m, h: h + torch.no_grad()(lambda: m.b(h))(),
+    "transposed": lambda m, h: m.b(h.t().contiguous().t()).sin(),
+}
+
+
+def save_elsewhere(function: Callable[[], Tensor]) -> Tensor:
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        return function()
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_large_layers_in_all_kinds_of_models(name: str) -> None:
+    model, x = make_model(INSIDE[name]), torch.randn(B, D)
+    exact = make_model(INSIDE[name]).double()
+    exact.load_state_dict({name: p.double() for name, p in model.state_dict().items()})
+    expected = loop_gradients(exact, x.double(), sum_losses)
+    plain = model(x)
+    for _ in range(2):
+        with record(model) as grads:
+            out = model(x)
+            out.sin().flatten(1).sum(1).sum().backward()
+        assert torch.equal(out, plain)
+        rows = {name: rows.double() for name, rows in grads.dense().items()}
+        assert_rows_close(rows, expected, tolerance=1e-4)
+
+
+def test_forward_mode_and_transforms_are_left_to_torch() -> None:
+    weight, x = torch.randn(D, D), torch.randn(B, D, requires_grad=True)
+    assert kernels._is_faster(x, weight)
+    with forward_ad.dual_level():
+        assert not kernels._is_faster(x, weight)
+    found: list[bool] = []
+    torch.vmap(lambda row: (row, found.append(kernels._is_faster(x, weight)))[0])(x)
+    assert found == [False]
+
+
+def test_second_derivatives_are_refused_in_words() -> None:
+    model, x = make_model(), torch.randn(B, D, requires_grad=True)
+    for _ in range(2):
+        with record(model), pytest.raises(PerSampleError, match="create_graph=True"):
+            torch.autograd.grad(sum_losses(model, x), x, create_graph=True)
+
+
+def test_a_weight_that_is_changed_before_the_backward_pass_is_refused() -> None:
+    model, x = make_model(), torch.randn(B, D)
+    for _ in range(2):
+        with record(model), pytest.raises((RuntimeError, PerSampleError), match=r"in place|inplace"):
+            loss = sum_losses(model, x)
+            with torch.no_grad():
+                model.b.weight.add_(1)
+            loss.backward()
