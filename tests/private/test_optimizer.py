@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -408,6 +409,29 @@ def test_distribution_of_the_noise() -> None:
     pairs = parts.view(30, 2, -1).transpose(0, 1).flatten(1)  # the two results of one transform
     for function in (torch.abs, torch.square, torch.sign):
         assert abs(torch.corrcoef(function(pairs))[0, 1]) < 0.005
+
+
+IMPOSSIBLE = [("max_grad_norm", v) for v in (math.inf, math.nan, 0.0, -1.0)]
+IMPOSSIBLE += [("noise_multiplier", v) for v in (math.inf, math.nan, -1.0)]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("name, value", IMPOSSIBLE)
+def test_impossible_bounds_and_noise_are_refused(name: str, value: float, later: bool) -> None:
+    model, settings = nn.Linear(3, 2), {"max_grad_norm": C, "noise_multiplier": 1.0}
+    weight = model.weight.detach().clone()
+    with pytest.raises(PerSampleError, match=f"{name} must be"):
+        optimizer = PrivateOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            module=model,
+            expected_batch_size=B,
+            **(settings if later else {**settings, name: value}),
+        )
+        STARTED.append(optimizer)
+        setattr(optimizer, name, value)
+        model(torch.randn(B, 3)).square().sum(1).mean().backward()
+        optimizer.step()
+    assert torch.equal(model.weight, weight) and not _get_current_function_mode_stack()
 
 
 def encrypt_counter(key: bytes, start: int, blocks: int) -> bytes:

@@ -43,6 +43,14 @@ class _Settings:
     max_grad_norm: float
     noise_multiplier: float
 
+    def __post_init__(self) -> None:
+        if not 0 < self.max_grad_norm < math.inf:
+            raise PrivateTrainingError(f"max_grad_norm must be positive and finite, got {self.max_grad_norm}.")
+        if not 0 <= self.noise_multiplier < math.inf:
+            raise PrivateTrainingError(
+                f"noise_multiplier must be finite and not negative, got {self.noise_multiplier}."
+            )
+
 
 class PrivateOptimizer(DPOptimizerFastGradientClipping):
     """Wraps an optimizer for private training.
@@ -144,6 +152,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             raise PrivateTrainingError(
                 f"clipping={clipping!r} requires one number as max_grad_norm, got {max_grad_norm}"
             )
+        self._get_current_settings()  # raises if they are not possible
         self._recording = dict(recording or {})
         self._units = BatchUnits(self._recording.get("units"))
         self._handed_out = HandedOut()
