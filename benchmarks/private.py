@@ -4,9 +4,9 @@
 
 A step consists of forward, backward, clipped sum, noise and SGD. The batches are Poisson samples, so that each round
 has another batch size, and are loaded before the clock starts. An engine and plain training take turns with the batch
-of the round, and a ratio is formed with the plain step of the same round. Each engine is alone with plain training: one
-that fills the caches would make the steps of the others slower. Peak memory is measured in a separate process for each
-engine, with one batch size.
+of the round, and a ratio is formed with the plain step of the same round. Each engine is alone with plain training: an
+engine that fills the caches would slow down the next one. The garbage collector does not run in a step. Peak memory is
+measured in a separate process for each engine, with one batch size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.engines.opacus import wrap_for_ghost_clipping
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
 from benchmarks.targets import PRIVATE_TIME
-from benchmarks.timing import collector_at_rest, compute_quartiles, compute_ratios, time_in_turns, time_step
+from benchmarks.timing import compute_quartiles, compute_ratios, pause_collector, time_in_turns, time_step
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 
@@ -144,26 +144,25 @@ def make_timer(engine: Training, workload: Workload) -> Callable[[], float]:
 
 
 def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
-    """For each engine: time with quartiles, and peak memory, as ratios to plain training."""
+    """For each engine: the time of plain steps beside it; time with quartiles, and peak memory, as ratios to plain."""
     plain_peak = measure_peak(Training, workload, processes=3)
-    plain_times: list[float] = []
     results = {}
     for kind in ENGINES:
         engine = build_engine(kind, workload)
         timers = {each.name: make_timer(each, workload) for each in (Training(workload), engine)}
-        with collector_at_rest():
+        with pause_collector():
             times = time_in_turns(timers, rounds, WARM_UP_ROUNDS)
         low, median, high = compute_quartiles(compute_ratios(times[engine.name], times["plain"]))
-        plain_times += times["plain"]
         peak = measure_peak(type(engine), workload, adapted=bool(engine.note))
         results[engine.name] = {
+            "plain ms": round(1e3 * statistics.median(times["plain"]), 2),
             "ratio": round(median, 3),
             "quartiles": [round(low, 3), round(high, 3)],
             "memory": round(peak.later / plain_peak.later, 2),
             "tensors": round(peak.tensors / plain_peak.tensors, 2),
             **({"note": engine.note} if engine.note else {}),
         }
-    return {"plain ms": round(1e3 * statistics.median(plain_times), 2), "engines": results}
+    return results
 
 
 def measure_peak(engine: type[Training], workload: Workload, **options: Any) -> memory.Peak:
@@ -176,7 +175,14 @@ def measure_peak(engine: type[Training], workload: Workload, **options: Any) -> 
 def _make_row(name: str, cell: dict[str, Any]) -> list[str]:
     low, high = cell["quartiles"]
     time = f"{cell['ratio']:.2f} ({low:.2f}-{high:.2f})"
-    return [name, time, f"{cell['memory']:.2f}", f"{cell['tensors']:.2f}", cell.get("note", "")]
+    return [
+        name,
+        f"{cell['plain ms']:.2f}",
+        time,
+        f"{cell['memory']:.2f}",
+        f"{cell['tensors']:.2f}",
+        cell.get("note", ""),
+    ]
 
 
 def main() -> None:
@@ -186,13 +192,13 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     results = {}
-    header = ["", "time (quartiles)", "memory", "tensors alone", ""]
+    header = ["", "plain ms", "time (quartiles)", "memory", "tensors alone", ""]
     for workload in WORKLOADS:
         if workload.short in PRIVATE_TIME:
             results[workload.short] = result = measure_workload(workload, options.rounds)
-            print(f"\n{workload.name}: plain {result['plain ms']} ms; target {PRIVATE_TIME[workload.short]}")
-            rows = [_make_row(name, cell) for name, cell in result["engines"].items()]
-            print(format_table(rows, header, right={2, 3}, indent="  "))
+            print(f"\n{workload.name}: target {PRIVATE_TIME[workload.short]}")
+            rows = [_make_row(name, cell) for name, cell in result.items()]
+            print(format_table(rows, header, right={1, 3, 4}, indent="  "))
     if options.json:
         write_json(options.json, {"machine": describe_machine(), "steps": results})
 

@@ -41,19 +41,21 @@ class Times:
 
 
 @contextmanager
-def collector_at_rest() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Inside the block the garbage collector runs only if it is called, and visits only objects that were made there.
 
-    A collection of all objects between two steps would take the place of the model's data in the caches.
+    A collection of all objects between two steps would evict the model's data from the caches.
     """
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
         gc.unfreeze()
+        if was_enabled:
+            gc.enable()
 
 
 def time_call(function: Callable[[], object]) -> float:
@@ -110,7 +112,7 @@ def measure_times(
     ratios: dict[str, list[float]] = {engine.name: [] for engine in engines}
     times: dict[str, list[float]] = {engine.name: [] for engine in engines}
     plain_times: list[float] = []
-    with collector_at_rest():
+    with pause_collector():
         time_step(plain, "total")  # warm up
         for i in range(rounds):
             base, taken = [], {}

@@ -16,6 +16,7 @@ def test_norms_and_sums_of_the_floor_equal_those_of_autograd(name: str) -> None:
     for i, layer in enumerate(floor.layers):
         if i not in floor.inputs:
             continue
+        layer.requires_grad_()
         add, squares = floor.measure(i, layer)
         for n in (0, 5):
             rows = torch.autograd.grad(
@@ -27,3 +28,7 @@ def test_norms_and_sums_of_the_floor_equal_those_of_autograd(name: str) -> None:
         expected = torch.autograd.grad(layer(floor.inputs[i]), [*layer.parameters()], weighted)
         for total, want in zip(add(weights), expected, strict=True):
             torch.testing.assert_close(total.view(want.shape), want, rtol=1e-3, atol=1e-3)
+        layer.requires_grad_(False)
+    before = [p.clone() for p in floor.parameters]
+    floor.run_step()
+    assert all((p != old).any() for p, old in zip(floor.parameters, before, strict=True))

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -445,7 +446,7 @@ def test_transform_of_the_noise(dtype: torch.dtype, count: int) -> None:
     source, key, half = Normals(dtype), os.urandom(32), -(-count // 2)
     found = source.draw(RandomBytes(key, start=5), count, 3.0).copy()
     assert np.array_equal(found, source.draw(RandomBytes(key, start=5), count, 3.0))
-    for other in (bytes([key[0] ^ 1]) + key[1:], key[:31] + bytes([key[31] ^ 128])):  # each bit of the key counts
+    for other in (bytes([key[0] ^ 1]) + key[1:], key[:31] + bytes([key[31] ^ 128])):  # the first and last bit count
         assert not np.array_equal(found, source.draw(RandomBytes(other, start=5), count, 3.0))
     size = 31 if dtype == torch.float32 else 63
     drawn = np.frombuffer(encrypt_counter(key, 5, 600), dtype=np.int32 if size == 31 else np.int64)
@@ -467,8 +468,8 @@ def test_extreme_words_give_finite_noise(word: int, expected: float) -> None:
     np.testing.assert_allclose(radius, np.sqrt(-2 * np.log(expected)), atol=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [10, 64])
-def test_no_block_of_the_cipher_is_used_twice(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("chunk, scale", [(10, 1), (64, 1), (2**17, 2000)])
+def test_no_block_of_the_cipher_is_used_twice(chunk: int, scale: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several draws, of tensors of both dtypes, in chunks."""
     used: list[range] = []
 
@@ -485,10 +486,38 @@ def test_no_block_of_the_cipher_is_used_twice(chunk: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("persample.private.noise.RandomBytes", Blocks)
     noise = Noise()
     for _ in range(3):
-        noise.add_to([torch.zeros(500), torch.zeros(301, dtype=torch.float64), torch.zeros(77)], 1.0)
-    blocks = [block for some in used for block in some]
-    assert len(blocks) > 3 * 500 // 4
-    assert len(set(blocks)) == len(blocks)
+        sizes = [(500 * scale, torch.float32), (301 * scale, torch.float64), (77 * scale, torch.float32)]
+        noise.add_to([torch.zeros(size, dtype=dtype) for size, dtype in sizes], 1.0)
+    used.sort(key=lambda blocks: blocks.start)
+    assert len(used) > 3 * 3 and sum(map(len, used)) > 3 * 500 * scale // 4
+    assert all(before.stop <= after.start for before, after in pairwise(used))
+
+
+def test_noise_of_devices() -> None:
+    """It comes from torch's generator, with a seed for each draw and each group."""
+    noise = Noise()
+
+    def draw(group: int = 0) -> Tensor:
+        total = torch.zeros(1000)
+        noise._add_on_device([total[:600], total[600:]], 2.0, group)
+        return total
+
+    noise._draws += 1
+    state, first = noise.get_state(), draw()
+    assert 1.8 < first.std() < 2.2 and torch.equal(draw(), first)
+    assert abs(torch.corrcoef(torch.stack([first, draw(group=1)]))[0, 1]) < 0.3
+    noise._draws += 1
+    assert abs(torch.corrcoef(torch.stack([first, draw()]))[0, 1]) < 0.3
+    noise.set_state(state)
+    assert torch.equal(draw(), first)
+
+
+def test_an_error_in_a_draw_does_not_repeat_its_noise() -> None:
+    noise, first, second = Noise(), torch.zeros(100), torch.zeros(100)
+    with pytest.raises(RuntimeError):
+        noise.add_to([first, torch.zeros(3, 3, dtype=torch.float64).t()[:, :2]], 1.0)
+    noise.add_to([second], 1.0)
+    assert first.any() and abs(torch.corrcoef(torch.stack([first, second]))[0, 1]) < 0.5
 
 
 def test_errors_of_other_threads_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +544,7 @@ def test_a_fork_does_not_draw_the_noise_of_its_parent(monkeypatch: pytest.Monkey
     noise.add_to([first], 1.0)
     noise.set_state(state)
     monkeypatch.setattr("persample.private.noise.getpid", lambda: process + 1)
+    assert not torch.equal(noise.get_state(), state)
     noise.add_to([again], 1.0)
     assert abs(torch.corrcoef(torch.stack([first, again]))[0, 1]) < 0.5
 

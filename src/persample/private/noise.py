@@ -1,11 +1,10 @@
-"""Gaussian noise from the entropy of the operating system, by a cryptographic generator and several threads."""
+"""Gaussian noise from a cryptographic generator with a key of the operating system."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from os import getpid, urandom
 from typing import Any
 
@@ -23,16 +22,19 @@ _MIN_THREADED = 2**22
 _KEY_BYTES = 32
 _COUNTER_BYTES = 8
 _BLOCK = 16  # bytes that the cipher encrypts at a time
-_ZEROS = memoryview(bytes(8 * _CHUNK))  # their encryption is the stream of the cipher
+_ZEROS = memoryview(bytes(8 * _CHUNK))  # encrypted in counter mode, they are the key stream itself
 
 
 class Noise:
     """A source of Gaussian noise that no seed of the program reaches.
 
     Each number is a function of a secret key, of the number of the draw, and of its place: its bits are those of
-    AES-256 in counter mode. So nobody can predict noise from other noise without breaking the cipher. The key comes
-    from the operating system. Results do not depend on the number of threads, and no two draws have the same noise.
-    `get_state` and `set_state` save and restore the key and the number of draws; they are as secret as the noise.
+    AES-256 in counter mode. Who knows some of the noise cannot compute the rest. The key comes from the operating
+    system. Results do not depend on the number of threads, and no two draws have the same noise. On other devices than
+    the CPU, torch's generator draws the noise, with a new seed from AES in each draw.
+
+    `get_state` and `set_state` save and restore the key and the number of draws. Keep the state secret: it determines
+    the noise.
 
     >>> noise = Noise()
     >>> state, total = noise.get_state(), torch.zeros(1000)
@@ -54,8 +56,14 @@ class Noise:
         self._draws = 0
         self._process = getpid()
 
+    def _leave_parent(self) -> None:
+        """After a fork, draw a new key: the noise must not be that of the parent."""
+        if self._process != getpid():
+            self._draw_key()
+
     def get_state(self) -> Tensor:
         """The key and the number of draws as bytes."""
+        self._leave_parent()
         numbers = self._key + self._draws.to_bytes(_COUNTER_BYTES, "little")
         return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu")
 
@@ -78,19 +86,24 @@ class Noise:
     @torch.no_grad()
     def add_to(self, totals: Sequence[Tensor], std: float) -> None:
         """Add noise with standard deviation `std` to contiguous real tensors, in place."""
-        if self._process != getpid():  # a fork must not draw the noise of its parent
-            self._draw_key()
-        for i, (_, group) in enumerate(groupby(totals, lambda total: (total.device, total.dtype))):
-            tensors = list(group)
+        self._leave_parent()
+        self._draws += 1  # before the draw: after an error, no number is drawn again
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for total in totals:
+            groups.setdefault((total.device, total.dtype), []).append(total)
+        for i, tensors in enumerate(groups.values()):
             if tensors[0].device.type == "cpu":
                 self._add_on_cpu(tensors, std, i)
             else:
                 self._add_on_device(tensors, std, i)
-        self._draws += 1
 
-    def _start_stream(self, group: int, number: int = 0) -> RandomBytes:
-        """The secret bytes of a chunk in the current draw. No two chunks share a block of the cipher's counter."""
-        block = number * (8 * _CHUNK // _BLOCK)
+    def _start_stream(self, group: int, chunk: int = 0) -> RandomBytes:
+        """The secret bytes of a chunk in the current draw.
+
+        The counter of the cipher has 64 bits for the draw, 16 for the group, and 48 for the block of 16 bytes, so that
+        no two chunks share a block.
+        """
+        block = chunk * (8 * _CHUNK // _BLOCK)
         return RandomBytes(self._key, (self._draws << 64) + (group << 48) + block)
 
     def _add_on_cpu(self, totals: list[Tensor], std: float, group: int) -> None:
@@ -99,8 +112,8 @@ class Noise:
 
         def work(_: int) -> None:
             source = Normals(totals[0].dtype)
-            for number, pieces in jobs:
-                values = source.draw(self._start_stream(group, number), sum(map(len, pieces)), std)
+            for chunk, pieces in jobs:
+                values = source.draw(self._start_stream(group, chunk), sum(map(len, pieces)), std)
                 start = 0
                 for piece in pieces:  # numpy adds in this thread, torch would start further ones
                     piece += values[start : start + len(piece)]
@@ -124,7 +137,7 @@ class Noise:
 
 
 class RandomBytes:
-    """The stream of AES-256 in counter mode from a place on.
+    """The key stream of AES-256 in counter mode, from block `start` of the counter on.
 
     >>> RandomBytes(bytes(32), start=0).read(4).hex()
     'dc95c078'
@@ -138,14 +151,14 @@ class RandomBytes:
         return self._cipher.update(bytes(count))
 
     def read_into(self, target: memoryview, count: int) -> None:
-        """Write the next bytes to the start of `target`, which must be longer by a block."""
+        """Write the next bytes to the start of `target`, which must be longer than `count` by a block."""
         self._cipher.update_into(_ZEROS[:count], target)
 
 
 class Normals:
     """Turns random bytes into Gaussian numbers in float32 or float64, by the transform of Box and Muller.
 
-    For one thread.
+    Each thread needs an object of its own.
 
     >>> source = Normals(torch.float32)
     >>> source.draw(RandomBytes(bytes(32), start=0), 3, std=2.0).dtype
@@ -157,35 +170,35 @@ class Normals:
         self._float = np.dtype(np.float64 if is_double else np.float32)
         self._int = np.dtype(np.int64 if is_double else np.int32)
         self._bits = 8 * self._int.itemsize - 1  # of a word without its sign
-        # The memory of all draws: memory that is fresh from the system would take longer to fill than to compute.
+        # Buffers of all draws: to fill memory that is fresh from the system would take longer than the arithmetic.
         self._bytes = np.empty(self._int.itemsize * _CHUNK + _BLOCK, dtype=np.uint8)
-        self._found = np.empty(_CHUNK, dtype=self._float)
+        self._normals = np.empty(_CHUNK, dtype=self._float)
         self._radii = np.empty(_CHUNK // 2, dtype=self._float)
 
     def draw(self, stream: RandomBytes, count: int, std: float) -> Any:
-        """`(count,)`: numbers with mean 0 and standard deviation `std`, until the next call."""
+        """`(count,)`: numbers with mean 0 and standard deviation `std`, in a buffer that the next call overwrites."""
         half, unit = -(-count // 2), 2.0**-self._bits
         size = 2 * half * self._int.itemsize
         stream.read_into(self._bytes.data, size)
         words = self._bytes[:size].view(self._int)
-        sizes, angles = words[:half], words[half:]
-        radii, first, second = self._radii[:half], self._found[:half], self._found[half : 2 * half]
-        # Uniform in (0, 1], with all bits of a word: the smallest is 2^-32, so that the largest result is 6.7 `std`.
-        sizes &= self._int.type(2**self._bits - 1)
-        np.copyto(radii, sizes, casting="unsafe")
+        of_radii, of_angles = words[:half], words[half:]
+        radii, first, second = self._radii[:half], self._normals[:half], self._normals[half : 2 * half]
+        # Uniform in (0, 1], with all bits of a word. In float32 the smallest is 2^-32: the largest result is 6.7 `std`.
+        of_radii &= self._int.type(2**self._bits - 1)
+        np.copyto(radii, of_radii, casting="unsafe")
         radii += 0.5
         radii *= unit
         np.log(radii, out=radii)
         radii *= -2
         np.sqrt(radii, out=radii)
         radii *= std
-        np.copyto(second, angles, casting="unsafe")
+        np.copyto(second, of_angles, casting="unsafe")
         second *= math.pi * unit  # in [-pi, pi]
         np.cos(second, out=first)
         np.sin(second, out=second)
         first *= radii
         second *= radii
-        return self._found[:count]
+        return self._normals[:count]
 
 
 def add_noise_of(generator: torch.Generator | None, total: Tensor, std: float) -> None:
