@@ -7,10 +7,10 @@ that names the feature.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import platform
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -77,21 +77,48 @@ def _read(owner: Any, name: str, feature: str) -> Any:
 DisableTorchFunction: Any = _find("torch._C.DisableTorchFunction", "Every recording")
 
 
-def _without_collector(function: Callable[P, R]) -> Callable[P, R]:
-    """The garbage collector waits until `function` returns.
+class _Stacks(threading.local):
+    """Whether a stack of modes is being read or changed in this thread, and what shall be removed afterwards."""
 
-    It may free a watched model, whose mode then leaves the stack that `function` reads or changes.
+    is_busy = False
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+
+_stacks = _Stacks()
+
+
+def _undisturbed(function: Callable[P, R]) -> Callable[P, R]:
+    """While `function` runs, no mode is removed.
+
+    The garbage collector may free a watched model at any time, and its mode then has to leave the stack.
     """
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        is_enabled = gc.isenabled()
+        is_outermost, _stacks.is_busy = not _stacks.is_busy, True
         try:
-            gc.disable()
             return function(*args, **kwargs)
         finally:
-            if is_enabled:
-                gc.enable()
+            if is_outermost:
+                _stacks.is_busy = False
+                while _stacks.waiting:
+                    _stacks.waiting.pop()()
+
+    return run
+
+
+def _removing(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The function, which waits if a stack of modes is being read or changed."""
+    remove = _undisturbed(function)
+
+    @wraps(function)
+    def run(mode: Any) -> None:
+        if _stacks.is_busy:
+            _stacks.waiting.append(partial(remove, mode))
+        else:
+            remove(mode)
 
     return run
 
@@ -105,13 +132,13 @@ _pop_function_mode: Callable[[], TorchFunctionMode] = _find("torch.overrides._po
 _default_device: Any = _find("torch._GLOBAL_DEVICE_CONTEXT", "watch()")
 
 
-@_without_collector
+@_undisturbed
 def get_function_modes() -> list[TorchFunctionMode]:
     """All active function modes, the outermost first."""
     return _list_function_modes()
 
 
-@_without_collector
+@_undisturbed
 def insert_outermost_mode(mode: TorchFunctionMode) -> None:
     """Enter `mode` outside all other function modes, whose own blocks then still end in order.
 
@@ -125,7 +152,7 @@ def insert_outermost_mode(mode: TorchFunctionMode) -> None:
         _push_function_mode(other)
 
 
-@_without_collector
+@_removing
 def remove_mode(mode: TorchFunctionMode) -> None:
     """Leave `mode`, wherever it is on the stack."""
     if not any(other is mode for other in get_function_modes()):
@@ -148,7 +175,7 @@ _list_dispatch_modes: Callable[[], list[Any]] = _find(
 )
 
 
-@_without_collector
+@_undisturbed
 def get_dispatch_modes() -> list[Any]:
     """All active dispatch modes, the outermost first."""
     return _list_dispatch_modes()
@@ -535,14 +562,14 @@ _push_dispatch_mode: Callable[[Any], None] = _find("torch.utils._python_dispatch
 _pop_dispatch_mode: Callable[[], Any] = _find("torch.utils._python_dispatch._pop_mode", "Every recording")
 
 
-@_without_collector
+@_undisturbed
 def insert_outermost_dispatch_mode(mode: Any) -> None:
     """Enter a dispatch mode outside all others, whose own blocks then still end in order."""
     for other in (mode, *reversed(_pop_dispatch_modes())):
         _push_dispatch_mode(other)
 
 
-@_without_collector
+@_removing
 def remove_dispatch_mode(mode: Any) -> None:
     """Leave a dispatch mode, wherever it is on the stack; nothing happens if it is not there."""
     if not any(other is mode for other in get_dispatch_modes()):

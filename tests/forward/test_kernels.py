@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -19,7 +21,7 @@ from persample.testing import assert_rows_close, loop_gradients
 from tests.support.cases import Calls
 
 pytestmark = pytest.mark.skipif(find_onednn_product() is None, reason="this torch has no oneDNN for this processor")
-B, D = 40, 256
+B, T, D = 40, 30, 256
 
 
 @pytest.fixture
@@ -98,6 +100,64 @@ INSIDE: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
+OUTSIDE = torch.randn(D)
+
+
+class Further(nn.Module):
+    """Weights and biases of large linear layers that are not the parameters of a layer."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.function = nn.Linear(D, D), nn.Linear(D, D), forward
+        self.vector = nn.Parameter(torch.randn(D) / D**0.5)
+        self.number, self.rows = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(T, D))
+        self.register_buffer("frozen", torch.randn(D, D) / D**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.a(x).sin())
+
+
+FURTHER: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a bias of samples": lambda m, h: F.linear(h, m.b.weight, m.b(h.cos())),
+    "a bias of samples alone": lambda m, h: F.linear(h.detach(), m.b.weight, m.a(h.cos())),
+    "a computed bias": lambda m, h: F.linear(h, m.b.weight, 2 * m.b.bias),
+    "a bias with a frozen weight": lambda m, h: F.linear(h, m.frozen.to(h.dtype), m.b.bias),
+    "a frozen bias": lambda m, h: F.linear(h, m.b.weight, OUTSIDE.to(h.dtype)),
+    "a computed weight": lambda m, h: F.linear(h, m.b.weight.t() + m.a.weight, m.b.bias),
+    "an expanded weight": lambda m, h: F.linear(h, m.vector.expand(D, D), m.b.bias),
+    "a vector": lambda m, h: F.linear(h, m.vector)[..., None],
+    "a number as the bias": lambda m, h: F.linear(F.linear(h, m.b.weight, m.b.bias).sin(), m.a.weight, m.number),
+    "a bias for each position": lambda m, h: F.linear(F.linear(h, m.b.weight, m.b.bias).sin(), m.a.weight, m.rows),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_other_weights_and_biases(name: str) -> None:
+    model, x = Further(FURTHER[name]), torch.randn(300 if name == "a vector" else B, T, D)
+    expected = loop_gradients(copy.deepcopy(model).double(), x.double(), sum_losses)
+    plain = model(x)
+    for _ in range(2):
+        with record(model) as grads:
+            out = model(x)
+            out.sin().flatten(1).sum(1).sum().backward()
+        assert torch.equal(out, plain)
+        rows = {name: rows.double() for name, rows in grads.dense().items()}
+        assert not any(rows[name].any() for name in rows.keys() - expected.keys())  # of parameters that are not used
+        assert_rows_close({name: rows[name] for name in expected}, expected, tolerance=1e-3)
+
+
+def test_a_bias_of_another_model_gets_its_gradient() -> None:
+    bias = torch.zeros(D, requires_grad=True)
+    model, x = Further(lambda m, h: F.linear(h, m.b.weight, bias)), torch.randn(B, D)
+    for _ in range(2):
+        model(x).sin().sum().backward()
+        expected, bias.grad = bias.grad, None
+        with record(model, loss_reduction="sum"):
+            model(x).sin().sum().backward()
+        torch.testing.assert_close(bias.grad, expected)
+        bias.grad = None
+
+
 def save_elsewhere(function: Callable[[], Tensor]) -> Tensor:
     with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         return function()
@@ -121,11 +181,11 @@ def test_large_layers_in_all_kinds_of_models(name: str) -> None:
 
 def test_forward_mode_and_transforms_are_left_to_torch() -> None:
     weight, x = torch.randn(D, D), torch.randn(B, D, requires_grad=True)
-    assert kernels._is_faster(x, weight)
+    assert kernels._can_use_onednn(x, weight, None)
     with forward_ad.dual_level():
-        assert not kernels._is_faster(x, weight)
+        assert not kernels._can_use_onednn(x, weight, None)
     found: list[bool] = []
-    torch.vmap(lambda row: (row, found.append(kernels._is_faster(x, weight)))[0])(x)
+    torch.vmap(lambda row: (row, found.append(kernels._can_use_onednn(x, weight, None)))[0])(x)
     assert found == [False]
 
 

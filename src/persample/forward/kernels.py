@@ -44,7 +44,11 @@ def choose_kernel(func: Callable[..., Any], weights: Container[int]) -> Callable
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dim() < 3 or input.is_contiguous():
-        return _Linear.apply(input, weight, bias) if _is_faster(input, weight) else F.linear(input, weight, bias)
+        return (
+            _Linear.apply(input, weight, bias)
+            if _can_use_onednn(input, weight, bias)
+            else F.linear(input, weight, bias)
+        )
     result = _matmul(input, weight.t())
     return result if bias is None else result.add_(bias)
 
@@ -68,9 +72,11 @@ class _Linear(torch.autograd.Function):
             return multiply(rows, weight).view(*grad.shape[:-1], weight.shape[1]), None, None
 
 
-def _is_faster(input: Tensor, weight: Tensor) -> bool:
-    """Whether `_Linear` is faster than torch's own function, and can be used here."""
-    is_plain = type(input) is Tensor and input.dtype == torch.float32 and input.dim() > 1
+def _can_use_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether `_Linear` is faster than torch's own function, and returns all gradients that are needed."""
+    if not input.requires_grad or (bias is not None and bias.requires_grad):  # a bias that was computed from samples
+        return False
+    is_plain = type(input) is Tensor and input.dtype == torch.float32 and input.dim() > 1 and weight.dim() == 2
     if not is_plain or not prefers_onednn(input.numel() // max(1, input.shape[-1]), weight):
         return False
     return not (_torch.is_any_autocast_enabled() or _torch.is_inside_forward_ad() or _torch.is_inside_transform())

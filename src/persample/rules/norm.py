@@ -13,7 +13,7 @@ from persample.errors import SamplesMixed
 from persample.rules.registry import Terms, register_rule
 from persample.terms import Dense
 
-# Entries of the samples that are normalised at a time.
+# Entries of the samples that are normalised at a time: 4 MB. With fewer, the loop costs more than the caches save.
 _BLOCK_SIZE = 2**20
 
 

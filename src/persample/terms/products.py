@@ -7,7 +7,8 @@ oneDNN does. Measured (AMD EPYC with AVX-512, one thread, float32, ms, MKL / one
     4096, 1024, 256    20 / 11       128, 2048, 512      2.4 / 1.2      10, 256, 512     0.04 / 0.03
 
 Stacks of small matrices are left to MKL, which computes several of them at a time with several threads. Both libraries
-accumulate in float32. The forward pass of a recording is not computed here: it has the same bits as a plain one.
+accumulate in float32. The forward pass of a recording is not computed here, as it has the same bits as a plain one; the
+gradients of inputs of large linear layers are.
 
 If a result has few rows or columns, the libraries add up its products one after the other, and the error grows with
 their number if all are equal: measured, 3e-5 for 2,048 and 1.4e-3 for 100,000, and 1.6e-5 at most for results of
@@ -16,7 +17,6 @@ their number if all are equal: measured, 3e-5 for 2,048 and 1.4e-3 for 100,000, 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -40,7 +40,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     torch.Size([2, 3])
     """
     onednn = _find_onednn(a, b)
-    if onednn is None or _needs_parts(a, b):
+    if onednn is None:
         return multiply_stacks(a, b)
     # oneDNN copies its first argument if it is the transpose of a matrix. Then bᵀ aᵀ may be faster.
     if a.stride(1) != 1 and b.numel() + len(a) * b.shape[1] < a.numel():
@@ -102,14 +102,8 @@ def compute_tanh(x: Tensor) -> Tensor:
 
 def _find_onednn(a: Tensor, b: Tensor) -> _torch.Product | None:
     """The function of oneDNN for this product, None if it is not available or not faster."""
-    sizes = (*a.shape, b.shape[1])
-    if math.prod(sizes) < _MIN_MULTIPLICATIONS or min(sizes) < _MIN_SIZE:
-        return None
-    if tracing.get_trace() is not None:
-        return None
-    if not (_is_supported(a) and _is_supported(b) and _is_dense(b) and (a.stride(-1) == 1 or _is_dense(a))):
-        return None
-    return _torch.find_onednn_product()
+    can_use = prefers_onednn(len(a), b) and _is_supported(a) and (a.stride(-1) == 1 or _is_dense(a))
+    return _torch.find_onednn_product() if can_use else None
 
 
 def prefers_onednn(rows: int, b: Tensor) -> bool:
@@ -118,8 +112,10 @@ def prefers_onednn(rows: int, b: Tensor) -> bool:
     >>> prefers_onednn(1, torch.ones(2, 2))
     False
     """
-    size = min(rows, *b.shape)
-    if size < _MIN_SIZE or rows * b.numel() < _MIN_MULTIPLICATIONS or tracing.get_trace() is not None:
+    size, columns = b.shape
+    if min(rows, size, columns) < _MIN_SIZE or rows * b.numel() < _MIN_MULTIPLICATIONS:
+        return False
+    if tracing.get_trace() is not None or (size > MAX_LENGTH and min(rows, columns) < _MIN_BLOCKED_SIZE):
         return False
     return _is_supported(b) and _is_dense(b) and _torch.find_onednn_product() is not None
 
