@@ -188,7 +188,12 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
 
 def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
-    process = subprocess.Popen(command, cwd=tasks.parent, stderr=subprocess.PIPE, text=True)
+    # A shell starts what it runs in the background with interrupts ignored, and processes inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, cwd=tasks.parent, stderr=subprocess.PIPE, text=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     while not (tasks.parent / "waiting").exists():
         assert process.poll() is None
         time.sleep(0.05)
