@@ -32,7 +32,7 @@ from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 
 NOISE_MULTIPLIER, MAX_NORM = 1.0, 1.0
-WARM_UP_ROUNDS = 5
+WARM_UP_ROUNDS = 50  # then most batch sizes have occurred: libraries generate code for products of a new size
 
 
 class Training(Engine):
