@@ -65,6 +65,15 @@ def test_outputs_to_the_bit_and_gradients_of_inputs(
     assert calls
 
 
+@pytest.mark.parametrize("name", ["addmm", "a computed weight"])
+def test_which_products_are_computed_by_onednn(name: str, calls: list[tuple[int, ...]]) -> None:
+    model = Further(FURTHER[name])
+    for _ in range(2):
+        with record(model):
+            sum_losses(model, torch.randn(B, T, D)).backward()
+    assert len(calls) == 2
+
+
 def test_small_products_are_left_to_torch(calls: list[tuple[int, ...]]) -> None:
     with record(model := make_model()):
         sum_losses(model, torch.randn(3, D)).backward()
@@ -125,6 +134,10 @@ FURTHER: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a frozen bias": lambda m, h: F.linear(h, m.b.weight, OUTSIDE.to(h.dtype)),
     "a computed weight": lambda m, h: F.linear(h, m.b.weight.t() + m.a.weight, m.b.bias),
     "an expanded weight": lambda m, h: F.linear(h, m.vector.expand(D, D), m.b.bias),
+    "addmm": lambda m, h: torch.addmm(m.b.bias, h.flatten(0, 1), m.b.weight).view(h.shape),
+    "addmm of rows": lambda m, h: torch.addmm(m.b(h[:, 0]), h[:, 1], m.b.weight),
+    "addmm with factors": lambda m, h: torch.addmm(m.b.bias, h[:, 0], m.b.weight, beta=0.5, alpha=2),
+    "addmm of a number": lambda m, h: torch.addmm(m.number, h[:, 0], m.b.weight),
     "a vector": lambda m, h: F.linear(h, m.vector)[..., None],
     "a number as the bias": lambda m, h: F.linear(F.linear(h, m.b.weight, m.b.bias).sin(), m.a.weight, m.number),
     "a bias for each position": lambda m, h: F.linear(F.linear(h, m.b.weight, m.b.bias).sin(), m.a.weight, m.rows),

@@ -44,22 +44,26 @@ def choose_kernel(func: Callable[..., Any], weights: Container[int]) -> Callable
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if input.dim() < 3 or input.is_contiguous():
-        return (
-            _Linear.apply(input, weight, bias)
-            if _can_use_onednn(input, weight, bias)
-            else F.linear(input, weight, bias)
-        )
+        if _can_use_onednn(input, weight, bias):
+            return _Affine.apply(input, weight, lambda: F.linear(input, weight, bias))
+        return F.linear(input, weight, bias)
     result = _matmul(input, weight.t())
     return result if bias is None else result.add_(bias)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer that computes the gradient of its input as `multiply` does, and no others."""
+def _addmm(bias: Tensor, input: Tensor, weight: Tensor, **factors: Any) -> Tensor:
+    if not factors and weight.dim() == 2 and _can_use_onednn(input, weight.t(), bias):
+        return _Affine.apply(input, weight.t(), lambda: torch.addmm(bias, input, weight))
+    return torch.addmm(bias, input, weight, **factors)
+
+
+class _Affine(torch.autograd.Function):
+    """A product with a weight `(out, in)` plus a bias, which computes the gradient of its input as `multiply` does."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         ctx.save_for_backward(weight)
-        return F.linear(input, weight, bias)
+        return compute()
 
     @staticmethod
     @once_differentiable
@@ -73,7 +77,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _can_use_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether `_Linear` is faster than torch's own function, and returns all gradients that are needed."""
+    """Whether `_Affine` is faster than torch's own function, and returns all gradients that are needed."""
     if not input.requires_grad or (bias is not None and bias.requires_grad):  # a bias that was computed from samples
         return False
     is_plain = type(input) is Tensor and input.dtype == torch.float32 and input.dim() > 1 and weight.dim() == 2
@@ -102,6 +106,7 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
 # What torch computes if one of the tensors at these positions requires grad.
 _KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
     F.linear: (_linear, (1,)),
+    torch.addmm: (_addmm, (2,)),
     F.scaled_dot_product_attention: (_attention, (3,)),
     torch.matmul: (_matmul, (0, 1)),
     Tensor.matmul: (_matmul, (0, 1)),
