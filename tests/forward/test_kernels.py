@@ -137,6 +137,8 @@ FURTHER: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "addmm": lambda m, h: torch.addmm(m.b.bias, h.flatten(0, 1), m.b.weight).view(h.shape),
     "addmm of rows": lambda m, h: torch.addmm(m.b(h[:, 0]), h[:, 1], m.b.weight),
     "addmm with factors": lambda m, h: torch.addmm(m.b.bias, h[:, 0], m.b.weight, beta=0.5, alpha=2),
+    "addmm by names": lambda m, h: torch.addmm(input=m.b.bias, mat1=h[:, 0], mat2=m.b.weight),
+    "addmm by some names": lambda m, h: torch.addmm(m.b.bias, mat1=h[:, 0], mat2=m.b.weight, beta=1, alpha=1),
     "addmm of a number": lambda m, h: torch.addmm(m.number, h[:, 0], m.b.weight),
     "a vector": lambda m, h: F.linear(h, m.vector)[..., None],
     "a number as the bias": lambda m, h: F.linear(F.linear(h, m.b.weight, m.b.bias).sin(), m.a.weight, m.number),

@@ -51,10 +51,12 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return result if bias is None else result.add_(bias)
 
 
-def _addmm(bias: Tensor, input: Tensor, weight: Tensor, **factors: Any) -> Tensor:
-    if not factors and weight.dim() == 2 and _can_use_onednn(input, weight.t(), bias):
-        return _Affine.apply(input, weight.t(), lambda: torch.addmm(bias, input, weight))
-    return torch.addmm(bias, input, weight, **factors)
+def _addmm(*args: Any, **kwargs: Any) -> Tensor:
+    if len(args) == 3 and not kwargs:
+        bias, input, weight = args
+        if _can_use_onednn(input, weight.t(), bias):
+            return _Affine.apply(input, weight.t(), lambda: torch.addmm(bias, input, weight))
+    return torch.addmm(*args, **kwargs)
 
 
 class _Affine(torch.autograd.Function):
