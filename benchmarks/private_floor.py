@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.private import Training
+from benchmarks.scan_floor import compute_squares_of_pixels
 from benchmarks.timing import compute_quartiles, compute_ratios, pause_collector, time_call, time_in_turns
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample.forward.kernels import choose_kernel
@@ -43,7 +44,6 @@ class Floor:
         self.noise = Noise()
         self.inputs: dict[int, Tensor] = {}  # of the layers that have weights
         self.grads: dict[int, Tensor] = {}
-        self.rest = [*self.layers][1:]
         x = self.x
         for i, layer in enumerate(self.layers):
             if list(layer.parameters()):
@@ -66,7 +66,7 @@ class Floor:
     def run_pass(self) -> None:
         """Forward and backward, without the gradients of weights."""
         first = out = self.layers[0](self.x).requires_grad_()  # the input needs no gradient
-        for layer in self.rest:
+        for layer in [*self.layers][1:]:
             is_linear = isinstance(layer, nn.Linear)
             out = compute_linear(out, layer.weight.detach(), layer.bias.detach()) if is_linear else layer(out)
         torch.autograd.grad(compute_loss(out, self.labels), first)
@@ -84,11 +84,9 @@ class Floor:
         assert isinstance(layer, nn.Conv2d)
         if x.shape[-1] > 8:
             rows = _compute_rows(x, grad).flatten(1)
-            return lambda w: [w @ rows, w @ bias], [
-                torch.linalg.vector_norm(rows, dim=1).square(),
-                bias.square().sum(1),
-            ]
-        squares = _compute_norms_of_pixels(x, grad)
+            squares = torch.linalg.vector_norm(rows, dim=1).square()
+            return lambda w: [w @ rows, w @ bias], [squares, bias.square().sum(1)]
+        squares = compute_squares_of_pixels(x, grad)
         return lambda w: [_convolve(x, grad * w[:, None, None, None]), w @ bias], [squares, bias.square().sum(1)]
 
 
@@ -108,20 +106,6 @@ def _convolve(x: Tensor, grad: Tensor, groups: int = 1) -> Tensor:
     return torch.ops.aten.convolution_backward(
         grad, x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False]
     )[1]
-
-
-def _compute_norms_of_pixels(x: Tensor, grad: Tensor) -> Tensor:
-    """Squared norms of the gradients of a 3 x 3 convolution, from inner products of pixels."""
-    (height, width), pixels = x.shape[2:], x.flatten(2)
-    products = torch.bmm(pixels.mT, pixels).view(-1, height, width, height, width)
-    for one, other in ((1, 3), (2, 4)):
-        total = products.clone()
-        for to, start in ((slice(1, None), slice(None, -1)), (slice(None, -1), slice(1, None))):
-            index = [[part if dim in (one, other) else slice(None) for dim in range(5)] for part in (to, start)]
-            total[tuple(index[0])].add_(products[tuple(index[1])])
-        products = total
-    positions = grad.flatten(2)
-    return torch.bmm(positions.mT, positions).mul_(products.view(len(x), height * width, -1)).sum((1, 2))
 
 
 def measure_floor(workload: Workload, rounds: int) -> tuple[float, float, float]:

@@ -42,7 +42,7 @@ def make_floors(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, C
 
     def compute_norms() -> None:
         _compute_norms_of_rows(inputs[0], grads[0])
-        _compute_norms_of_pixels(inputs[2], grads[2])
+        compute_squares_of_pixels(inputs[2], grads[2])
         for i in (1, 3):  # group norms
             product = F.group_norm(inputs[i], 4).mul_(grads[i])
             torch.linalg.vector_norm(product.sum((2, 3)), dim=1), torch.linalg.vector_norm(grads[i].sum((2, 3)), dim=1)
@@ -74,8 +74,8 @@ def _compute_norms_of_rows(images: Tensor, grad: Tensor) -> Tensor:
     return torch.linalg.vector_norm(products.flatten(1), dim=1)
 
 
-def _compute_norms_of_pixels(images: Tensor, grad: Tensor) -> Tensor:
-    """Norms of the gradients of a 3 x 3 convolution, from inner products of pixels."""
+def compute_squares_of_pixels(images: Tensor, grad: Tensor) -> Tensor:
+    """Squared norms of the gradients of a 3 x 3 convolution, from inner products of pixels."""
     (height, width), pixels = images.shape[2:], images.flatten(2)
     products = torch.bmm(pixels.mT, pixels).view(-1, height, width, height, width)
     for one, other in ((1, 3), (2, 4)):

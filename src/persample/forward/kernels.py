@@ -80,7 +80,7 @@ class _Affine(torch.autograd.Function):
 
 def _can_use_onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether `_Affine` is faster than torch's own function, and returns all gradients that are needed."""
-    if not input.requires_grad or (bias is not None and bias.requires_grad):  # a bias that was computed from samples
+    if not input.requires_grad or (bias is not None and bias.requires_grad):  # such a bias is no recorded weight
         return False
     is_plain = type(input) is Tensor and input.dtype == torch.float32 and input.dim() > 1 and weight.dim() == 2
     if not is_plain or not prefers_onednn(input.numel() // max(1, input.shape[-1]), weight):
@@ -105,7 +105,8 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
         return F.scaled_dot_product_attention(*args, **kwargs)
 
 
-# What torch computes if one of the tensors at these positions requires grad.
+# What to call in place of a function if one of its tensors at these positions is a weight, which does not require grad
+# any more.
 _KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
     F.linear: (_linear, (1,)),
     torch.addmm: (_addmm, (2,)),

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.rules.registry import Terms, register_rule
+from persample.rules.shapes import sum_to_shape
 from persample.terms import Dense, Outer, Term
 
 
@@ -26,6 +27,5 @@ def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = No
     input, grad = input.flatten(1, -2), grad.flatten(1, -2)
     terms: dict[str, Term] = {"weight": Outer(input, grad)}
     if bias is not None:
-        rows = grad.squeeze(1) if grad.shape[1] == 1 else grad.sum(1)
-        terms["bias"] = Dense(rows if len(bias) == rows.shape[1] else rows.sum(1, keepdim=True))
+        terms["bias"] = Dense(sum_to_shape(grad, bias.shape))
     return terms

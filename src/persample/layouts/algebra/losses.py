@@ -62,7 +62,7 @@ def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare(F.cross_entropy, F.nll_loss)
-def compute_class_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Logits `(N, C, ...)`, with classes `(N, ...)` or probabilities `(N, C, ...)`: no result for each class."""
     arguments = _get_arguments(call)
     logits, target, weight = arguments["input"], arguments["target"], arguments["weight"]

@@ -34,7 +34,7 @@ _BY_DIMS = """
 
 _DECLARATIONS = {
     attention.attend, layers.convolve, layers.normalise_layer, layers.normalise_batch, layers.look_up,
-    layers.look_up_with_weight_first, layers.normalise_groups, losses.compute_class_loss, pointwise.choose_entries,
+    layers.look_up_with_weight_first, layers.normalise_groups, losses.compare_classes, pointwise.choose_entries,
     products.multiply_matrices, products.multiply_and_add, products.apply_linear, products.apply_einsum,
     shapes.transpose, shapes.permute, shapes.concatenate, shapes.stack, shapes.split, shapes.select, shapes.reorder,
     shapes.pad,
@@ -83,7 +83,7 @@ def _is_size_free(call: Call) -> bool:
     declaration = DECLARATIONS.get(call.func)
     if declaration is layers.convolve:  # groups of channels may belong to samples
         return all(dim == 0 for _, dim in dims)
-    if declaration is losses.compute_class_loss:  # two other patterns are in the same order at some sizes only
+    if declaration is losses.compare_classes:  # two other patterns are in the same order at some sizes only
         return len(layouts) == 2 and layouts[0][1] == layouts[1][1] and dims[0][1] == 0
     if declaration is attention.attend:  # rows of queries may
         return all(dim < rank - 2 for rank, dim in dims)
