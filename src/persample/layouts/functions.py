@@ -5,8 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 T: Any = torch.Tensor
+
+# The operators that torch gives several names.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "abs": ("absolute",), "acos": ("arccos",), "acosh": ("arccosh",), "asin": ("arcsin",), "asinh": ("arcsinh",),
+    "atan": ("arctan",), "atan2": ("arctan2",), "atanh": ("arctanh",), "cat": ("concat", "concatenate"),
+    "clamp": ("clip",), "div": ("divide", "true_divide", "truediv"), "ge": ("greater_equal",),
+    "gt": ("greater",), "le": ("less_equal",), "lt": ("less",), "movedim": ("moveaxis",), "mul": ("multiply",),
+    "ne": ("not_equal",), "neg": ("negative",), "outer": ("ger",), "pos": ("positive",), "sub": ("subtract",),
+    "transpose": ("swapaxes", "swapdims"), "trunc": ("fix",),
+}  # fmt: skip
+
+_OWNERS = (torch, T, F, torch.special)
+
+
+def find_functions(*names: str) -> list[Any]:
+    """All spellings of operators: functions, methods, aliases, `__add__`, reflected and in-place forms.
+
+    >>> torch.add in find_functions("add"), T.__iadd__ in find_functions("add"), torch.divide in find_functions("div")
+    (True, True, True)
+    """
+    found = []
+    for each in (synonym for name in names for synonym in (name, *_SYNONYMS.get(name, ()))):
+        spellings = (each, f"{each}_", f"__{each}__", f"__r{each}__", f"__i{each}__")
+        found += [getattr(owner, spelling, None) for owner in _OWNERS for spelling in spellings]
+    return [function for function in found if callable(function)]
+
 
 # Only move, repeat or drop entries of their first argument (or of the tensors in it).
 MOVES: set[Any] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, T
+from persample.layouts.functions import MOVES, T, find_functions
 from persample.layouts.layout import Layout, Lost, Reduced, Reduction, Where, make_sample_ids
 from persample.layouts.motion import Motion, make_uniform_motion
 
@@ -32,19 +32,17 @@ ADDITIVE: set[Any] = {
     T.matmul, T.__matmul__,
 }  # fmt: skip
 
-# Of a sum over the samples, these return such a sum again, if all other arguments are constants or other sums.
-LINEAR: set[Any] = {
-    torch.add, torch.sub, torch.mul, torch.div, torch.neg, T.add, T.sub, T.mul, T.div, T.neg, T.add_, T.sub_, T.mul_,
-    T.div_, T.__add__, T.__radd__, T.__iadd__, T.__sub__, T.__rsub__, T.__isub__, T.__mul__, T.__rmul__, T.__imul__,
-    T.__truediv__, T.__itruediv__, T.__neg__, torch.sum, T.sum, torch.mean, T.mean, torch.stack, T.to, T.float,
-    T.double, *MOVES,
-}  # fmt: skip
-
-# Divide: not linear in the second argument.
-DIVISIONS: set[Any] = {torch.div, T.div, T.div_, T.__truediv__, T.__itruediv__}
+# Divide by their second argument: not linear in it.
+DIVISIONS: set[Any] = {*find_functions("div")} - {T.__rtruediv__, T.__rdiv__}
 
 # Linear in one argument at a time: not linear in two sums over the samples.
-BILINEAR: set[Any] = {torch.mul, T.mul, T.mul_, T.__mul__, T.__rmul__, T.__imul__, *DIVISIONS}
+BILINEAR: set[Any] = {*find_functions("mul"), *DIVISIONS}
+
+# Of a sum over the samples, these return such a sum again, if all other arguments are constants or other sums.
+LINEAR: set[Any] = {
+    *find_functions("add", "sub", "neg", "pos"), *BILINEAR, torch.rsub, torch.sum, T.sum, torch.mean, T.mean,
+    torch.stack, T.to, T.float, T.double, *MOVES,
+}  # fmt: skip
 
 # Linear in all arguments at once.
 SUMS: set[Any] = LINEAR - BILINEAR - MOVES

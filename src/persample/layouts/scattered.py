@@ -18,9 +18,9 @@ from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.algebra import is_pointwise
-from persample.layouts.algebra.engine import find_functions, get_argument, normalise_dims
+from persample.layouts.algebra.engine import get_argument, normalise_dims
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, T
+from persample.layouts.functions import MOVES, T, find_functions
 from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion
 from persample.layouts.reductions import make_reduced

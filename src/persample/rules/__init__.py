@@ -4,7 +4,7 @@ A rule gets its tensors with the samples in front and knows neither layouts nor 
 below, and `generic`, the fallback for functions without a rule.
 """
 
-from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent
+from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent, rewrites
 from persample.rules.registry import (
     HANDLED_FUNCTIONS,
     Rewrite,
@@ -37,4 +37,5 @@ __all__ = [
     "recurrent",
     "register_adapter",
     "register_rule",
+    "rewrites",
 ]

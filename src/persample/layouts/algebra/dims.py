@@ -16,14 +16,13 @@ from persample.layouts.algebra.engine import (
     broadcast,
     declare,
     find_common_rows,
-    find_functions,
     get_argument,
     lose,
     move,
     normalise_dims,
 )
 from persample.layouts.call import Call
-from persample.layouts.functions import SORTS
+from persample.layouts.functions import SORTS, find_functions
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.reductions import ADDITIVE, make_reduced

@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from persample.errors import get_op_name
 from persample.layouts.algebra.arguments import has_tensors_by_keyword, put_tensors_in_order
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES
+from persample.layouts.functions import MOVES, find_functions
 from persample.layouts.layout import Layout, Lost, make_layout, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
@@ -30,21 +29,6 @@ FOR_ANY_LAYOUT: set[Any] = set()
 
 # Functions whose result depends on the position of a row.
 _READING_POSITIONS: set[Any] = set()
-
-_OWNERS = (torch, Tensor, F, torch.special)
-
-
-def find_functions(*names: str) -> list[Any]:
-    """All functions with these names: of torch, methods, operators (`__add__`), their reflected and in-place forms.
-
-    >>> torch.add in find_functions("add"), Tensor.__iadd__ in find_functions("add")
-    (True, True)
-    """
-    found = []
-    for name in names:
-        spellings = (name, f"{name}_", f"__{name}__", f"__r{name}__", f"__i{name}__")
-        found += [getattr(owner, spelling, None) for owner in _OWNERS for spelling in spellings]
-    return [function for function in found if callable(function)]
 
 
 def declare(

@@ -15,22 +15,22 @@ from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 
 _UNARY = """
-    abs absolute acos acosh angle arccos arccosh arcsin arcsinh arctan arctanh asin asinh atan atanh bitwise_not ceil
-    conj conj_physical cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 fix floor frac frexp i0 imag invert
-    isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logical_not logit mvlgamma nan_to_num neg
-    negative polygamma pos positive rad2deg real reciprocal resolve_conj resolve_neg round rsqrt sgn sigmoid sign
-    signbit sin sinc sinh sqrt square tan tanh trunc celu elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu
-    logsigmoid mish relu relu6 selu silu softplus softshrink softsign tanhshrink threshold rrelu clone detach
-    contiguous requires_grad dropout alpha_dropout feature_dropout feature_alpha_dropout bernoulli poisson normal_
-    uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ zero_ fill fill_
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil conj conj_physical cos cosh deg2rad digamma erf erfc
+    erfinv exp exp2 expm1 floor frac frexp i0 imag invert isfinite isinf isnan isneginf isposinf isreal lgamma log
+    log10 log1p log2 logical_not logit mvlgamma nan_to_num neg polygamma pos rad2deg real reciprocal
+    resolve_conj resolve_neg round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc celu elu
+    gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
+    softshrink softsign tanhshrink threshold rrelu clone detach contiguous requires_grad dropout alpha_dropout
+    feature_dropout feature_alpha_dropout bernoulli poisson normal_ uniform_ random_ exponential_ geometric_ cauchy_
+    log_normal_ zero_ fill fill_
 """.split()
 
 _BROADCASTING = """
-    add addcdiv addcmul and arctan2 atan2 binomial bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift
-    bitwise_xor clamp clamp_max clamp_min clip copysign div divide eq float_power floor_divide floordiv fmax fmin fmod
-    ge gcd greater greater_equal gt heaviside hypot igamma igammac lcm ldexp le lerp less less_equal logaddexp
-    logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mod mul multiply ne nextafter normal
-    not_equal or polar pow remainder rshift lshift rsub sub subtract true_divide truediv xlogy xor complex isclose
+    add addcdiv addcmul and atan2 binomial bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+    clamp clamp_max clamp_min copysign div eq float_power floor_divide floordiv fmax fmin fmod ge gcd gt heaviside
+    hypot igamma igammac lcm ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill
+    maximum minimum mod mul ne nextafter normal or polar pow remainder rshift lshift rsub sub xlogy xor complex
+    isclose
 """.split()
 
 # All other functions of torch.special are pointwise.

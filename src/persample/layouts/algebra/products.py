@@ -83,7 +83,7 @@ def _dot(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, ["k", "k"], "")
 
 
-@declare("outer", "ger")
+@declare("outer")
 def _outer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, ["n", "m"], "nm")
 

@@ -65,7 +65,7 @@ def _permute_to(call: Call, results: Sequence[Tensor], order: Sequence[int]) -> 
     return make_uniform_motion(move(where, list(order).index(where.dim)), results)
 
 
-@declare("transpose", "swapaxes", "swapdims")
+@declare("transpose")
 def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     first = get_argument(call, 1, "dim0", "axis0")
@@ -93,7 +93,7 @@ def permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _permute_to(call, results, [dim % rank for dim in dims]) if len(dims) == rank else None
 
 
-@declare("movedim", "moveaxis")
+@declare("movedim")
 def _movedim(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     source, destination = get_argument(call, 1, "source"), get_argument(call, 2, "destination")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from persample._internal.functions import is_inplace
 from persample.layouts.algebra import attention, layers, losses, pointwise, products, shapes
-from persample.layouts.algebra.engine import DECLARATIONS, find_declared_motion, find_functions, get_argument
+from persample.layouts.algebra.engine import DECLARATIONS, find_declared_motion, get_argument
 from persample.layouts.call import Call
-from persample.layouts.functions import CASTS, LIKES
+from persample.layouts.functions import CASTS, LIKES, find_functions
 from persample.layouts.layout import Layout, make_pattern
 
 # Functions of entries at the same place, with broadcasting.
