@@ -16,6 +16,7 @@ from persample.gradients import (
 )
 from persample.penalties import differentiable_norms
 from persample.recording.record import record
+from persample.recording.rows import rows
 from persample.recording.watch import Watch, watch
 from persample.rules import register_rule
 
@@ -48,6 +49,7 @@ __all__ = [
     "record",
     "register_rule",
     "release_memory",
+    "rows",
     "sample_labels",
     "scan",
     "watch",

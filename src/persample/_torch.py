@@ -8,6 +8,7 @@ that names the feature.
 from __future__ import annotations
 
 import importlib
+import math
 import platform
 import sys
 import threading
@@ -231,6 +232,12 @@ get_backward_pass: Callable[[], int] = _find("torch._C._current_graph_task_id", 
 will_run_node: Callable[[Any], bool] = _find("torch._C._will_engine_execute_node", "Every recording")
 
 _engine: Any = _find("torch.autograd.Variable._execution_engine", "Every recording")
+
+
+def count_gradient_bytes(node: Any) -> int:
+    """The size of the gradients that a node of the graph receives in a backward pass; 0 if torch does not tell."""
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in getattr(node, "_input_metadata", ()))
+
 
 # The innermost pair of `saved_tensors_hooks`, None if there is none. It is called for every op.
 get_saved_tensor_hooks: Callable[[], Any] = partial(

@@ -19,6 +19,9 @@ class SamplesMixed(PerSampleError):
     """Samples of the batch were combined, so that no sample has a gradient of its own."""
 
 
+# What helps where a recording does not: part of many refusals.
+ROWS_ADVICE = "persample.rows(losses, model), outside of a recording, takes any B losses, for B backward passes."
+
 # Takes a refusal in place of raising it. The recording is given up; the gradients of the weights stay right.
 Complain = Callable[[PerSampleError], None]
 
@@ -59,7 +62,7 @@ def refuse_forward_mode(place: str) -> NoReturn:
     raise PerSampleError(
         f"Forward-mode AD (torch.autograd.forward_ad, torch.func.jvp, jacfwd) runs through {place}. The recording of a "
         "use of a weight has no forward derivative, so tangents would be lost. Compute the derivative outside the "
-        "recording, or in reverse mode (torch.autograd.grad)."
+        "recording, or in reverse mode (torch.autograd.grad). " + ROWS_ADVICE
     )
 
 

@@ -75,6 +75,8 @@ def use_curvature() -> None:
     diagonal: dict[str, Tensor] = grads.fisher_diagonal()
     assert diagonal.keys() == grads.second_moment().keys()
     assert callable(persample.differentiable_norms)
+    entries: PerSampleGradients = persample.rows(model(x).sum(1), model, retain_graph=False)
+    assert len(entries) == 12
 
 
 def use_losses() -> None:

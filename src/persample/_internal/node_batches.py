@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from persample.errors import PerSampleError
+from persample.errors import ROWS_ADVICE, PerSampleError
 
 # The name of the edge list in torch_geometric.
 _EDGES = "edge_index"
@@ -16,7 +16,7 @@ ADVICE = (
     "The batch holds graphs in the form of torch_geometric: the nodes of all graphs share one dimension, and "
     "edge_index connects them, so that no dimension has one index for each graph. Per-graph gradients are not "
     "available in this form. Record one graph at a time with batch_size=1, or pad the graphs to a dense batch "
-    "(to_dense_batch and to_dense_adj of torch_geometric.utils) for a model with dense layers."
+    f"(to_dense_batch and to_dense_adj of torch_geometric.utils) for a model with dense layers. {ROWS_ADVICE}"
 )
 
 

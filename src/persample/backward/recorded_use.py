@@ -13,7 +13,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.entry_moves import compute_moved_terms
-from persample.errors import PerSampleError, get_op_name, raise_or_complain
+from persample.errors import ROWS_ADVICE, PerSampleError, get_op_name, raise_or_complain
 from persample.layouts import Call, Layout, Owners, join_samples, make_sample_ids, place_rows, split_samples
 from persample.rules.generic import compute_generic_gradients
 from persample.rules.registry import Rule
@@ -112,7 +112,8 @@ class RecordedUse:
         raise PerSampleError(
             f"{get_op_name(self.plan.func)}: a backward pass with create_graph=True reached a use of a weight. "
             "Per-sample gradients of gradients are not available in a recording, whose weights are detached. For a "
-            "penalty on the norms of per-sample gradients, use persample.differentiable_norms() outside of the block."
+            "penalty on the norms of per-sample gradients, use persample.differentiable_norms() outside of the block. "
+            f"{ROWS_ADVICE}"
             + ("" if self.collector.complain is None else " A monitor measures this step: end it with its stop().")
         )
 

@@ -31,6 +31,7 @@ from persample.backward.tap import is_tap
 from persample.distributed import Processes
 from persample.errors import (
     ELSEWHERE,
+    ROWS_ADVICE,
     Complain,
     PerSampleError,
     SamplesMixed,
@@ -182,6 +183,8 @@ class Tracker(TorchFunctionMode):
         self.complain = complain
         self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
+        if isolation is None:
+            self.advice += f" {ROWS_ADVICE}"
         self.has_inputs = False
         self.can_retain = False  # whether small uses may do without a tap
         self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
@@ -980,7 +983,8 @@ class Tracker(TorchFunctionMode):
                 raise PerSampleError(
                     f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses weights "
                     "that the recording cannot see (a reversible layer, or its own kind of checkpoint): their "
-                    "gradients would arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off."
+                    "gradients would arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off. "
+                    f"{ROWS_ADVICE}"
                 )
         elif self.collector.early:
             raise PerSampleError(
@@ -1028,7 +1032,7 @@ class Tracker(TorchFunctionMode):
                 f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses the parameter "
                 f"'{names.get(id(hidden[0]), '?')}' together with samples: its gradient arrives as a sum over the "
                 "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
-                "register a rule for it with persample.register_rule."
+                f"register a rule for it with persample.register_rule. {ROWS_ADVICE}"
             )
 
     def _find_outside_layout(self, tensor: Tensor) -> Where | None:

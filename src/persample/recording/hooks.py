@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample.distributed import Processes
-from persample.errors import Complain, PerSampleError, raise_or_complain
+from persample.errors import ROWS_ADVICE, Complain, PerSampleError, raise_or_complain
 
 
 class ModuleHook:
@@ -49,7 +49,7 @@ def _make_refusal(name: str) -> PerSampleError:
     return PerSampleError(
         f"'{name}' receives a gradient from a use that was not recorded: a submodule or forward() called directly, a "
         "penalty on the weights, or a use inside torch.func.vmap. Call the model itself, and keep penalties out of the "
-        "block."
+        f"block. {ROWS_ADVICE}"
     )
 
 
