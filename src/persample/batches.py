@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from persample import _torch
 from persample._internal import node_batches
+from persample._internal.copies import CannotCopy, copy_values
 from persample._internal.node_batches import GraphsShareNodes, has_edges
 from persample.errors import PerSampleError, refuse_forward_mode
 from persample.forward.tracker import Tracker
@@ -121,7 +122,7 @@ _ARGUMENTS = "the arguments of the model"
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _CannotReplace(Exception):
+class _CannotReplace(CannotCopy):
     """A tensor cannot be cut to one sample."""
 
 
@@ -277,55 +278,44 @@ class Arguments:
         """The arguments of a call with `samples[n]` in the place of sample n; None if that is not possible."""
         return self._replace(find_layout, lambda tensor, layout: replace_samples(tensor, layout, samples, batch))
 
+    def copy(self) -> Arguments:
+        """The same arguments in copies of all containers and objects; tensors are not copied.
+
+        Raises:
+            CannotCopy: an argument holds an object that cannot be copied.
+        """
+        args, kwargs = copy_values((self.args, self.kwargs), lambda tensor: tensor)
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
+
     def _replace(
         self,
         find_layout: Callable[[Tensor], Where | None],
         change: Callable[[Tensor, Layout], Tensor | None],
         sample: int | None = None,
     ) -> Call | None:
-        """The arguments with each tensor of samples replaced; None if a tensor cannot be replaced.
+        """A copy of the arguments with each tensor of samples replaced; None if a tensor cannot be replaced.
 
         `sample` is the sample to which a PackedSequence is cut; without it, a PackedSequence cannot be replaced.
         """
-        finders = [find_layout]
-        replaced: dict[int, Any] = {}  # one tensor in several places stays one tensor
 
         def replace(leaf: Any) -> Any:
-            if id(leaf) not in replaced:
-                replaced[id(leaf)] = make(leaf)
-            return replaced[id(leaf)]
-
-        def make(leaf: Any) -> Any:
             if isinstance(leaf, PackedSequence):
                 if sample is None:
                     raise _CannotReplace
                 padded, lengths = pad_packed_sequence(leaf, batch_first=True)
                 own, length = padded[sample : sample + 1].detach(), lengths[sample : sample + 1]
                 return pack_padded_sequence(own, length, batch_first=True, enforce_sorted=False)
-            if isinstance(leaf, Tensor):
-                layout = finders[0](leaf)
-                made = change(leaf.detach(), layout) if isinstance(layout, Layout) else leaf.detach()
-                if made is None or not isinstance(layout, (Layout, type(None))):
-                    raise _CannotReplace
-                return made.clone().requires_grad_(leaf.requires_grad)
-            if not has_attributes(leaf):
-                return leaf
-            parts = {name: map_leaves(part) for name, part in vars(leaf).items()}
-            if all(parts[name] is part for name, part in vars(leaf).items()):
-                return leaf
-            same = copy.copy(leaf)
-            vars(same).update(parts)
-            return same
-
-        def map_leaves(value: Any) -> Any:
-            return _torch.pytree.tree_map(replace, value, is_leaf=lambda part: isinstance(part, PackedSequence))
+            layout = find_layout(leaf)
+            made = change(leaf.detach(), layout) if isinstance(layout, Layout) else leaf.detach()
+            if made is None or not isinstance(layout, (Layout, type(None))):
+                raise _CannotReplace
+            return made.clone().requires_grad_(leaf.requires_grad)
 
         try:
-            return map_leaves(self.args), map_leaves(self.kwargs)
+            call: Call = copy_values((self.args, self.kwargs), replace, (Tensor, PackedSequence))
+            return call
         except _CannotReplace:
             return None
-        finally:
-            finders.clear()  # the functions above refer to each other, and would keep the tracker
 
     def check_names(self, model: nn.Module) -> None:
         """Refuse a `batch_dim` that names an argument which `forward` does not have; constants may be buffers too."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.allocator import keep_freed_memory
+from persample._internal.copies import CannotCopy
 from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import call_in_full_precision, in_full_precision
@@ -197,7 +198,9 @@ class Recording:
         self.tracker.modules = modules
         self._rng_state = torch.get_rng_state()
         self._verification: Verification | None = None
-        self._verified_before: Arguments | None = None  # of the running call, if earlier ones were verified
+        self._has_status = False  # whether it is known if the calls so far are verified
+        # The module of the running call and its arguments, if calls like it were verified.
+        self._verified_before: tuple[nn.Module, Arguments] | None = None
         self.is_verifying = False  # calls of the model are extra passes
 
     def _note_empty_passes(self) -> None:
@@ -295,36 +298,52 @@ class Recording:
             self.tracker.isolation.show_data(self.tracker)
         self.tracker.is_inside = False
         verification, self._verification = self._verification, None
-        may_differ = output is not None and self.tracker.may_differ_from_earlier_passes()
-        if may_differ and self._verified_before is not None:
-            is_random = not torch.equal(torch.get_rng_state(), self._rng_state)
-            with _torch.DisableTorchFunction():
-                verification = start_late_verification(
-                    self._get_model(), self.options, self.tracker, self._verified_before, is_random
-                )
+        if output is not None and self.tracker.may_differ_from_earlier_passes() and self._verified_before is not None:
+            verification = self._start_late_verification(*self._verified_before)
         self._verified_before = None
         if verification is not None and output is not None:
             self.is_verifying = True
             try:
                 with self.tracker.pause():
-                    self.grads.verification = verification.finish(output, self.options)
+                    self._note_status(verification.finish(output, self.options))
             finally:
                 self.is_verifying = False
+
+    def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
+        """Prepare the verification of a call that has just run and may have done something new."""
+        if self.tracker.batch < 2:  # nothing to mix with
+            return None
+        is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self._rng_state)
+        with _torch.DisableTorchFunction():
+            found = start_late_verification(called, self.options, self.tracker, arguments, is_random)
+        if isinstance(found, str):
+            self._note_status(found)
+            return None
+        return found
+
+    def _note_status(self, status: str) -> None:
+        """Note what was found for a call: a recording is verified if all of its calls are."""
+        if self._has_status and self.grads.verification.startswith("not verified"):
+            return
+        self._has_status, self.grads.verification = True, status
 
     def note_nested_call(self) -> None:
         """Give up the verification of a model that calls itself: the call that ends next is another one."""
         if not self.is_verifying:
-            self._verification, self.grads.verification = None, "not verified: the model calls itself"
+            self._verification = None
+            self._note_status("not verified: the model calls itself")
 
     def _start_verification(self, arguments: Arguments, part: nn.Module | None) -> None:
         if self.tracker.is_inside:
             self.note_nested_call()
             return
+        called = part or self._get_model()
         with self.tracker.pause():
-            found = start_verification(part or self._get_model(), self.options, self.processes, self.tracker, arguments)
+            found = start_verification(called, self.options, self.processes, self.tracker, arguments)
         if isinstance(found, str):
-            self._verification, self.grads.verification = None, found
-            self._verified_before = arguments if found.startswith("verified") else None
+            self._verification = None
+            self._verified_before = (called, _copy(arguments)) if found.startswith("verified") else None
+            self._note_status(found)
         else:
             self._verification = found
 
@@ -431,6 +450,14 @@ def _get_inputs(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """The tensors that a call of `backward` is for; None if it is for all leaves of the graph."""
     position = 4 if func is Tensor.backward else 5
     return args[position] if len(args) > position else kwargs.get("inputs")
+
+
+def _copy(arguments: Arguments) -> Arguments:
+    """The arguments as they are before the call; themselves if they cannot be copied, which prevents a verification."""
+    try:
+        return arguments.copy()
+    except CannotCopy:
+        return arguments
 
 
 def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:

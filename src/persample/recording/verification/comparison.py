@@ -1,0 +1,369 @@
+"""Compare the outputs of a batch with those of samples of it alone, and find the cause of a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.rng import RngState
+from persample.batches import Call, has_attributes, iterate_tensors
+from persample.errors import SamplesMixed
+from persample.forward.isolation import refuse_state
+from persample.layouts import has_equal_shares, take_sample
+from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
+from persample.recording.verification.runs import Runs
+from persample.recording.verification.status import NotVerified, shorten
+
+if TYPE_CHECKING:
+    from persample.recording.verification.one_pass import Verification
+
+
+class Comparison:
+    """Compares a batch with samples of it alone.
+
+    Rounding changes the last digits if the kernels for one sample are other ones than for the batch. A small difference
+    is accepted, and after a larger one further passes decide.
+    """
+
+    def __init__(self, verification: Verification, runs: Runs, parts: list[Part]) -> None:
+        self.verification, self.runs, self.parts = verification, runs, parts
+        self.batch = verification.batch
+        self._whole: Call = (verification.arguments.args, verification.arguments.kwargs)
+        self._needs_copies = False  # a sample alone raises
+
+    def run(self) -> str:
+        """Compare each sample; return what was found, in words."""
+        random = None
+        if self.runs.is_random:
+            self.parts = self._select_parts(self._run_batch())
+            random = self.runs.read_random_state()
+        compared = False
+        buffers: dict[str, Tensor] = {}
+        for sample, call in self.verification.samples.items():
+            found = self._compare_alone(sample, call)
+            if self.verification.checks_places and not self._needs_copies:
+                buffers = self._compare_buffers(buffers, sample)
+            if random is not None:
+                self._check_numbers(random)
+            compared |= found is not None
+            if found is not None and found.relative > self._tight:
+                self._judge(sample, call, found)
+        if not compared:
+            self.verification.is_telling = self._is_finite()
+            raise NotVerified("the outputs of a sample alone have another form, or are not finite")
+        if self.verification.checks_places:
+            self._compare_rotated()
+            self.verification.is_telling = not self._are_samples_equal()
+        return f"verified with {len(self.verification.samples)} samples"
+
+    def _compare_buffers(self, before: Mapping[str, Tensor], sample: int) -> dict[str, Tensor]:
+        """The buffers after a run of one sample; raises if they differ from those after a run of another sample."""
+        model, first = self.verification.model, next(iter(self.verification.samples))
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            for name in buffers.keys() & before.keys():
+                a, b = buffers[name], before[name]
+                if a.layout != torch.strided or a.is_nested or torch.equal(a, b):
+                    continue
+                if a.shape != b.shape or not ((a == b) | ((a != a) & (b != b))).all():
+                    cause = f"the model writes other values into it with sample {sample} alone than with sample {first}"
+                    refuse_state(name, cause, model)
+        return buffers
+
+    def compare_sums(self, sums: dict[int, Tensor]) -> str:
+        """Compare sums over the samples with those of two other batches, which together have each sample twice."""
+        whole = self._run_batch() if self.runs.is_random else sums
+        random = self.runs.read_random_state()
+        if self.runs.is_random:  # numbers of each sample belong to its place, and would not move with it
+            self._compare_alone(*next(iter(self.verification.samples.items())))
+            if self._needs_copies:
+                raise NotVerified("the forward pass draws random numbers and does not run on one sample")
+            self._check_numbers(random)
+        half = self.batch // 2
+        middle = [half] * (self.batch % 2)
+        first, last = list(range(half)), list(range(self.batch - half, self.batch))
+        found = [self._run_replaced([*part, *middle, *part]) for part in (first, last)]
+        if self.runs.is_random:
+            self._check_numbers(random)
+        for position in sums:
+            totals = [float(outputs[position]) for outputs in (whole, *found) if position in outputs]
+            if len(totals) < 3 or not all(map(math.isfinite, totals)):
+                raise NotVerified("the outputs of other batches have another form, or are not finite")
+            difference = abs(2 * totals[0] - totals[1] - totals[2])
+            if difference > 10 * self._tight * (abs(totals[1]) + abs(totals[2])):
+                self._refuse_sum(position, totals)
+        return "verified with two other batches"
+
+    def _check_numbers(self, after_batch: RngState) -> None:
+        """Check that the last run has drawn as many random numbers as the batch: none belongs to one sample."""
+        if not self.runs.can_repeat(after_batch):
+            raise NotVerified("the forward pass draws random numbers other than those of dropout")
+
+    def _run_replaced(self, samples: list[int]) -> dict[int, Tensor]:
+        """The outputs of a batch with `samples[n]` in the place of sample n."""
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            call = self.verification.arguments.replace_samples(samples, self.batch, self.verification.find_layout)
+        if call is None or self.verification.has_changed_arguments:
+            raise NotVerified("the samples in the arguments cannot be replaced")
+        try:
+            return self.runs.run(call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotVerified(f"a batch of some samples twice raises {shorten(error)}") from error
+
+    def _refuse_sum(self, position: int, totals: list[float]) -> None:
+        self._check_divided()
+        again = self._run_batch().get(position)
+        if again is None or abs(float(again) - totals[0]) > self._tight * abs(totals[0]):
+            raise NotVerified("a second run of the same batch gives other outputs")
+        raise SamplesMixed(
+            f"An output of the model that should be a sum over the samples is none: it is {totals[0]:.6g} for the "
+            f"batch, and {totals[1]:.6g} and {totals[2]:.6g} for two batches with half of the samples twice. "
+            f"{self.verification.advice} The option verify=False turns this check off."
+        )
+
+    def _is_finite(self) -> bool:
+        """Whether an output of the compared samples has finite entries."""
+        with _torch.DisableTorchFunction():
+            return any(
+                bool(take_sample(part.tensor, part.layout, sample, self.batch).isfinite().any())
+                for part in self.parts
+                for sample in self.verification.samples
+            )
+
+    def _are_samples_equal(self) -> bool:
+        """Whether all samples are copies of one, as in a batch of zeros: then they change nothing for each other."""
+        copies = self._make_copies(0)
+        if copies is None:
+            return False
+        try:
+            with _torch.DisableTorchFunction():
+                pairs = zip(iterate_tensors(self._whole), iterate_tensors(copies), strict=True)
+                return all(a is b or torch.equal(a, b) for a, b in pairs)
+        except Exception:  # tensors of another kind, such as nested ones, cannot be compared
+            return False
+
+    @property
+    def _tight(self) -> float:
+        """A relative difference that rounding rarely exceeds: 9e-5 in float32, 0.02 in bfloat16."""
+        return self.runs.rounding**0.5 / 4
+
+    @property
+    def _loose(self) -> float:
+        """A relative difference that is more than rounding: 0.02 in float32, 0.3 in bfloat16."""
+        return self.runs.rounding**0.25
+
+    # ---- runs ----
+
+    def _compare_alone(self, sample: int, call: Call) -> Difference | None:
+        try:
+            outputs = self.runs.run(call)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # batch norm and fixed shapes need several samples
+            copies = self._compare_with_copies(sample)
+            if copies is None:
+                raise NotVerified(f"sample {sample} alone raises {shorten(error)}") from error
+            self._needs_copies = True
+            return copies
+        if len(outputs) != self.verification.outputs:
+            return None
+        with _torch.DisableTorchFunction():
+            return find_difference(self.parts, outputs, sample, self.batch, crop=self.verification.checks_places)
+
+    def _run_batch(self) -> dict[int, Tensor]:
+        if self.verification.has_changed_arguments:
+            raise NotVerified("the forward pass changes its arguments in place")
+        try:
+            return self.runs.run(self._whole)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotVerified(f"a second run of the batch raises {shorten(error)}") from error
+
+    def _select_parts(self, outputs: dict[int, Tensor]) -> list[Part]:
+        """The parts of another run of the batch, which has the samples in the same places."""
+        pairs = [(part, outputs.get(part.position)) for part in self.parts]
+        with _torch.DisableTorchFunction():
+            return [
+                make_part(part.position, tensor, part.layout)
+                for part, tensor in pairs
+                if tensor is not None and tensor.shape == part.tensor.shape
+            ]
+
+    # ---- a difference was found ----
+
+    def _judge(self, sample: int, call: Call, found: Difference) -> None:
+        """Find out whether a difference is more than rounding; if so, raise."""
+        self._check_divided()
+        if self.verification.has_changed_arguments:
+            if found.relative > self._loose:
+                self._refuse(sample, found, "depends on the other samples, or on its place among them")
+            return
+        again = self._compare_batch(sample, self._run_batch())
+        if again is None or again.relative > self._tight:
+            raise NotVerified("a second run of the same batch gives other outputs")
+        precise = self._compare_precisely(sample, call)
+        if precise is not None and precise.relative <= self._tight:
+            return
+        found = precise or found
+        is_exact = self.runs.rounding <= torch.finfo(torch.float32).eps
+        influence = self._compare_with_copies(sample)
+        if influence is not None and influence.relative > (self._tight if is_exact else self._loose / 2):
+            self._refuse(sample, found, "changes with the other samples of the batch", call)
+        if found.relative > self._loose:
+            self._refuse(sample, found, "depends on its place in the batch, or on the size of the batch", call)
+
+    def _check_divided(self) -> None:
+        """Raise if an argument may hold several samples and was not divided among them."""
+        arguments = self.verification.arguments
+        if _has_list((arguments.args, arguments.kwargs), self.batch):
+            raise NotVerified("a list in the arguments may hold one item for each sample")
+        undivided = arguments.find_undivided(self.batch, self.verification.find_layout)
+        if undivided is not None:
+            raise NotVerified(
+                f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
+                "samples; if it is the same for all samples, pass it in constants="
+            )
+
+    def _compare_batch(self, sample: int, outputs: dict[int, Tensor]) -> Difference | None:
+        """The difference of a sample's rows between the batch and another run with as many samples; None if unknown."""
+        with _torch.DisableTorchFunction():
+            rows = {
+                part.position: take_sample(part.tensor, part.layout, sample, self.batch)
+                for part in self._select_parts(outputs)
+            }
+            return find_difference(self.parts, rows, sample, self.batch)
+
+    def _compare_precisely(self, sample: int, call: Call) -> Difference | None:
+        """The difference in float32, which is used from now on; None if it was used before, or cannot be used."""
+        if self.runs.rounding <= torch.finfo(torch.float32).eps:
+            return None
+        coarse = self.parts
+        try:
+            with self.runs.compute_precisely():
+                self.parts = self._select_parts(self._run_batch())
+                return self._compare_alone(sample, call)
+        except (NotVerified, torch.OutOfMemoryError):  # the model may need autocast to bring its dtypes together
+            self.parts = coarse
+            return None
+
+    def _compare_with_copies(self, sample: int) -> Difference | None:
+        """The change of a sample's output if all other samples are replaced by copies of it; None if unknown.
+
+        All shapes are the same, so that the kernels are the same and rounding hardly differs.
+        """
+        copies = self._make_copies(sample)
+        if copies is None or self.verification.has_changed_arguments:
+            return None
+        try:
+            return self._compare_batch(sample, self.runs.run(copies))
+        except Exception:  # the model needs samples that differ
+            return None
+
+    def _compare_rotated(self) -> None:
+        """Refuse an output that changes if each sample takes the place of the one before it."""
+        arguments, find_layout = self.verification.arguments, self.verification.find_layout
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            rotated = arguments.rotate_samples(self.batch, find_layout)
+        if rotated is None or self.verification.has_changed_arguments:
+            return
+        try:
+            outputs = self.runs.run(rotated)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # the model needs this order, as one that takes sorted lengths does
+            return
+        with _torch.DisableTorchFunction():
+            # The samples have kept their places in a rotated output only if these are of one size.
+            parts = [p for p in self._select_parts(outputs) if has_equal_shares(p.tensor, p.layout, self.batch)]
+            for sample in range(self.batch):
+                own = {
+                    part.position: take_sample(part.tensor, part.layout, (sample - 1) % self.batch, self.batch)
+                    for part in parts
+                }
+                found = find_difference(self.parts, own, sample, self.batch)
+                is_exact = self.runs.rounding <= torch.finfo(torch.float32).eps
+                if found is not None and found.relative > (self._tight if is_exact else self._loose / 2):
+                    self._judge_rotation(sample, found)
+                    return
+
+    def _judge_rotation(self, sample: int, found: Difference) -> None:
+        again = self._compare_batch(sample, self._run_batch())
+        if again is None or again.relative > self._tight:
+            raise NotVerified("a second run of the same batch gives other outputs")
+        arguments = self.verification.arguments
+        if _has_list((arguments.args, arguments.kwargs), self.batch):
+            raise NotVerified("a list in the arguments may hold one item for each sample")
+        raise SamplesMixed(
+            f"The output of sample {sample} depends on its place in the batch: a tensor of shape {found.shape} in the "
+            f"output of the model differs by up to {found.absolute:.3g} if each sample takes the place of the one "
+            "before it. In private training a sample's number in the batch must not influence its result. "
+            f"{self.verification.advice} The option verify=False turns this check off."
+        )
+
+    def _make_copies(self, sample: int) -> Call | None:
+        arguments, find_layout = self.verification.arguments, self.verification.find_layout
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            return arguments.repeat_sample(sample, self.batch, find_layout)
+
+    def _refuse(self, sample: int, found: Difference, cause: str, call: Call | None = None) -> NoReturn:
+        if self._needs_copies:
+            call = self._make_copies(sample)
+        place = None if call is None else self._find_module(sample, call)
+        other = "a batch of copies of it" if self._needs_copies else "the same sample alone"
+        where = f" The difference first appears in {place}." if place else ""
+        raise SamplesMixed(
+            f"The output of a sample {cause}: a tensor of shape {found.shape} in the output of the model differs by up "
+            f"to {found.absolute:.3g} between sample {sample} in its batch of {self.batch} and {other} "
+            f"(relative to the size of its entries: {found.relative:.2g}).{where} {self.verification.advice} "
+            "The option verify=False turns this check off."
+        )
+
+    def _find_module(self, sample: int, call: Call) -> str | None:
+        """The first module whose output differs between the batch and the sample alone, in words."""
+        alone: list[tuple[nn.Module, list[Tensor]]] = []
+        differing: list[nn.Module] = []
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            alone.append((module, [t.detach() for t in iterate_tensors(output)]))
+
+        def compare(module: nn.Module, args: Any, output: Any) -> None:
+            if differing or not alone or alone[0][0] is not module:  # the two runs must take the same way
+                return
+            _, own = alone.pop(0)
+            with _torch.DisableTorchFunction():
+                pairs = zip(own, iterate_tensors(output), strict=False)
+                if not all(match_any_layout(a, b.detach(), sample, self.batch, self._tight) for a, b in pairs):
+                    differing.append(module)
+
+        try:
+            self.runs.run(call, keep)
+            self.runs.run(self._whole, compare)
+        except Exception:  # only the name is lost
+            return None
+        model = self.runs.model
+        if not differing:
+            return f"the code of {type(model).__name__} itself"
+        name = next(name for name, module in model.named_modules() if module is differing[0])
+        return f"module '{name}' ({type(differing[0]).__name__})"
+
+
+def _has_list(value: Any, size: int) -> bool:
+    """Whether a list or array of this length is found in a value that is not a tensor and holds no tensors."""
+    if isinstance(value, Tensor):
+        return False
+    if isinstance(value, Mapping):
+        return any(_has_list(part, size) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        holds_items = not any(isinstance(part, (Tensor, list, tuple, Mapping)) for part in value)
+        return (len(value) == size and holds_items) or any(_has_list(part, size) for part in value)
+    if isinstance(getattr(value, "shape", None), tuple):
+        return bool(value.shape) and value.shape[0] == size
+    return has_attributes(value) and any(_has_list(part, size) for part in vars(value).values())

@@ -1,0 +1,161 @@
+"""The verification of one forward pass: made before it, finished after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.copies import CannotCopy
+from persample._internal.rng import RngState
+from persample._internal.state import ModuleState, keep_tensors
+from persample.batches import Arguments, Call, iterate_tensors
+from persample.errors import PerSampleError
+from persample.forward.tracker import Tracker
+from persample.layouts import Layout, Reduced
+from persample.recording.options import Options
+from persample.recording.verification.comparison import Comparison
+from persample.recording.verification.differences import Part, make_part
+from persample.recording.verification.runs import Runs
+from persample.recording.verification.status import NotVerified, describe, shorten
+
+# How many samples are run alone, besides the last one, if the model has read values of samples.
+_MAX_SAMPLES = 8
+
+
+class Verification:
+    """The verification of one forward pass: made before it, finished after it.
+
+    Args:
+        model: the model that is about to run.
+        arguments: its arguments.
+        tracker: knows where the samples lie in the arguments and, after the forward pass, in the outputs.
+        remember: called with what was found, unless memory ran out or the batch tells nothing about others. None if
+            passes of this kind were verified before, and this one does something new.
+        is_random: whether the pass draws random numbers, if it has already run.
+
+    Attributes:
+        is_telling: False if the outputs are not finite or, in private training, if all samples are equal.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arguments: Arguments,
+        tracker: Tracker,
+        remember: Callable[[str], None] | None,
+        is_random: bool = False,
+    ) -> None:
+        self.model = model
+        try:
+            self.arguments = arguments.copy()  # the forward pass may change its containers and objects
+        except CannotCopy as error:
+            raise NotVerified(f"among the arguments, {error}") from error
+        self.batch = tracker.batch
+        self.outputs = 0  # how many tensors the forward pass returned
+        self.is_telling = True
+        self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
+        self.find_layout, self.advice = tracker.find_layout, tracker.advice
+        self._tracker, self._remember, self._is_random = tracker, remember, is_random
+        self.samples: dict[int, Call] = {}
+        self._add_samples((0, self.batch - 1))
+        given = iterate_tensors((arguments.args, arguments.kwargs))
+        self._versions = [(t, t._version) for t in given if not t.is_inference()]
+        try:
+            self.before = ModuleState(model)
+        except Exception as error:
+            raise NotVerified(f"the state of the model cannot be copied: {shorten(error)}") from error
+        self.random_before = RngState(self.before.generators)
+
+    def _add_samples(self, numbers: Iterable[int]) -> None:
+        """Take these samples from the arguments, to run them alone."""
+        for n in numbers:
+            with torch.no_grad(), _torch.disable_dispatch_modes():  # an audit must not see it
+                call = self.arguments.take_sample(n, self.batch, self.find_layout)
+            if call is None:
+                raise NotVerified("the arguments cannot be cut into samples")
+            self.samples.setdefault(n, call)
+
+    def finish(self, output: Any, options: Options) -> str:
+        """Run samples alone, compare their outputs, and leave the model as it was.
+
+        Returns:
+            What was found, in words.
+
+        Raises:
+            SamplesMixed: the output of a sample alone differs from its part of the output of the batch.
+        """
+        try:
+            with _torch.DisableTorchFunction():
+                parts = self._find_parts(output)
+                if not parts and not self._find_sums(output):
+                    raise NotVerified("no output has a part for each sample, or is a sum over them")
+                if self._tracker.has_read_samples and not self.has_changed_arguments:  # each may take another branch
+                    self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
+            with self._open_extra_passes() as runs:
+                comparison = Comparison(self, runs, parts)
+                status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
+        except NotVerified as reason:
+            status = describe(reason, options, is_late=self._remember is None)
+        except torch.OutOfMemoryError:
+            return "not verified: out of memory"  # not remembered
+        if self.is_telling and self._remember is not None:
+            self._remember(status)
+        return status
+
+    def _find_parts(self, output: Any) -> list[Part]:
+        """The outputs in which the samples lie in known places."""
+        parts = []
+        self.outputs = sum(1 for _ in iterate_tensors(output))
+        for position, tensor in enumerate(iterate_tensors(output)):
+            if tensor.dim() and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+                try:
+                    layout = self.find_layout(tensor)
+                except PerSampleError:  # refused when it is used
+                    continue
+                if isinstance(layout, Layout):
+                    parts.append(make_part(position, tensor, layout))
+        return parts
+
+    def _find_sums(self, output: Any) -> dict[int, Tensor]:
+        """The outputs that are sums or means over the samples, such as a loss, by position."""
+        layouts = (
+            (position, tensor, self.find_layout(tensor)) for position, tensor in enumerate(iterate_tensors(output))
+        )
+        return {
+            position: tensor.detach()
+            for position, tensor, where in layouts
+            if isinstance(where, Reduced) and where.kind != "mixed" and tensor.numel() == 1
+        }
+
+    @property
+    def has_changed_arguments(self) -> bool:
+        """Whether the forward pass has changed its arguments in place."""
+        return any(tensor._version != version for tensor, version in self._versions)
+
+    @contextmanager
+    def _open_extra_passes(self) -> Iterator[Runs]:
+        """Restores everything that the extra passes change: state of the model, random numbers, settings of torch."""
+        after = ModuleState(self.model)
+        random_after = RngState(self.before.generators)
+        had_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # casts of the extra passes must not be used by others
+        try:
+            with ExitStack() as stack:
+                if _torch.get_saved_tensor_hooks() is not None:  # a checkpoint counts what is saved
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_return_same, _return_same))
+                writes = stack.enter_context(keep_tensors(after))
+                yield Runs(self, writes, is_random=self._is_random or random_after != self.random_before)
+        finally:
+            torch.set_autocast_cache_enabled(had_cache)
+            after.restore()
+            if RngState(self.before.generators) != random_after:
+                random_after.restore()
+
+
+def _return_same(tensor: Tensor) -> Tensor:
+    return tensor
