@@ -3,26 +3,26 @@
 from typing import TYPE_CHECKING, Any
 
 from persample._version import __version__
-from persample.checking import check
-from persample.errors import PerSampleError, SamplesMixed
-from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
-from persample.gradients import (
-    LossGradients,
-    PerSampleGradients,
-    StreamedClip,
-    StreamedNorms,
-    release_memory,
-    sample_labels,
-)
-from persample.penalties import differentiable_norms
-from persample.recording.record import record
-from persample.recording.rows import rows
-from persample.recording.watch import Watch, watch
-from persample.rules import register_rule
 
 if TYPE_CHECKING:
+    from persample.checking import check
     from persample.compiled import CompiledStep, compile
+    from persample.errors import PerSampleError, SamplesMixed
+    from persample.expanded_weights import ExpandedWeight, call_for_per_sample_grads, implements_per_sample_grads
+    from persample.gradients import (
+        LossGradients,
+        PerSampleGradients,
+        StreamedClip,
+        StreamedNorms,
+        release_memory,
+        sample_labels,
+    )
     from persample.monitoring import ImportanceSampler, Monitor, monitor
+    from persample.penalties import differentiable_norms
+    from persample.recording.record import record
+    from persample.recording.rows import rows
+    from persample.recording.watch import Watch, watch
+    from persample.rules import register_rule
     from persample.scanning import Scan, evaluate, scan
 
 __all__ = [
@@ -55,28 +55,53 @@ __all__ = [
     "watch",
 ]
 
-# Imported when they are first asked for: scanning needs an extra, compiling needs many private names of torch.
-_LAZY = {
+# The module of each public name. It is imported when the name is first asked for: torch takes seconds, which
+# `persample --help` should not wait for, and scanning needs an extra.
+_MODULES = {
     "CompiledStep": "compiled",
+    "ExpandedWeight": "expanded_weights",
     "ImportanceSampler": "monitoring",
+    "LossGradients": "gradients",
     "Monitor": "monitoring",
+    "PerSampleError": "errors",
+    "PerSampleGradients": "gradients",
+    "SamplesMixed": "errors",
     "Scan": "scanning",
+    "StreamedClip": "gradients",
+    "StreamedNorms": "gradients",
+    "Watch": "recording.watch",
+    "call_for_per_sample_grads": "expanded_weights",
+    "check": "checking",
     "compile": "compiled",
+    "differentiable_norms": "penalties",
     "evaluate": "scanning",
+    "implements_per_sample_grads": "expanded_weights",
     "monitor": "monitoring",
+    "record": "recording.record",
+    "register_rule": "rules",
+    "release_memory": "gradients",
+    "rows": "recording.rows",
+    "sample_labels": "gradients",
     "scan": "scanning",
+    "watch": "recording.watch",
 }
+
+# If their extra is missing, the error comes at use, so that `hasattr` and `dir` work without it.
+_EXTRAS = {"monitoring", "scanning"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULES:
         raise AttributeError(f"module 'persample' has no attribute '{name}'")
     from importlib import import_module
 
     try:
-        return getattr(import_module(f"persample.{_LAZY[name]}"), name)
-    except ImportError as error:  # an extra is missing: say so at use, so that `hasattr` and `dir` work without it
+        value = getattr(import_module(f"persample.{_MODULES[name]}"), name)
+    except ImportError as error:
+        if _MODULES[name] not in _EXTRAS:
+            raise
         return _make_missing(name, error)
+    return globals().setdefault(name, value)
 
 
 def _make_missing(name: str, error: ImportError) -> Any:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from persample.cli import UsageError, main
+from persample.cli import main
+from persample.cli.user_code import UsageError
 from tests.support.command_line import run_command
 from tests.support.paths import ROOT
 

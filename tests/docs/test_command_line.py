@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from persample.cli import commands
-from persample.cli.commands import COMMANDS, INTERRUPTED, main
+from persample.cli.commands import COMMANDS, INTERRUPTED, load_command, main
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs/reference/cli.md").read_text()
@@ -39,7 +41,21 @@ def test_table_lists_the_exit_codes_of_every_command() -> None:
     general = {0, 2, INTERRUPTED, commands.BROKEN_PIPE}
     assert {code for code, names in listed.items() if names == ALL} == general
     found: dict[int, set[str]] = {}
-    for name, command in COMMANDS.items():
-        for code in set(command.exit_codes) - general:
+    for name in COMMANDS:
+        for code in set(load_command(name).exit_codes) - general:
             found.setdefault(code, set()).add(name)
     assert {code: names for code, names in listed.items() if code not in general} == found
+
+
+@pytest.mark.parametrize("option", ["--help", "--version"])
+def test_general_options_do_not_wait_for_torch(option: str) -> None:
+    code = f"""
+import sys
+from persample.cli import main
+try:
+    main(["{option}"])
+finally:
+    assert not {{"torch", "numpy"}} & sys.modules.keys()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith(("usage: persample", "persample ")), done.stderr

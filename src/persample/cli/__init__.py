@@ -4,6 +4,5 @@
 """
 
 from persample.cli.commands import main
-from persample.cli.user_code import UsageError
 
-__all__ = ["UsageError", "main"]
+__all__ = ["main"]

@@ -48,4 +48,4 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("copy data with corrected labels", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -73,4 +73,4 @@ def _run(args: Namespace) -> int:
     return int(result.exceeds)
 
 
-COMMAND = Command("measure what a private training reveals", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

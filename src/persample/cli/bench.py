@@ -125,6 +125,4 @@ def _format_result(answer: dict[str, Any]) -> str:
     return "\n".join([title, subtitle, format_table(rows, right={1}, indent="  ")])
 
 
-COMMAND = Command(
-    "measure the cost of per-sample gradients on this machine", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES
-)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -71,6 +71,4 @@ def _run(args: Namespace) -> int:
     return _OUTCOME_CODES[report.outcome]
 
 
-COMMAND = Command(
-    "compare per-sample gradients with a loop over a few samples", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES
-)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

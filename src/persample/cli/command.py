@@ -17,7 +17,6 @@ from persample._internal.text import replace_nonfinite
 class Command:
     """A subcommand. `run` returns the exit code."""
 
-    summary: str
     description: str
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import persample
-from persample.cli import apply, audit, bench, check, compare, demo, evaluate, export, monitor, query, report, scan
-from persample.cli.user_code import UsageError
+
+if TYPE_CHECKING:
+    from persample.cli.command import Command
 
 BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
 
+# The module `persample.cli.NAME` holds each command. It needs torch, and is imported when the command is called for.
 COMMANDS = {
-    "scan": scan.COMMAND,
-    "query": query.COMMAND,
-    "report": report.COMMAND,
-    "export": export.COMMAND,
-    "apply": apply.COMMAND,
-    "compare": compare.COMMAND,
-    "evaluate": evaluate.COMMAND,
-    "check": check.COMMAND,
-    "audit": audit.COMMAND,
-    "monitor": monitor.COMMAND,
-    "bench": bench.COMMAND,
-    "demo": demo.COMMAND,
+    "scan": "measure each example of a dataset",
+    "query": "find examples in a scan",
+    "report": "write an HTML report of a scan",
+    "export": "write suspects to a file to fill in",
+    "apply": "copy data with corrected labels",
+    "compare": "compare two scans",
+    "evaluate": "measure how well influence works for a model",
+    "check": "compare per-sample gradients with a loop over a few samples",
+    "audit": "measure what a private training reveals",
+    "monitor": "draw a training run",
+    "bench": "measure the cost of per-sample gradients on this machine",
+    "demo": "find wrong labels in the digits of scikit-learn",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, and return its exit code."""
-    args = _make_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    args = _make_parser(words).parse_args(words)
+    from persample.cli.user_code import UsageError
+
     try:
-        code = COMMANDS[args.command].run(args)
+        code = load_command(args.command).run(args)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader of a pipe has closed it, such as `| head`
@@ -49,22 +56,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _make_parser() -> ArgumentParser:
+def load_command(name: str) -> Command:
+    """Import a command."""
+    command: Command = importlib.import_module(f"persample.cli.{name}").COMMAND
+    return command
+
+
+def _make_parser(words: Sequence[str]) -> ArgumentParser:
+    """The parser of a command line. Only the command that it names is imported, so that the help of all is quick."""
     parser = ArgumentParser("persample", description=persample.__doc__)
     parser.add_argument("--version", action="version", version=f"persample {persample.__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name,
-            help=command.summary,
-            description=command.description,
-            epilog=_format_exit_codes(command.exit_codes),
-            formatter_class=RawDescriptionHelpFormatter,
-        )
-        command.add_arguments(subparser)
-        subparser.add_argument("--json", action="store_true", help="print the result as JSON")
-        subparser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, formatter_class=RawDescriptionHelpFormatter)
+        if name == chosen:
+            _add_command(subparser, load_command(name))
     return parser
+
+
+def _add_command(parser: ArgumentParser, command: Command) -> None:
+    parser.description, parser.epilog = command.description, _format_exit_codes(command.exit_codes)
+    command.add_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _format_exit_codes(exit_codes: Mapping[int, str]) -> str:

@@ -65,4 +65,4 @@ def _describe(found: Any, before: Any, after: Any) -> Iterator[str]:
             yield f"  and {len(pairs) - _SHOWN:,} more"
 
 
-COMMAND = Command("compare two scans", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

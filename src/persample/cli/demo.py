@@ -167,4 +167,4 @@ def _format_scores(scores: dict[str, dict[str, float]], flips: int) -> str:
     return f"\n{format_table(rows, header, right={1, 2})}\n{note}"
 
 
-COMMAND = Command("find wrong labels in the digits of scikit-learn", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

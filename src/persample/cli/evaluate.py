@@ -115,4 +115,4 @@ def _make_answer(found: Any) -> dict[str, Any]:
     }
 
 
-COMMAND = Command("measure how well influence works for a model", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -43,4 +43,4 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("write suspects to a file to fill in", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

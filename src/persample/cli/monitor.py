@@ -41,4 +41,4 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("draw a training run", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -260,4 +260,4 @@ def _format_cell(value: Any) -> str:
     return format_number(value) if isinstance(value, float) else str(value)
 
 
-COMMAND = Command("find examples in a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

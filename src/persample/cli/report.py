@@ -110,4 +110,4 @@ def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack)
     return _Contents(found, data, note=note)
 
 
-COMMAND = Command("write an HTML report of a scan", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

@@ -258,4 +258,4 @@ def _join_processes() -> Iterator[int]:
         distributed.destroy_process_group()
 
 
-COMMAND = Command("measure each example of a dataset", _DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
+COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)
