@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
@@ -110,7 +110,7 @@ def run_monitor(loop: Loop, case: Case, path: Path) -> None:
 
 def run_scan(loop: Loop, case: Case, path: Path) -> None:
     model, batches = case
-    options = {"quantities": ("loss", "norm"), "progress": False, "batch_size": 2, "project": None}
+    options: Any = {"quantities": ("loss", "norm"), "progress": False, "batch_size": 2, "project": None}
     for number, (size, batch) in enumerate(zip(loop.sizes, batches, strict=True)):
         expected = compute_expected(loop, model.eval(), batch, size, seed=0)
         samples = [loop.take(batch, n) for n in range(size)]
@@ -135,9 +135,9 @@ def run_private(loop: Loop, case: Case, path: Path) -> None:
         **{"noise_multiplier": 0.0, "max_grad_norm": bound, "loss_reduction": reduction, "poisson_sampling": False},
     )
     model, optimizer, loader = private
-    torch.manual_seed(0)
     try:
         for same_batch in loader:
+            torch.manual_seed(0)
             optimizer.zero_grad()
             run_step(loop.step, model, same_batch)
             optimizer.step()
@@ -203,7 +203,3 @@ class _Messages(logging.Handler):
 
     def __exit__(self, *error: Any) -> None:
         self._logger.removeHandler(self)
-
-
-def is_module(model: Model) -> bool:
-    return isinstance(model, nn.Module)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, USUAL, WATCH, Batch, Origin
+from tests.everyday.loop import MONITOR, PRIVATE, RECORD, USUAL, WATCH, Batch, Origin
 from tests.everyday.objectives import classifier
 from tests.everyday.pytorch_examples import labelled, mlp
 
@@ -56,13 +56,22 @@ def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 habits("gradient checkpointing", Checkpointed, labelled, front_ends=(RECORD, WATCH, MONITOR, PRIVATE))(cross_entropy)
 
 
-@habits("body and head called one after the other", lambda: nn.ModuleDict({"body": mlp(4, 5), "head": nn.Linear(5, 3)}), labelled,
-        front_ends=(RECORD, WATCH))  # fmt: skip
+@habits(
+    "body and head called one after the other",
+    lambda: nn.ModuleDict({"body": mlp(4, 5), "head": nn.Linear(5, 3)}),
+    labelled,
+    front_ends=(RECORD, WATCH),
+)
 def module_dict(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(model["head"](model["body"](batch[0])), batch[1])
 
 
-@habits("layers of a ModuleList in the loop", lambda: nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3)]), labelled, front_ends=(RECORD,))
+@habits(
+    "layers of a ModuleList in the loop",
+    lambda: nn.ModuleList([nn.Linear(4, 5), nn.Linear(5, 3)]),
+    labelled,
+    front_ends=(RECORD,),
+)
 def module_list(model: Any, batch: Batch) -> Tensor:
     h = batch[0]
     for i, layer in enumerate(model):
@@ -75,7 +84,12 @@ def direct_forward(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model.forward(batch[0]), batch[1])
 
 
-@habits("a loss module with its own weights: two modules", lambda: {"model": mlp(4, 5), "criterion": nn.Linear(5, 3)}, labelled, front_ends=(RECORD,))
+@habits(
+    "a loss module with its own weights: two modules",
+    lambda: {"model": mlp(4, 5), "criterion": nn.Linear(5, 3)},
+    labelled,
+    front_ends=(RECORD,),
+)
 def trained_criterion(models: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(models["criterion"](models["model"](batch[0])), batch[1])
 
@@ -109,8 +123,12 @@ def dataclass_argument(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(example), example.y)
 
 
-@habits("DataParallel-style dict of inputs", lambda: TakesDict(), lambda size: {"x": torch.randn(size, 4), "y": torch.randint(3, (size,)), "id": [*range(size)]},
-        take=lambda b, n: {"x": b["x"][n : n + 1], "y": b["y"][n : n + 1], "id": b["id"][n : n + 1]})  # fmt: skip
+@habits(
+    "DataParallel-style dict of inputs",
+    lambda: TakesDict(),
+    lambda size: {"x": torch.randn(size, 4), "y": torch.randint(3, (size,)), "id": [*range(size)]},
+    take=lambda b, n: {"x": b["x"][n : n + 1], "y": b["y"][n : n + 1], "id": b["id"][n : n + 1]},
+)
 def dict_argument(model: nn.Module, batch: Batch) -> Tensor:
     return model(batch)["loss"]  # type: ignore[no-any-return]
 
@@ -133,7 +151,9 @@ def sample_by_sample(model: nn.Module, batch: Batch) -> Tensor:
     return loss / len(outputs)
 
 
-@habits("deep supervision: losses of several outputs", lambda: DeepSupervision(), labelled, front_ends=(*USUAL, PRIVATE))
+@habits(
+    "deep supervision: losses of several outputs", lambda: DeepSupervision(), labelled, front_ends=(*USUAL, PRIVATE)
+)
 def deep_supervision(model: nn.Module, batch: Batch) -> Tensor:
     outputs = model(batch[0])
     return sum(w * F.cross_entropy(o, batch[1]) for w, o in zip((0.3, 1.0), outputs, strict=True))  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Loops of the task scripts of Hugging Face: tiny random models, batches as collators make them, the model's own loss."""
+"""Loops of the task scripts of Hugging Face: batches as collators make them, and the model's own loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from tests.everyday.loop import MONITOR, PRIVATE, RECORD, SCAN, USUAL, WATCH, Batch, Origin
+from tests.everyday.loop import MONITOR, PRIVATE, RECORD, SCAN, WATCH, Batch, Origin
 from tests.support.hf_models import PLAIN, make_common_settings, select_known
 
 tasks = Origin("Hugging Face tasks")
@@ -66,14 +66,29 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
 COUNTED = {"private": "targets|mean over|average"}
 COUNTED_FRONT_ENDS = (RECORD, MONITOR)
 
-tasks("causal language model, GPT-2", make("GPT2LMHeadModel"), causal, tolerance=ROUNDS, count=count_next,
-      front_ends=(RECORD, WATCH, MONITOR, PRIVATE), refused=COUNTED)(own_loss)  # fmt: skip
+tasks(
+    "causal language model, GPT-2",
+    make("GPT2LMHeadModel"),
+    causal,
+    tolerance=ROUNDS,
+    count=count_next,
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    refused=COUNTED,
+)(own_loss)
 tasks("causal language model, Llama", make("LlamaForCausalLM"), causal, tolerance=ROUNDS, count=count_next)(own_loss)
-tasks("causal language model, OPT", make("OPTForCausalLM", ffn_dim=20, word_embed_proj_dim=24), causal,
-      tolerance=ROUNDS, count=count_next, front_ends=(RECORD,))(own_loss)  # fmt: skip
+tasks(
+    "causal language model, OPT",
+    make("OPTForCausalLM", ffn_dim=20, word_embed_proj_dim=24),
+    causal,
+    tolerance=ROUNDS,
+    count=count_next,
+    front_ends=(RECORD,),
+)(own_loss)
 
 
-@tasks("causal language model, loss in the script", make("GPTNeoXForCausalLM"), causal, tolerance=ROUNDS, count=count_next)
+@tasks(
+    "causal language model, loss in the script", make("GPTNeoXForCausalLM"), causal, tolerance=ROUNDS, count=count_next
+)
 def shifted_loss(model: nn.Module, batch: Batch) -> Tensor:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     shift_logits, shift_labels = logits[..., :-1, :].contiguous(), batch["labels"][..., 1:].contiguous()
@@ -85,8 +100,13 @@ def grouped(size: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
-tasks("causal language model on blocks of one length", make("GPT2LMHeadModel"), grouped, tolerance=ROUNDS,
-      front_ends=(RECORD, WATCH, MONITOR, SCAN, PRIVATE))(own_loss)  # fmt: skip
+tasks(
+    "causal language model on blocks of one length",
+    make("GPT2LMHeadModel"),
+    grouped,
+    tolerance=ROUNDS,
+    front_ends=(RECORD, WATCH, MONITOR, SCAN, PRIVATE),
+)(own_loss)
 
 
 @tasks(
@@ -100,7 +120,13 @@ def with_items(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch).loss  # type: ignore[no-any-return]
 
 
-@tasks("causal language model, num_items_in_batch as a number", make("GPT2LMHeadModel"), causal, tolerance=ROUNDS, count=count_next)
+@tasks(
+    "causal language model, num_items_in_batch as a number",
+    make("GPT2LMHeadModel"),
+    causal,
+    tolerance=ROUNDS,
+    count=count_next,
+)
 def with_items_as_number(model: nn.Module, batch: Batch) -> Tensor:
     return model(**batch, num_items_in_batch=int((batch["labels"][:, 1:] != -100).sum())).loss  # type: ignore[no-any-return]
 
@@ -114,12 +140,24 @@ def masked(size: int) -> dict[str, Tensor]:
     return {**batch, "input_ids": batch["input_ids"].masked_fill(chosen, 4), "labels": labels}
 
 
-tasks("masked language model, BERT", make("BertForMaskedLM"), masked, count=count_labels,
-      front_ends=(RECORD, WATCH, MONITOR, PRIVATE), refused=COUNTED)(own_loss)  # fmt: skip
-tasks("masked language model, RoBERTa", make("RobertaForMaskedLM"), masked, count=count_labels,
-      front_ends=(RECORD,))(own_loss)  # fmt: skip
-tasks("masked language model, DistilBERT", make("DistilBertForMaskedLM", hidden_dim=20), masked,
-      count=count_labels, front_ends=(MONITOR,))(own_loss)  # fmt: skip
+tasks(
+    "masked language model, BERT",
+    make("BertForMaskedLM"),
+    masked,
+    count=count_labels,
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    refused=COUNTED,
+)(own_loss)
+tasks("masked language model, RoBERTa", make("RobertaForMaskedLM"), masked, count=count_labels, front_ends=(RECORD,))(
+    own_loss
+)
+tasks(
+    "masked language model, DistilBERT",
+    make("DistilBertForMaskedLM", hidden_dim=20),
+    masked,
+    count=count_labels,
+    front_ends=(MONITOR,),
+)(own_loss)
 
 
 def two_texts(size: int) -> dict[str, Tensor]:
@@ -129,13 +167,22 @@ def two_texts(size: int) -> dict[str, Tensor]:
 
 
 T5 = {"d_model": 24, "d_kv": 8, "d_ff": 20, "num_layers": 1, "num_heads": 2, "relative_attention_num_buckets": 8}
-tasks("summarisation, T5", make("T5ForConditionalGeneration", **T5), two_texts, count=count_labels, tolerance=ROUNDS)(own_loss)
+tasks("summarisation, T5", make("T5ForConditionalGeneration", **T5), two_texts, count=count_labels, tolerance=ROUNDS)(
+    own_loss
+)
 BART = {"d_model": 24, "encoder_layers": 1, "decoder_layers": 1}
-tasks("translation, BART", make("BartForConditionalGeneration", **BART), two_texts, count=count_labels, tolerance=ROUNDS)(own_loss)
+tasks(
+    "translation, BART", make("BartForConditionalGeneration", **BART), two_texts, count=count_labels, tolerance=ROUNDS
+)(own_loss)
 
 
-@tasks("translation, BART with label smoothing in the script", make("BartForConditionalGeneration", **BART), two_texts,
-       count=count_labels, front_ends=(RECORD,))  # fmt: skip
+@tasks(
+    "translation, BART with label smoothing in the script",
+    make("BartForConditionalGeneration", **BART),
+    two_texts,
+    count=count_labels,
+    front_ends=(RECORD,),
+)
 def smoothed(model: Any, batch: Batch) -> Tensor:
     outputs, labels = model(**batch), batch["labels"].unsqueeze(-1)
     log_probs = -F.log_softmax(outputs.logits, dim=-1)
@@ -153,8 +200,9 @@ def tagged(size: int) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-tasks("named entities, tags of tokens", make("BertForTokenClassification", num_labels=3), tagged,
-      count=count_labels)(own_loss)  # fmt: skip
+tasks("named entities, tags of tokens", make("BertForTokenClassification", num_labels=3), tagged, count=count_labels)(
+    own_loss
+)
 
 
 def answered(size: int) -> dict[str, Tensor]:
@@ -162,8 +210,7 @@ def answered(size: int) -> dict[str, Tensor]:
     return {**padded(size), "start_positions": starts, "end_positions": starts + 1}
 
 
-tasks("extractive answers", make("BertForQuestionAnswering"), answered,
-      front_ends=(RECORD, WATCH, MONITOR))(own_loss)  # fmt: skip
+tasks("extractive answers", make("BertForQuestionAnswering"), answered, front_ends=(RECORD, WATCH, MONITOR))(own_loss)
 
 
 def choices(size: int) -> dict[str, Tensor]:
@@ -178,14 +225,28 @@ def classified(size: int) -> dict[str, Tensor]:
     return {**padded(size), "labels": torch.randint(3, (size,))}
 
 
-tasks("GLUE, classes of texts", make("BertForSequenceClassification", num_labels=3), classified,
-      front_ends=(RECORD, WATCH, MONITOR, PRIVATE))(own_loss)  # fmt: skip
-tasks("classes of texts, GPT-2 at the last token", make("GPT2ForSequenceClassification", num_labels=3), classified,
-      front_ends=(RECORD, MONITOR))(own_loss)  # fmt: skip
-tasks("regression on texts (STS-B)", make("RobertaForSequenceClassification", num_labels=1),
-      lambda size: {**padded(size), "labels": torch.randn(size)})(own_loss)  # fmt: skip
-tasks("several labels per text", make("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"),
-      lambda size: {**padded(size), "labels": torch.randint(2, (size, 3)).double()})(own_loss)  # fmt: skip
+tasks(
+    "GLUE, classes of texts",
+    make("BertForSequenceClassification", num_labels=3),
+    classified,
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+)(own_loss)
+tasks(
+    "classes of texts, GPT-2 at the last token",
+    make("GPT2ForSequenceClassification", num_labels=3),
+    classified,
+    front_ends=(RECORD, MONITOR),
+)(own_loss)
+tasks(
+    "regression on texts (STS-B)",
+    make("RobertaForSequenceClassification", num_labels=1),
+    lambda size: {**padded(size), "labels": torch.randn(size)},
+)(own_loss)
+tasks(
+    "several labels per text",
+    make("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"),
+    lambda size: {**padded(size), "labels": torch.randint(2, (size, 3)).double()},
+)(own_loss)
 
 
 def pictures(size: int, side: int = 16) -> dict[str, Tensor]:
@@ -193,13 +254,21 @@ def pictures(size: int, side: int = 16) -> dict[str, Tensor]:
 
 
 VIT = {"image_size": 8, "patch_size": 4, "num_labels": 3}
-tasks("image classification, ViT", make("ViTForImageClassification", **VIT), lambda size: pictures(size, 8),
-      front_ends=(RECORD, WATCH, MONITOR, SCAN, PRIVATE))(own_loss)  # fmt: skip
+tasks(
+    "image classification, ViT",
+    make("ViTForImageClassification", **VIT),
+    lambda size: pictures(size, 8),
+    front_ends=(RECORD, WATCH, MONITOR, SCAN, PRIVATE),
+)(own_loss)
 
 
-@tasks("image classification, mixup in the script", make("ViTForImageClassification", **VIT),
-       lambda size: (pictures(size, 8), F.one_hot(torch.randint(3, (size,)), 3).double()),
-       prepare=lambda batch: mix(*batch), front_ends=(RECORD, MONITOR))  # fmt: skip
+@tasks(
+    "image classification, mixup in the script",
+    make("ViTForImageClassification", **VIT),
+    lambda size: (pictures(size, 8), F.one_hot(torch.randint(3, (size,)), 3).double()),
+    prepare=lambda batch: mix(*batch),
+    front_ends=(RECORD, MONITOR),
+)
 def soft_targets(model: Any, batch: Batch) -> Tensor:
     images, targets = batch
     return F.cross_entropy(model(pixel_values=images).logits, targets)
@@ -213,7 +282,12 @@ def mix(images: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
 
 SOUND = {
     **{"conv_dim": (4, 4), "conv_kernel": (3, 3), "conv_stride": (2, 2), "num_feat_extract_layers": 2},
-    **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0, "apply_spec_augment": False},
+    **{
+        "num_conv_pos_embeddings": 4,
+        "num_conv_pos_embedding_groups": 2,
+        "mask_time_prob": 0.0,
+        "apply_spec_augment": False,
+    },
     **{"feat_extract_norm": "layer", "conv_bias": True, "do_stable_layer_norm": True},
 }
 
@@ -224,9 +298,11 @@ def sounds(size: int) -> dict[str, Tensor]:
     return {"input_values": torch.randn(size, 80) * mask, "attention_mask": mask.long()}
 
 
-tasks("audio classification, Wav2Vec2",
-      make("Wav2Vec2ForSequenceClassification", **SOUND, num_labels=3, classifier_proj_size=8),
-      lambda size: {**sounds(size), "labels": torch.randint(3, (size,))})(own_loss)  # fmt: skip
+tasks(
+    "audio classification, Wav2Vec2",
+    make("Wav2Vec2ForSequenceClassification", **SOUND, num_labels=3, classifier_proj_size=8),
+    lambda size: {**sounds(size), "labels": torch.randint(3, (size,))},
+)(own_loss)
 
 
 def spoken(size: int) -> dict[str, Tensor]:
@@ -236,14 +312,24 @@ def spoken(size: int) -> dict[str, Tensor]:
 
 
 CTC = {"vocab_size": 12, "pad_token_id": 0}
-tasks("speech recognition by CTC, Wav2Vec2, sum", make("Wav2Vec2ForCTC", **SOUND, **CTC, ctc_loss_reduction="sum"),
-      spoken)(own_loss)  # fmt: skip
-tasks("speech recognition by CTC, Wav2Vec2, mean", make("Wav2Vec2ForCTC", **SOUND, **CTC, ctc_loss_reduction="mean"),
-      spoken)(own_loss)  # fmt: skip
+tasks(
+    "speech recognition by CTC, Wav2Vec2, sum", make("Wav2Vec2ForCTC", **SOUND, **CTC, ctc_loss_reduction="sum"), spoken
+)(own_loss)
+tasks(
+    "speech recognition by CTC, Wav2Vec2, mean",
+    make("Wav2Vec2ForCTC", **SOUND, **CTC, ctc_loss_reduction="mean"),
+    spoken,
+)(own_loss)
 
 SEGFORMER = {
     **{"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8], "patch_sizes": [3, 3]},
-    **{"strides": [2, 2], "num_attention_heads": [2, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8, "num_labels": 3},
+    **{
+        "strides": [2, 2],
+        "num_attention_heads": [2, 2],
+        "mlp_ratios": [2, 2],
+        "decoder_hidden_size": 8,
+        "num_labels": 3,
+    },
     **{"drop_path_rate": 0.0, "classifier_dropout_prob": 0.0},
 }
 
@@ -263,17 +349,25 @@ def make_segformer() -> nn.Module:
     return model
 
 
-tasks("semantic segmentation, Segformer with a frozen BatchNorm", make_segformer, segmented,
-      count=lambda batch: (batch["labels"] != 255).sum(), front_ends=(RECORD, MONITOR))(own_loss)  # fmt: skip
-tasks("semantic segmentation, Segformer, BatchNorm in training mode", make("SegformerForSemanticSegmentation", **SEGFORMER),
-      segmented, front_ends=(RECORD,), refused={"all": "BatchNorm"})(own_loss)  # fmt: skip
+tasks(
+    "semantic segmentation, Segformer with a frozen BatchNorm",
+    make_segformer,
+    segmented,
+    count=lambda batch: (batch["labels"] != 255).sum(),
+    front_ends=(RECORD, MONITOR),
+)(own_loss)
+tasks(
+    "semantic segmentation, Segformer, BatchNorm in training mode",
+    make("SegformerForSemanticSegmentation", **SEGFORMER),
+    segmented,
+    front_ends=(RECORD,),
+    refused={"all": "BatchNorm"},
+)(own_loss)
 
 
 def boxes(size: int) -> dict[str, Any]:
     counts = [1 + n % 3 for n in range(size)]
-    labels = [
-        {"class_labels": torch.randint(3, (k,)), "boxes": 0.2 + 0.3 * torch.rand(k, 4)} for k in counts
-    ]
+    labels = [{"class_labels": torch.randint(3, (k,)), "boxes": 0.2 + 0.3 * torch.rand(k, 4)} for k in counts]
     return {"pixel_values": torch.randn(size, 3, 16, 16), "labels": labels}
 
 
@@ -284,8 +378,13 @@ def take_image(batch: Batch, n: int) -> Batch:
 YOLOS = {"image_size": [16, 16], "patch_size": 8, "num_detection_tokens": 5, "num_labels": 3}
 
 
-@tasks("object detection, YOLOS, boxes matched to queries", make("YolosForObjectDetection", **YOLOS), boxes, take=take_image,
-       front_ends=(RECORD, MONITOR))  # fmt: skip
+@tasks(
+    "object detection, YOLOS, boxes matched to queries",
+    make("YolosForObjectDetection", **YOLOS),
+    boxes,
+    take=take_image,
+    front_ends=(RECORD, MONITOR),
+)
 def matched_boxes(model: Any, batch: Batch) -> Tensor:
     from scipy.optimize import linear_sum_assignment
 
@@ -304,7 +403,6 @@ def matched_boxes(model: Any, batch: Batch) -> Tensor:
     return loss_ce + 5 * loss_bbox
 
 
-
 def share_of_image(model: Any, sample: Batch, batch: Batch) -> Tensor:
     """An unmatched query has the weight 0.1; losses of boxes are divided by their number."""
     terms, counts = model(**sample).loss_dict, [len(target["boxes"]) for target in batch["labels"]]
@@ -314,26 +412,61 @@ def share_of_image(model: Any, sample: Batch, batch: Batch) -> Tensor:
     return terms["loss_ce"] * weight / weights + boxes * own / sum(counts)
 
 
-tasks("object detection, YOLOS with the model's own loss", make("YolosForObjectDetection", **YOLOS), boxes,
-      take=take_image, front_ends=(RECORD, MONITOR), share=share_of_image)(own_loss)  # fmt: skip
+tasks(
+    "object detection, YOLOS with the model's own loss",
+    make("YolosForObjectDetection", **YOLOS),
+    boxes,
+    take=take_image,
+    front_ends=(RECORD, MONITOR),
+    share=share_of_image,
+)(own_loss)
 
 
 def image_texts(size: int) -> dict[str, Any]:
     batch = padded(size)
     batch["input_ids"][:, -1] = WORDS
-    return {**batch, "attention_mask": torch.ones(size, LENGTH).long(), "pixel_values": torch.randn(size, 3, 8, 8), "return_loss": True}
+    return {
+        **batch,
+        "attention_mask": torch.ones(size, LENGTH).long(),
+        "pixel_values": torch.randn(size, 3, 8, 8),
+        "return_loss": True,
+    }
 
 
 def make_clip() -> nn.Module:
-    text = {"vocab_size": WORDS + 1, "hidden_size": 12, "intermediate_size": 12, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "max_position_embeddings": 16, "eos_token_id": WORDS}  # fmt: skip
-    vision = {"image_size": 8, "patch_size": 4, "hidden_size": 12, "intermediate_size": 12, "num_hidden_layers": 1,
-              "num_attention_heads": 2}  # fmt: skip
+    text = {
+        "vocab_size": WORDS + 1,
+        "hidden_size": 12,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 16,
+        "eos_token_id": WORDS,
+    }
+    vision = {
+        "image_size": 8,
+        "patch_size": 4,
+        "hidden_size": 12,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8)
     return transformers.CLIPModel(config).train()
 
 
-tasks("CLIP, contrastive loss over the batch", make_clip, image_texts, front_ends=(RECORD, MONITOR, PRIVATE),
-      refused={"all": "mixe|combine"})(own_loss)  # fmt: skip
-tasks("CLIP, contributions asked for", make_clip, image_texts, front_ends=(RECORD, MONITOR), contributions=True,
-      options={"coupled": "contributions"})(own_loss)  # fmt: skip
+tasks(
+    "CLIP, contrastive loss over the batch",
+    make_clip,
+    image_texts,
+    front_ends=(RECORD, MONITOR, PRIVATE),
+    refused={"all": "mixe|combine"},
+)(own_loss)
+tasks(
+    "CLIP, contributions asked for",
+    make_clip,
+    image_texts,
+    front_ends=(RECORD, MONITOR),
+    contributions=True,
+    options={"coupled": "contributions"},
+)(own_loss)

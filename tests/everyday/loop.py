@@ -53,7 +53,6 @@ class Loop:
         is_pair: whether the model is called with two samples for each row, the first ones of all rows first.
         contributions: whether the rows only add up to the batch's gradient.
         tolerance: relative to the largest entry of a row.
-        waits_for: the topic of which the loop needs something that is not there yet.
     """
 
     origin: str
@@ -73,7 +72,6 @@ class Loop:
     contributions: bool = False
     sizes: tuple[int, ...] = SIZES
     tolerance: float = 1e-8
-    waits_for: str | Mapping[str, str] = ""
 
     def __str__(self) -> str:
         return f"{self.origin}: {self.name}"
@@ -90,9 +88,6 @@ class Loop:
         """The options of `record` for a batch of this size."""
         units = {"units": torch.arange(size).repeat(2)} if self.is_pair else {}
         return {**self.options, **units}
-
-    def get_open_topic(self, front_end: str) -> str:
-        return self.waits_for if isinstance(self.waits_for, str) else self.waits_for.get(front_end, "")
 
 
 class Origin:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, SCAN, USUAL, WATCH, Batch, Origin
-from tests.everyday.pytorch_examples import images, labelled, mlp, vectors
+from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, USUAL, WATCH, Batch, Origin
+from tests.everyday.pytorch_examples import labelled, mlp, vectors
 
 losses = Origin("Losses of papers")
 
@@ -131,8 +131,14 @@ def sum_class_weights(batch: Batch) -> Tensor:
     return WEIGHTS[batch[1]].sum()
 
 
-@losses("class weights", classifier, labelled, count=sum_class_weights, front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
-        refused={"private": "weight|mean over|average"})  # fmt: skip
+@losses(
+    "class weights",
+    classifier,
+    labelled,
+    count=sum_class_weights,
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    refused={"private": "weight|mean over|average"},
+)
 def class_weights(model: nn.Module, batch: Batch) -> Tensor:
     return nn.CrossEntropyLoss(weight=WEIGHTS)(model(batch[0]), batch[1])
 
@@ -144,34 +150,55 @@ def class_weights_by_hand(model: nn.Module, batch: Batch) -> Tensor:
     return (F.cross_entropy(model(x), y, reduction="none") * w).sum() / w.sum()
 
 
-@losses("binary classes with pos_weight", lambda: mlp(4, 2), lambda size: (torch.randn(size, 4), torch.randint(2, (size, 2)).double()))
+@losses(
+    "binary classes with pos_weight",
+    lambda: mlp(4, 2),
+    lambda size: (torch.randn(size, 4), torch.randint(2, (size, 2)).double()),
+)
 def pos_weight(model: nn.Module, batch: Batch) -> Tensor:
     return nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0, 3.0]))(model(batch[0]), batch[1])
 
 
-@losses("ignored labels", classifier, lambda size: (torch.randn(size, 4), torch.tensor([0, -100, 2, 1, -100])[:size]),
-        count=lambda batch: (batch[1] != -100).sum())  # fmt: skip
+@losses(
+    "ignored labels",
+    classifier,
+    lambda size: (torch.randn(size, 4), torch.tensor([0, -100, 2, 1, -100])[:size]),
+    count=lambda batch: (batch[1] != -100).sum(),
+)
 def ignored(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@losses("sample weights, divided by their sum", regression, lambda size: (*vectors(size), torch.rand(size)),
-        count=lambda batch: batch[2].sum())  # fmt: skip
+@losses(
+    "sample weights, divided by their sum",
+    regression,
+    lambda size: (*vectors(size), torch.rand(size)),
+    count=lambda batch: batch[2].sum(),
+)
 def importance_weights(model: nn.Module, batch: Batch) -> Tensor:
     x, y, w = batch
     return (F.mse_loss(model(x), y, reduction="none").mean(1) * w).sum() / w.sum()
 
 
-@losses("average of weighted losses (torch.average-like)", regression, lambda size: (*vectors(size), torch.rand(size)),
-        count=lambda batch: batch[2].sum(), front_ends=(RECORD,))  # fmt: skip
+@losses(
+    "average of weighted losses (torch.average-like)",
+    regression,
+    lambda size: (*vectors(size), torch.rand(size)),
+    count=lambda batch: batch[2].sum(),
+    front_ends=(RECORD,),
+)
 def normalised_weights(model: nn.Module, batch: Batch) -> Tensor:
     x, y, w = batch
     per_sample = (model(x) - y).square().mean(dim=1)
     return torch.dot(per_sample, w / w.sum())
 
 
-@losses("mean of the unmasked entries by indexing", regression,
-        lambda size: (*vectors(size), torch.rand(size, 2) < 0.7), count=lambda batch: batch[2].sum())  # fmt: skip
+@losses(
+    "mean of the unmasked entries by indexing",
+    regression,
+    lambda size: (*vectors(size), torch.rand(size, 2) < 0.7),
+    count=lambda batch: batch[2].sum(),
+)
 def masked_by_index(model: nn.Module, batch: Batch) -> Tensor:
     x, y, mask = batch
     return F.mse_loss(model(x)[mask], y[mask])
@@ -182,17 +209,28 @@ def sequence_mask(size: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(size, 5, 4), torch.randn(size, 5, 2), mask.double()
 
 
-@losses("masked regression on sequences, divided by the mask's sum", regression, sequence_mask,
-        count=lambda batch: batch[2].sum(), front_ends=(RECORD, WATCH, MONITOR))  # fmt: skip
+@losses(
+    "masked regression on sequences, divided by the mask's sum",
+    regression,
+    sequence_mask,
+    count=lambda batch: batch[2].sum(),
+    front_ends=(RECORD, WATCH, MONITOR),
+)
 def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
     x, y, mask = batch
     loss = (model(x) - y).pow(2).mean(-1)
     return (loss * mask).sum() / mask.sum()
 
 
-@losses("masked loss, divided by the mask's sum plus epsilon", regression, sequence_mask,
-        share=lambda model, sample, batch: masked_loss_eps(model, sample) * (sample[2].sum() + 1e-8) / (batch[2].sum() + 1e-8),
-        front_ends=(RECORD,))  # fmt: skip
+@losses(
+    "masked loss, divided by the mask's sum plus epsilon",
+    regression,
+    sequence_mask,
+    share=lambda model, sample, batch: (
+        masked_loss_eps(model, sample) * (sample[2].sum() + 1e-8) / (batch[2].sum() + 1e-8)
+    ),
+    front_ends=(RECORD,),
+)
 def masked_loss_eps(model: nn.Module, batch: Batch) -> Tensor:
     x, y, mask = batch
     loss = F.l1_loss(model(x), y, reduction="none").mean(-1) * mask
@@ -206,8 +244,13 @@ def masked_own_mean(model: nn.Module, batch: Batch) -> Tensor:
     return ((loss * mask).sum(1) / mask.sum(1)).mean()
 
 
-@losses("packed sequences in an LSTM, padded targets ignored", lambda: PackedTagger(),
-        lambda size: packed_text(size), count=lambda batch: (batch[2] != -100).sum(), front_ends=(RECORD,))  # fmt: skip
+@losses(
+    "packed sequences in an LSTM, padded targets ignored",
+    lambda: PackedTagger(),
+    lambda size: packed_text(size),
+    count=lambda batch: (batch[2] != -100).sum(),
+    front_ends=(RECORD,),
+)
 def packed_tags(model: nn.Module, batch: Batch) -> Tensor:
     tokens, lengths, tags = batch
     scores = model(tokens, lengths)
@@ -240,8 +283,14 @@ def plain_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-@losses("L2 penalty on all weights", classifier, labelled, own=plain_loss,
-        front_ends=(RECORD, MONITOR, PRIVATE), refused={"private": "penalty|not recorded"})  # fmt: skip
+@losses(
+    "L2 penalty on all weights",
+    classifier,
+    labelled,
+    own=plain_loss,
+    front_ends=(RECORD, MONITOR, PRIVATE),
+    refused={"private": "penalty|not recorded"},
+)
 def l2_penalty(model: nn.Module, batch: Batch) -> Tensor:
     l2 = sum(p.pow(2.0).sum() for p in model.parameters())
     return plain_loss(model, batch) + 0.01 * l2
@@ -326,7 +375,12 @@ def diffusion(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)  # type: ignore[no-any-return]
 
 
-@losses("diffusion, noise drawn in the loop", lambda: NoisePredictor(), lambda size: torch.randn(size, 4), front_ends=(RECORD, WATCH, MONITOR))
+@losses(
+    "diffusion, noise drawn in the loop",
+    lambda: NoisePredictor(),
+    lambda size: torch.randn(size, 4),
+    front_ends=(RECORD, WATCH, MONITOR),
+)
 def diffusion_in_loop(model: nn.Module, x: Tensor) -> Tensor:
     t, noise = torch.rand(len(x), 1), torch.randn_like(x)
     return F.mse_loss(model((1 - t) * x + t * noise, t), noise - x)  # flow matching
@@ -364,9 +418,13 @@ def ema_teacher(model: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(student, teacher) + 0.1 * student.square().mean()
 
 
-@losses("mean teacher, labelled and unlabelled samples in one call", classifier,
-        lambda size: (torch.randn(size, 4), torch.randn(size, 4), torch.randint(3, (size,))),
-        is_pair=True, front_ends=(RECORD,))  # fmt: skip
+@losses(
+    "mean teacher, labelled and unlabelled samples in one call",
+    classifier,
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4), torch.randint(3, (size,))),
+    is_pair=True,
+    front_ends=(RECORD,),
+)
 def labelled_and_unlabelled(model: nn.Module, batch: Batch) -> Tensor:
     labelled_x, unlabelled_x, y = batch
     logits = model(torch.cat([labelled_x, unlabelled_x]))
@@ -433,7 +491,11 @@ def bpr(model: nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(model(user, positive) - model(user, negative)).mean()
 
 
-@losses("skip-gram with negative samples", lambda: SkipGram(), lambda size: (torch.randint(9, (size,)), torch.randint(9, (size,)), torch.randint(9, (size, 4))))
+@losses(
+    "skip-gram with negative samples",
+    lambda: SkipGram(),
+    lambda size: (torch.randint(9, (size,)), torch.randint(9, (size,)), torch.randint(9, (size, 4))),
+)
 def skip_gram(model: Any, batch: Batch) -> Tensor:
     return -model(*batch).mean()
 
@@ -458,7 +520,12 @@ class DeepSet(nn.Module):
         return self.rho((self.phi(x) * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True))  # type: ignore[no-any-return]
 
 
-@losses("deep sets with padded sets", DeepSet, lambda size: (*sequence_mask(size)[::2], torch.randn(size, 2)), front_ends=(*USUAL, PRIVATE))
+@losses(
+    "deep sets with padded sets",
+    DeepSet,
+    lambda size: (*sequence_mask(size)[::2], torch.randn(size, 2)),
+    front_ends=(*USUAL, PRIVATE),
+)
 def deep_sets(model: nn.Module, batch: Batch) -> Tensor:
     x, mask, y = batch
     return F.mse_loss(model(x, mask), y)
@@ -473,19 +540,35 @@ class TwoTower(nn.Module):
         return F.normalize(self.query(query), dim=1) @ F.normalize(self.document(document), dim=1).T
 
 
-@losses("two towers with in-batch negatives", TwoTower, lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
-        front_ends=(RECORD, MONITOR, PRIVATE), refused={"all": "mixe|combine"})  # fmt: skip
+@losses(
+    "two towers with in-batch negatives",
+    TwoTower,
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+    front_ends=(RECORD, MONITOR, PRIVATE),
+    refused={"all": "mixe|combine"},
+)
 def two_tower(model: nn.Module, batch: Batch) -> Tensor:
     scores = model(*batch)
     return F.cross_entropy(scores / 0.1, torch.arange(len(scores)))
 
 
-losses("two towers with in-batch negatives, contributions asked for", TwoTower, lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
-       front_ends=(RECORD,), contributions=True, options={"coupled": "contributions"})(two_tower)  # fmt: skip
+losses(
+    "two towers with in-batch negatives, contributions asked for",
+    TwoTower,
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+    front_ends=(RECORD,),
+    contributions=True,
+    options={"coupled": "contributions"},
+)(two_tower)
 
 
-@losses("SimCLR (NT-Xent)", classifier, lambda size: (torch.randn(size, 4), torch.randn(size, 4)), front_ends=(RECORD,),
-        refused={"all": "mixe|combine"})  # fmt: skip
+@losses(
+    "SimCLR (NT-Xent)",
+    classifier,
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+    front_ends=(RECORD,),
+    refused={"all": "mixe|combine"},
+)
 def simclr(model: nn.Module, batch: Batch) -> Tensor:
     z1, z2 = (F.normalize(model(x), dim=1) for x in batch)
     z = torch.cat([z1, z2])
@@ -494,8 +577,12 @@ def simclr(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(similarity, torch.cat([torch.arange(n) + n, torch.arange(n)]))
 
 
-@losses("DINO-like centring with the batch's mean", classifier, lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
-        front_ends=(RECORD,))  # fmt: skip
+@losses(
+    "DINO-like centring with the batch's mean",
+    classifier,
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+    front_ends=(RECORD,),
+)
 def centred_teacher(model: nn.Module, batch: Batch) -> Tensor:
     teacher = START(batch[1])
     targets = ((teacher - 0.3) / 0.1).softmax(1).detach()
@@ -522,8 +609,13 @@ def pinn(model: nn.Module, batch: Batch) -> Tensor:
     return residual.square() + (model(batch[1]) - 1.0).square().squeeze(1)
 
 
-@losses("WGAN-GP: gradient penalty of the critic", lambda: mlp(4, 1), lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
-        front_ends=(ROWS, RECORD), refused=NEEDS_ROWS)  # fmt: skip
+@losses(
+    "WGAN-GP: gradient penalty of the critic",
+    lambda: mlp(4, 1),
+    lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+    front_ends=(ROWS, RECORD),
+    refused=NEEDS_ROWS,
+)
 def wgan_gp(model: nn.Module, batch: Batch) -> Tensor:
     real, fake = batch
     alpha = torch.rand(len(real), 1)
@@ -539,8 +631,12 @@ def hamiltonian(model: nn.Module, batch: Batch) -> Tensor:
     return (torch.stack([gradient[:, 1], -gradient[:, 0]], 1) - batch[1]).square().mean(1)
 
 
-@losses("forces of an energy model", lambda: mlp(6, 1), lambda size: (torch.randn(size, 3, 2), torch.randn(size, 3, 2)),
-        front_ends=(ROWS,))  # fmt: skip
+@losses(
+    "forces of an energy model",
+    lambda: mlp(6, 1),
+    lambda size: (torch.randn(size, 3, 2), torch.randn(size, 3, 2)),
+    front_ends=(ROWS,),
+)
 def forces(model: nn.Module, batch: Batch) -> Tensor:
     positions = batch[0].clone().requires_grad_(True)
     energy = model(positions.flatten(1))

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.everyday.loop import Batch, Loop, Model, Step
@@ -20,7 +20,7 @@ Gradients = dict[str, Tensor]
 
 @dataclass
 class Expected:
-    """The rows of a step (none if samples are coupled), the gradient of the batch, and how the loss combines the samples."""
+    """The rows of a step (none if samples are coupled), and the gradient of the batch."""
 
     rows: Gradients
     gradient: Gradients
@@ -72,19 +72,28 @@ def compute_expected(loop: Loop, model: Model, batch: Batch, size: int, seed: in
         own_gradient = find_gradients(model, lambda m: run_step(own, m, copy.deepcopy(prepared)))
     if loop.is_coupled:
         return Expected({}, gradient, "", size)
-    samples = [copy.deepcopy(loop.take(prepared, n)) for n in range(size)]
     rows = []
-    for n, sample in enumerate(samples):
-        factor = 1.0
-        if loop.count is not None:
-            factor = float(loop.count(sample)) / float(loop.count(prepared)) * size
-        if loop.share is not None:
-            own, factor = (lambda m, sample: loop.share(m, sample, prepared)), float(size)
+    for n in range(size):
+        sample = copy.deepcopy(loop.take(prepared, n))
+        factor, step = _find_share(loop, sample, prepared, size)
         with noise.replay(n):
-            row = find_gradients(model, lambda m, sample=sample: run_step(own, m, sample))
+            row = find_gradients(model, partial(run_step, step, batch=sample))
         rows.append({name: factor * g if factor else torch.zeros_like(g) for name, g in row.items()})
     stacked = {name: torch.stack([row[name] for row in rows]) for name in gradient}
     return Expected(stacked, gradient, _find_reduction(loop, stacked, own_gradient), size)
+
+
+def _find_share(loop: Loop, sample: Batch, batch: Batch, size: int) -> tuple[float, Step]:
+    """The loss of a sample alone, and the factor that makes it the batch size times its share of the batch's loss."""
+    if loop.count is not None:
+        return float(loop.count(sample)) / float(loop.count(batch)) * size, loop.own or loop.step
+    if loop.share is not None:
+        return size, partial(_compute_share, loop.share, whole=batch)
+    return 1.0, loop.own or loop.step
+
+
+def _compute_share(share: Any, model: Model, sample: Batch, whole: Batch) -> Tensor:
+    return share(model, sample, whole)  # type: ignore[no-any-return]
 
 
 def _find_reduction(loop: Loop, rows: Gradients, gradient: Gradients) -> str:
@@ -134,7 +143,3 @@ def perturb(model: Model) -> Model:
         for p in as_module(model).parameters():
             p += 0.1 * torch.randn_like(p)
     return model
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

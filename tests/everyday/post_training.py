@@ -25,8 +25,15 @@ def prompted(size: int) -> dict[str, Tensor]:
     return {**batch, "labels": labels}
 
 
-guides("SFT, prompts masked by -100", gpt, prompted, count=count_next, tolerance=ROUNDS,
-       front_ends=(RECORD, WATCH, MONITOR, PRIVATE), refused={"private": "targets|mean over|average"})(own_loss)  # fmt: skip
+guides(
+    "SFT, prompts masked by -100",
+    gpt,
+    prompted,
+    count=count_next,
+    tolerance=ROUNDS,
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    refused={"private": "targets|mean over|average"},
+)(own_loss)
 
 
 def make_lora() -> nn.Module:
@@ -44,8 +51,14 @@ def packed(size: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
-guides("SFT with packing, positions per text", make("LlamaForCausalLM"), packed, count=count_next,
-       tolerance=ROUNDS, front_ends=(RECORD,))(own_loss)  # fmt: skip
+guides(
+    "SFT with packing, positions per text",
+    make("LlamaForCausalLM"),
+    packed,
+    count=count_next,
+    tolerance=ROUNDS,
+    front_ends=(RECORD,),
+)(own_loss)
 
 
 def log_probs(logits: Tensor, labels: Tensor) -> Tensor:
@@ -171,13 +184,17 @@ def ppo(model: Any, batch: Batch) -> Tensor:
     logits, values = model(batch["input_ids"], batch["attention_mask"])
     logps, vpred = log_probs(logits, batch["input_ids"]), values[:, :-1]
     returns = advantages + 0.1 * batch["old_logps"]
-    vf_loss = 0.5 * masked_mean(torch.max((vpred - returns).square(), (vpred.clamp(-0.2, 0.2) - returns).square()), mask)
+    vf_loss = 0.5 * masked_mean(
+        torch.max((vpred - returns).square(), (vpred.clamp(-0.2, 0.2) - returns).square()), mask
+    )
     ratio = torch.exp(logps - batch["old_logps"])
     pg_loss = masked_mean(torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)), mask)
     return pg_loss + 0.1 * vf_loss
 
 
-@guides("GKD, divergence from a teacher over the completion", gpt, rollouts, count=count_completion, front_ends=(RECORD,))
+@guides(
+    "GKD, divergence from a teacher over the completion", gpt, rollouts, count=count_completion, front_ends=(RECORD,)
+)
 def divergence(model: nn.Module, batch: Batch) -> Tensor:
     mask = batch["completion_mask"].bool()
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
-from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, SCAN, USUAL, WATCH, Batch, Origin
+from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, USUAL, WATCH, Batch, Origin
 
 examples = Origin("PyTorch examples")
 
@@ -638,9 +638,9 @@ def make_batchnorm() -> nn.Module:
 
 
 BATCH_NORM = {"all": "BatchNorm"}
-examples("CNN with BatchNorm in training mode", make_batchnorm, images, front_ends=(RECORD, PRIVATE), refused=BATCH_NORM)(
-    transfer_learning
-)
+examples(
+    "CNN with BatchNorm in training mode", make_batchnorm, images, front_ends=(RECORD, PRIVATE), refused=BATCH_NORM
+)(transfer_learning)
 examples("CNN with BatchNorm in evaluation mode", lambda: make_batchnorm().eval(), images, front_ends=(RECORD, WATCH))(
     transfer_learning
 )

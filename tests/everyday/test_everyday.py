@@ -9,15 +9,16 @@ import pytest
 from tests.everyday.front_ends import check
 from tests.everyday.loop import Loop
 from tests.everyday.table import LOOPS, PAGE, make_page
+from tests.everyday.waiting import WAITING
 
 CASES = [(loop, front_end) for loop in LOOPS for front_end in loop.front_ends]
 
-pytestmark = [pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("loop, front_end", CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize("loop, front_end", CASES, ids=str)
 def test_loop(loop: Loop, front_end: str, tmp_path: Path) -> None:
-    if topic := loop.get_open_topic(front_end):
+    if topic := WAITING.get((str(loop), front_end)):
         pytest.skip(f"waits for {topic}")
     check(loop, front_end, tmp_path)
 
