@@ -24,12 +24,13 @@ _MAX_DEPTH = 3  # nodes that one torch function leaves between its result and it
 class _Sum:
     """A sum over the samples in the autograd graph: where it comes from, and the last pass that went through it."""
 
-    __slots__ = ("inner_of", "layout", "sources")
+    __slots__ = ("inner_of", "is_statistic", "layout", "sources")
 
     def __init__(self, layout: Reduced, sources: list[_Sum]) -> None:
         self.layout = layout
         self.sources = sources
         self.inner_of = -1  # the backward pass in which it is a part of another sum
+        self.is_statistic = False  # whether samples were combined with it: then no pass starts from it
 
 
 def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: NoteLoss) -> None:
@@ -40,12 +41,20 @@ def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: Note
 
     def note(grads: Sequence[Tensor]) -> None:
         current = _torch.get_backward_pass()
-        if found.inner_of != current:
+        if found.inner_of != current and not found.is_statistic:
             note_loss(found.layout, _torch.will_run_node(anchor_node))
         for source in found.sources:
             source.inner_of = current
 
     node.register_prehook(note)
+
+
+def mark_statistic(tensor: Tensor) -> None:
+    """Note that samples are combined with a sum over the samples, as in a batch norm: it is no loss."""
+    node: Any = tensor.grad_fn
+    found = None if node is None else node.metadata.get(_KEY)
+    if found is not None:
+        found.is_statistic = True
 
 
 def _iterate_sources(node: Any, depth: int) -> Iterator[_Sum]:

@@ -42,6 +42,7 @@ from persample.errors import (
 from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
+from persample.forward.contributions import find_coupled_motion, find_owners, own_tensor, prepare_use
 from persample.forward.fastpath import WholeModules
 from persample.forward.gradient_hooks import check_custom_backward, follow_module_hooks, follow_tensor_hook
 from persample.forward.inline import is_composite, make_inline
@@ -151,6 +152,7 @@ class Tracker(TorchFunctionMode):
         note_outside: called with each tensor from outside.
         isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
         complain: takes refusals in place of raising them, and sets `has_ended`.
+        is_coupled: samples may influence each other; what the tracker follows is who owns each row.
     """
 
     def __init__(
@@ -168,6 +170,7 @@ class Tracker(TorchFunctionMode):
         note_outside: Callable[[Tensor], None] = _do_nothing,
         isolation: Isolation | None = None,
         complain: Complain | None = None,
+        is_coupled: bool = False,
     ) -> None:
         super().__init__()
         self.batch = batch
@@ -181,6 +184,7 @@ class Tracker(TorchFunctionMode):
         self.note_outside = note_outside
         self.isolation = isolation
         self.complain = complain
+        self.is_coupled = is_coupled
         self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
         if isolation is None:
@@ -260,7 +264,7 @@ class Tracker(TorchFunctionMode):
         if self.model is None or tracing.get_trace() is not None:
             return
         self._hooks.close()
-        if self._whole_modules is not None and self._whole_modules.with_hooks:
+        if self._whole_modules is not None and self._whole_modules.with_hooks and not self.is_coupled:
             self._hooks.enter_context(follow_module_hooks(self._whole_modules.with_hooks, self))
         with _torch.DisableTorchFunction():
             if self._audit is not None:
@@ -472,6 +476,8 @@ class Tracker(TorchFunctionMode):
             if isinstance(layout, Lost) and self.outside is not None and not self.is_inside:
                 place += self.outside.describe_assumed()
             layout = replace(layout, place=place)
+        if self.is_coupled:
+            layout = own_tensor(tensor, layout, self.batch)
         if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, Scattered):
             tensor.register_hook(self._make_refusal(f"{layout.cause}, in {layout.place}"))
         if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
@@ -755,7 +761,7 @@ class Tracker(TorchFunctionMode):
                 f"{get_op_name(call.func)} of a weight is called in {self.place()}: a recording keeps the gradients of "
                 "weights per sample, and the hook would not run. Change the recorded gradients instead."
             )
-        if call.func is Tensor.register_hook and isinstance(call.where[0], Layout):
+        if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not self.is_coupled:
             hook = follow_tensor_hook(call.args[1], call.where[0], self.place(), self)
             return call.func(call.args[0], hook)
         if weights and has_samples and torch.is_grad_enabled():
@@ -830,11 +836,13 @@ class Tracker(TorchFunctionMode):
         return True
 
     def _run_use(self, call: Call, weights: dict[int, Tensor]) -> Any:
+        self._save_buffers(call)
+        if self.is_coupled:
+            call = prepare_use(call, self.place())
         handler, rules = get_handler(call.func), get_rules(call.func)
         adapter = find_adapter(handler)
         if not rules and adapter is None and isinstance(call.func, FunctionType):
             return self._run_op_by_op(call)
-        self._save_buffers(call)
         if adapter is not None:
             check_not_mixed(call, self)
             result = adapter(self, handler, call, weights)
@@ -852,6 +860,10 @@ class Tracker(TorchFunctionMode):
         self._note_statistics(call)
         return result
 
+    def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
+        """How a use moves the samples, and the call with the samples that own the rows of its results."""
+        return find_owners(call, results) if self.is_coupled else (call, find_motion(call, results))
+
     def _run_op_by_op(self, call: Call, dropped: Mapping[str, Any] = MappingProxyType({})) -> Any:
         """Run a Python function of torch op by op, with an argument that torch has not handed over."""
         if "out" in dropped:
@@ -867,7 +879,7 @@ class Tracker(TorchFunctionMode):
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         if not results or call.func in _UNCHANGING:
             return
-        motion = find_motion(call, results)
+        motion = find_coupled_motion(call, results) if self.is_coupled else find_motion(call, results)
         if motion.is_tried:
             self.tried.add(call.func, self.place())
         if self.places is not None:
@@ -997,6 +1009,8 @@ class Tracker(TorchFunctionMode):
         """In an audited pass: have the backward of an `autograd.Function` checked, which may mix samples."""
         node = tensor.grad_fn
         if self._audit is None or not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout):
+            return
+        if self.is_coupled:
             return
         if self.batch > 1 and node not in self._checked_nodes and not is_tap(node):
             self._checked_nodes.add(node)

@@ -21,7 +21,7 @@ from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap
 from persample.errors import PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
-from persample.layouts import WRITES, Call, Layout, Motion, Reduced, find_motion
+from persample.layouts import WRITES, Call, Layout, Motion, Reduced
 from persample.rules import Rule, get_rules
 
 
@@ -35,6 +35,9 @@ class ForwardPass(Protocol):
 
     def place(self) -> str:
         """The module whose code is running, in words."""
+
+    def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
+        """How a use moves the samples, and the call with the samples that own the rows of its results."""
 
 
 def run_use(
@@ -67,7 +70,8 @@ def run_use(
         )
 
     results = find_results(result, call.args)
-    motion = motion or find_motion(call, results)
+    if motion is None:
+        call, motion = forward.find_use_motion(call, results)
     key = tuple(weights)
     plan = motion.plans.get(key)
     if plan is None or plan.rules is not rules:

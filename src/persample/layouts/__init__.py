@@ -18,6 +18,7 @@ from persample.layouts.algebra import (
     find_size_free_layout,
     get_argument,
 )
+from persample.layouts.algebra.engine import move as move_layout
 from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
@@ -48,7 +49,7 @@ from persample.layouts.layout import (
 )
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.recurrent import make_packed_layout
-from persample.layouts.reductions import has_ignored_targets
+from persample.layouts.reductions import has_ignored_targets, make_reduced
 
 __all__ = [
     "BY_SHAPE",
@@ -87,10 +88,12 @@ __all__ = [
     "make_layout",
     "make_packed_layout",
     "make_pattern",
+    "make_reduced",
     "make_sample_ids",
     "make_strided_ids",
     "make_uniform_motion",
     "mark_simple",
+    "move_layout",
     "place_rows",
     "repeat_sample",
     "replace_samples",

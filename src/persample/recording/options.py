@@ -18,6 +18,9 @@ Keep = Literal["everything", "norms", "clip"]
 # When to compare samples alone with the batch; None: "first" where nobody can notice the extra passes, else never.
 Verify = Literal["first", "always", False] | None
 
+# Whether samples may influence each other, and what their rows are then; None: they may not.
+Coupled = Literal["contributions"] | None
+
 # Which parameters to record: names, or a predicate of name and parameter.
 Selection = Iterable[str] | Callable[[str, Tensor], bool]
 
@@ -53,6 +56,7 @@ class Options:
     unit_reduction: UnitReduction = "sum"
     positions: int | None = None
     losses: Sequence[str] | None = None
+    coupled: Coupled = None
     isolate: bool = False
     keep_rows: bool = False
 
@@ -73,6 +77,7 @@ class Options:
             raise PerSampleError(f"verify must be 'first', 'always', False or None, got {self.verify!r}.")
         if self.nonfinite not in ("raise", "zero", "keep"):
             raise PerSampleError(f"nonfinite must be 'raise', 'zero' or 'keep', got {self.nonfinite!r}.")
+        self._check_coupled()
         bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
         if any(bound is not None and not bound > 0 for bound in bounds):
             raise PerSampleError(f"max_norm must be positive, got {self.max_norm}.")
@@ -92,6 +97,20 @@ class Options:
             raise PerSampleError(f"losses must be a list of different names, got {losses!r}.")
         if self.keep != "everything":
             raise PerSampleError(f"losses requires keep='everything', got {self.keep!r}.")
+
+    def _check_coupled(self) -> None:
+        if self.coupled not in (None, "contributions"):
+            raise PerSampleError(f"coupled must be 'contributions' or None, got {self.coupled!r}.")
+        if self.coupled and self.verify:
+            raise PerSampleError(
+                f"verify={self.verify!r} compares samples alone with those of the batch, which differ by design with "
+                "coupled='contributions'. Leave it out."
+            )
+        if self.coupled and self.isolate:
+            raise PerSampleError(
+                "coupled='contributions' is not available in private training: a contribution depends on all samples, "
+                "so that no bound holds for it. Keep the samples separate."
+            )
 
     def list_constants(self) -> list[Tensor | str]:
         """The tensors and names that are the same for all samples."""

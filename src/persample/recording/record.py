@@ -21,7 +21,7 @@ from persample.gradients import (
     UnitReduction,
 )
 from persample.recording.hooks import ModuleHook, refuse_scripted, refuse_unrecorded
-from persample.recording.options import Constants, Keep, Options, Selection, Verify
+from persample.recording.options import Constants, Coupled, Keep, Options, Selection, Verify
 from persample.recording.session import Recording
 
 
@@ -37,6 +37,7 @@ def record(
     constants: Constants = (),
     keep: Literal["everything"] = "everything",
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | None = None,
     num_units: int | None = None,
@@ -59,6 +60,7 @@ def record(
     keep: Literal["everything"] = "everything",
     losses: Sequence[str],
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | None = None,
     num_units: int | None = None,
@@ -79,6 +81,7 @@ def record(
     constants: Constants = (),
     keep: Literal["norms"],
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | None = None,
     num_units: int | None = None,
@@ -102,6 +105,7 @@ def record(
     passes: Literal[1, 2] | None = None,
     memory: int | None = None,
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | None = None,
     num_units: int | None = None,
@@ -127,6 +131,7 @@ def record(
     passes: Literal[1, 2] | None = None,
     memory: int | None = None,
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | None = None,
     num_units: int | None = None,
@@ -173,6 +178,12 @@ def record(
             modes of torch, not compiled), else never. Random numbers, buffers and attributes of modules are restored.
             A model with dropout is compared without it; one that draws other random numbers for each sample, or does
             not run on one sample, is not verified; nor is one under several processes. `repr(grads)` says which.
+        coupled: "contributions" accepts samples that influence each other, as by BatchNorm in training mode or in a
+            contrastive loss, which have no gradients of their own. Row n is then what the gradient of the batch
+            receives through sample n's own activations at each use of a weight. The rows add up to the gradient of the
+            batch (under a mean loss, their mean is that gradient), and nothing else is promised. A tensor in which
+            samples are mixed belongs to them row by row, along the first dimension with the batch's size. Nothing is
+            verified. Without it, such models are refused.
         nonfinite: what happens to samples whose gradient is not finite. "raise": `norms()`, `clip()` and
             `clip_factors()` raise. "zero": the sample is left out, as if its gradient were zero, and the others are
             what they are without it; `grads.nonfinite_count` and `repr(grads)` tell how many there are. A gradient
@@ -215,6 +226,7 @@ def record(
         passes=passes,
         memory=memory,
         verify=verify,
+        coupled=coupled,
         nonfinite=nonfinite,
         units=units,
         num_units=num_units,

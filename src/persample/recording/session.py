@@ -26,6 +26,7 @@ from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.audit import Audit
+from persample.forward.contributions import CONTRIBUTIONS, FirstLoss
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
@@ -178,17 +179,19 @@ class Recording:
         )
         self.collector.complain = complain
         self._note_empty_passes()
+        note_loss = partial(_call, complain, grads.note_loss)
         self.tracker = Tracker(
             self.collector,
             model,
             loss_reduction=options.loss_reduction or "sum",
             processes=self.processes,
             run_backward=self._run_backward,
-            note_loss=partial(_call, complain, grads.note_loss),
+            note_loss=note_loss if options.coupled is None else FirstLoss(note_loss, options.loss_reduction),
             outside=self._make_outside(),
             note_outside=_do_nothing if isinstance(grads, (StreamedNorms, StreamedClip)) else grads.outside.add,
             isolation=isolation,
             complain=complain,
+            is_coupled=options.coupled is not None,
         )
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = is_alone and tracing.get_trace() is None
@@ -329,11 +332,14 @@ class Recording:
 
     def note_nested_call(self) -> None:
         """Give up the verification of a model that calls itself: the call that ends next is another one."""
-        if not self.is_verifying:
+        if not self.is_verifying and self.options.coupled is None:
             self._verification = None
             self._note_status("not verified: the model calls itself")
 
     def _start_verification(self, arguments: Arguments, part: nn.Module | None) -> None:
+        if self.options.coupled is not None:  # samples alone differ from those of the batch
+            self._note_status(CONTRIBUTIONS)
+            return
         if self.tracker.is_inside:
             self.note_nested_call()
             return

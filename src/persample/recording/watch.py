@@ -24,7 +24,7 @@ from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
 from persample.recording.hooks import ModuleHook, PartHook, refuse_scripted, refuse_unrecorded
-from persample.recording.options import Constants, Keep, Options, Selection, Verify, get_trainable
+from persample.recording.options import Constants, Coupled, Keep, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
@@ -56,6 +56,7 @@ def watch(
     passes: Literal[1, 2] | None = None,
     memory: int | None = None,
     verify: Verify = None,
+    coupled: Coupled = None,
     nonfinite: NonFinite = "raise",
     units: UnitIds | Callable[[int], UnitIds] | None = None,
     num_units: int | None = None,
@@ -109,6 +110,7 @@ def watch(
         passes=passes,
         memory=memory,
         verify=verify,
+        coupled=coupled,
         nonfinite=nonfinite,
         units=units,
         num_units=num_units,

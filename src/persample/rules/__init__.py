@@ -5,6 +5,7 @@ below, and `generic`, the fallback for functions without a rule.
 """
 
 from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent, rewrites
+from persample.rules.norm import batch_norm_of_batch
 from persample.rules.registry import (
     HANDLED_FUNCTIONS,
     Rewrite,
@@ -22,6 +23,7 @@ __all__ = [
     "HANDLED_FUNCTIONS",
     "Rewrite",
     "Rule",
+    "batch_norm_of_batch",
     "conv",
     "count_rule_changes",
     "elementwise",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample.errors import SamplesMixed
-from persample.rules.registry import Terms, register_rule
+from persample.rules.registry import EntryOwners, Terms, register_rule
 from persample.terms import Dense
 
 # Entries of the samples that are normalised at a time: 4 MB. With fewer, the loop costs more than the caches save.
@@ -153,3 +155,43 @@ def batch_norm(
             "the module, or use GroupNorm or LayerNorm instead."
         )
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats=False, eps=eps)
+
+
+@wraps(F.batch_norm)
+def batch_norm_of_batch(*args: Any, **kwargs: Any) -> Tensor:
+    """`F.batch_norm` in training mode, in a recording of coupled samples."""
+    return F.batch_norm(*args, **kwargs)
+
+
+@register_rule(batch_norm_of_batch, as_they_lie=True, reads_result=False, further=False)
+def normalise_by_batch(
+    grad: Tensor,
+    owners: EntryOwners,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Terms:
+    normalised = F.batch_norm(input, None, None, training=True, eps=eps)
+    return {
+        "weight": Dense(_add_up_by_owner(normalised * grad, owners)),
+        "bias": Dense(_add_up_by_owner(grad, owners)),
+    }
+
+
+def _add_up_by_owner(values: Tensor, owners: EntryOwners) -> Tensor:
+    """`(B, C)`: the sum of the values of each sample in each channel."""
+    ids, channels = owners.ids, values.shape[1]
+    total = values.new_zeros(owners.batch, channels)
+    if not any(ids.stride()[1:]):  # the samples lie along dimension 0
+        ids = ids.flatten(1)[:, 0].long()
+        rows = values.flatten(2).sum(2) if values.dim() > 2 else values
+        return total.index_add_(0, ids.clamp(min=0), rows * (ids >= 0).unsqueeze(1))
+    channel = torch.arange(channels, device=ids.device).view(-1, *[1] * (ids.dim() - 2))
+    index = ids.long().clamp(min=0) * channels + channel
+    total.view(-1).index_add_(0, index.flatten(), (values * (ids >= 0)).flatten())
+    return total
