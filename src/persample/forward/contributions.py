@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample.errors import SamplesMixed, get_op_name
+from persample.errors import ROWS_ADVICE, SamplesMixed, get_op_name
 from persample.forward.roots import NoteLoss, mark_statistic
 from persample.layouts import (
     Call,
@@ -37,6 +37,17 @@ CONTRIBUTIONS = (
     "contributions: what the batch's gradient receives through the activations of each sample. The samples may "
     "influence each other, so a row need not be the gradient of a sample's own loss"
 )
+
+# What helps where samples influence each other: part of refusals, except in private training.
+COUPLED_ADVICE = f"Or ask for each sample's contribution to the gradient: coupled='contributions'. {ROWS_ADVICE}"
+
+# The same if that was asked for, and does not help.
+_ADVICE = f"Apply weights to the samples' rows in calls that do not combine these rows. {ROWS_ADVICE}"
+
+
+def get_advice(advice: str, is_coupled: bool) -> str:
+    """What to do about samples that are mixed, given what would keep them apart."""
+    return _ADVICE if is_coupled else f"{advice} {COUPLED_ADVICE}"
 
 
 class FirstLoss:
@@ -128,8 +139,7 @@ def prepare_use(call: Call, place: str) -> Call:
         mixed = next(where for where in call.where if isinstance(where, (Reduced, Lost)))
         raise SamplesMixed(
             f"{get_op_name(call.func)}, in {place}, combines weights with a tensor that belongs to no single sample: "
-            f"{mixed.cause}, in {mixed.place}. So no sample owns its contribution to the gradient. Apply the weights "
-            "to tensors with a dimension for the samples."
+            f"{mixed.cause}, in {mixed.place}. So no sample owns the contribution to the gradient. {_ADVICE}"
         )
     if _mark_statistics(call):  # constants beside rows of samples
         call = replace(call, where=tuple(None if isinstance(w, Reduced) else w for w in call.where))

@@ -187,8 +187,6 @@ class Tracker(TorchFunctionMode):
         self.is_coupled = is_coupled
         self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
-        if isolation is None:
-            self.advice += f" {ROWS_ADVICE}"
         self.has_inputs = False
         self.can_retain = False  # whether small uses may do without a tap
         self.is_inside = batch > 0  # whether the model's forward is running, as far as is known

@@ -14,6 +14,7 @@ from persample._internal.dtypes import widen
 from persample._internal.precision import in_full_precision
 from persample.distributed import Processes
 from persample.errors import PerSampleError
+from persample.forward.contributions import CONTRIBUTIONS
 from persample.forward.tried import TriedFunctions
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.explanation import Explanation
@@ -240,6 +241,11 @@ class RecordedGradients(ABC):
     def loss_reduction(self) -> str:
         """How the back-propagated loss combines the samples, "sum" or "mean": as given, or as found in backward."""
         return self._given_reduction or self._found_reduction or "sum"
+
+    @property
+    def coupled(self) -> str | None:
+        """ "contributions" if the rows are contributions of samples that may influence each other, else None."""
+        return "contributions" if self.verification == CONTRIBUTIONS else None
 
     def samples(self) -> int:
         """The number of samples of all processes; with one process, the `batch_size`."""

@@ -89,6 +89,11 @@ def advise(
             "Noise grows with the bound, bias shrinks with it; values between the 25 % quantile and the median are "
             "common in private training."
         )
+    if history and history[-1].coupled:
+        reasons.append(
+            "The figures are of contributions to the batch's gradient: the samples influence each other. Private "
+            "training refuses such a model, and its norms would be others."
+        )
     epsilons = {}
     if examples is not None:
         used = history[-1].samples if history else None

@@ -39,6 +39,8 @@ class Measurement:
         clipped: by bound, the share of samples that it would clip.
         hardest: the samples with the largest norms, as (id, norm).
         warnings: what is unusual.
+        coupled: "contributions" if the figures are of contributions to the batch's gradient, not of gradients of the
+            samples' own losses.
     """
 
     step: int
@@ -54,6 +56,7 @@ class Measurement:
     clipped: dict[str, float]
     hardest: list[tuple[ExampleId, float]]
     warnings: list[str]
+    coupled: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement for JSON. NaN and infinity become None, also an infinite end of an interval."""
@@ -126,6 +129,7 @@ def measure(
         clipped={f"{bound:g}": float((finite > bound).double().mean()) if count else 0.0 for bound in bounds},
         hardest=[(n if ids is None else ids[n], float(norms[n])) for n in order],
         warnings=[],
+        coupled=grads.coupled,
     )
 
 

@@ -114,7 +114,9 @@ class RunPage:
     @property
     def facts(self) -> list[tuple[str, str]]:
         """Names and values of the header."""
+        coupled = {str(step["coupled"]) for step in self.steps if step.get("coupled")}  # older files do not say
         return [
+            *(("Figures of", kind) for kind in sorted(coupled)),
             ("Measured steps", f"{len(self.steps):,}"),
             ("Last step", f"{self.steps[-1]['step']:,}"),
             ("Samples in a step", f"{self.steps[-1]['samples']:,}"),

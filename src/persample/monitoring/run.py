@@ -21,6 +21,7 @@ from persample._internal.text import describe_value, format_table
 from persample._version import __version__
 from persample.batches import BatchDim, iterate_tensors
 from persample.errors import PerSampleError
+from persample.forward.contributions import CONTRIBUTIONS
 from persample.gradients import RecordedGradients
 from persample.monitoring.advice import Advice, advise
 from persample.monitoring.attempt import Attempt, Ids, State, can_share_recording
@@ -28,7 +29,7 @@ from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.monitoring.turns import TURNS
 from persample.recording.hooks import ModuleHook
-from persample.recording.options import Constants, Options, Selection, Verify, get_trainable
+from persample.recording.options import Constants, Coupled, Options, Selection, Verify, get_trainable
 from persample.recording.session import is_paused, is_recording, leave_ended_modes
 
 _LOGGER = logging.getLogger("persample.monitoring")
@@ -56,6 +57,7 @@ def monitor(
     loss_reduction: str | None = None,
     constants: Constants = (),
     verify: Verify = None,
+    coupled: Coupled = None,
 ) -> Monitor:
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
@@ -75,7 +77,9 @@ def monitor(
         window: the number of measured steps over which the noise scale is averaged.
         hardest: the number of samples with the largest norms to keep of each measured step.
 
-    `parameters`, `batch_dim`, `loss_reduction`, `constants` and `verify` are as in `record`.
+    `parameters`, `batch_dim`, `loss_reduction`, `constants`, `verify` and `coupled` are as in `record`. With
+    `coupled="contributions"`, a model with BatchNorm or a contrastive loss is measured, too: the figures are then of
+    the samples' contributions to the batch's gradient, and the file and `repr` say so.
 
     Raises:
         PerSampleError: an option is wrong; or in a measured step with second derivatives (`create_graph=True`); or,
@@ -106,6 +110,7 @@ def monitor(
             "loss_reduction": loss_reduction,
             "constants": constants,
             "verify": verify,
+            "coupled": coupled,
         },
     )
 
@@ -166,7 +171,8 @@ class Monitor:
             self._file = open(out, "w", encoding="utf-8")  # noqa: SIM115  # closed by stop()
             sizes = {name: p.numel() for name, p in get_trainable(model).items()}
             layers = {group: sum(sizes[name] for name in part) for group, part in self._groups.items()}
-            self._write({"persample": __version__, "torch": torch.__version__, "every": every, "layers": layers})
+            about = {"persample": __version__, "torch": torch.__version__, "every": every, "layers": layers}
+            self._write(about if options["coupled"] is None else {**about, "coupled": options["coupled"]})
         own = ref(self)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -258,6 +264,7 @@ class Monitor:
         ]
         lines = [
             f"Monitor of {len(self.history)} measured steps, up to step {latest.step} with {latest.samples} samples",
+            *(["  " + CONTRIBUTIONS] if latest.coupled else []),
             f"  noise scale {self.noise_scale or 'not known yet'}",
             f"  gradient norm {latest.norms['median']:.3g} (median), {latest.norms['most']:.3g} (largest)",
             format_table(rows, ["layer", "median", "largest", "share"], right={1, 2, 3}, indent="  "),

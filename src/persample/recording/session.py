@@ -26,7 +26,7 @@ from persample.batches import Arguments
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.audit import Audit
-from persample.forward.contributions import CONTRIBUTIONS, FirstLoss
+from persample.forward.contributions import CONTRIBUTIONS, FirstLoss, get_advice
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
@@ -193,6 +193,8 @@ class Recording:
             complain=complain,
             is_coupled=options.coupled is not None,
         )
+        if isolation is None:
+            self.tracker.advice = get_advice(self.tracker.advice, options.coupled is not None)
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = is_alone and tracing.get_trace() is None
         if options.positions is not None:

@@ -152,7 +152,7 @@ def batch_norm(
     if training:  # a batch of one: the forward pass could not detect that samples are mixed
         raise SamplesMixed(
             "batch_norm in training mode combines samples: its statistics are computed over the batch. Call eval() on "
-            "the module, or use GroupNorm or LayerNorm instead."
+            "the module, use GroupNorm or LayerNorm instead, or record with coupled='contributions'."
         )
     return instance_norm(grad, input, running_mean, running_var, weight, bias, use_input_stats=False, eps=eps)
 
