@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -82,6 +83,10 @@ def add(values: Any, method: str, number: Callable[[Any], Any] = len) -> float:
     return float(len(values))
 
 
+def make_file() -> Any:
+    return open(__file__)
+
+
 # How an object is made, and a number that a use of it returns, which changes it.
 OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "list": (list, lambda o: add(o, "append")),
@@ -108,21 +113,21 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
 }
 
 
-def describe(value: Any, seen: dict[int, int] | None = None) -> Any:
+def describe(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Everything that is reachable from a value: types, contents, and which parts are one object."""
     seen = {} if seen is None else seen
     if value is None or isinstance(value, (bool, int, float, str, type)):
         return value
     if id(value) in seen:
-        return ("again", seen[id(value)])
-    seen[id(value)] = len(seen)
+        return ("again", seen[id(value)][0])
+    seen[id(value)] = len(seen), value  # kept, so that no other object gets its id
     name = type(value).__name__
     if isinstance(value, Tensor):
         return name, value.tolist(), value._version, describe(vars(value), seen)
     if isinstance(value, torch.Generator):
         return name, value.get_state().tolist()
     if isinstance(value, np.ndarray):
-        return name, value.tolist()
+        return name, [describe(part, seen) for part in value.tolist()]
     if isinstance(value, random.Random):
         return name, value.getstate()
     if isinstance(value, (np.random.Generator, np.random.RandomState)):
@@ -179,6 +184,76 @@ def test_objects_among_the_arguments_are_left_as_they_are(name: str, dropout: fl
     assert grads.verification == "verified with 2 samples" or name == "tensor", grads.verification
 
 
+# What functions refer to is not restored, and iterators cannot be.
+ATTRIBUTES = OBJECTS.keys() - {"bound method", "closure", "list iterator"}
+
+
+@pytest.mark.parametrize("place", ["module", "submodule", "weight", "object", "slot", "array of objects"])
+@pytest.mark.parametrize("name", sorted(ATTRIBUTES))
+def test_attributes_of_modules_and_of_what_they_hold_are_restored(name: str, place: str) -> None:
+    make, use = OBJECTS[name]
+    get, put = PLACES[place]
+    states, norms = [], []
+    model, x = Uses(lambda holder: use(get(holder))), torch.randn(B, D)
+    for verify in (False, None):
+        run = copy.deepcopy(model)
+        run.given = run  # type: ignore[assignment]
+        put(run, make())
+        grads = run_twice(run, x, verify=verify)
+        states.append(describe(run))
+        norms.append(grads.norms())
+    assert states[0] == states[1]
+    torch.testing.assert_close(norms[0], norms[1])
+
+
+def put_slot(model: Any, value: Any) -> None:
+    model.box = Slots()
+    model.box.last = (value,)
+
+
+def put_into_array(model: Any, value: Any) -> None:
+    model.box = np.empty(1, dtype=object)
+    model.box[0] = value
+
+
+PLACES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], None]]] = {
+    "module": (lambda m: m.value, lambda m, o: setattr(m, "value", o)),
+    "submodule": (lambda m: m.linear.value[0], lambda m, o: setattr(m.linear, "value", [o])),
+    "weight": (lambda m: m.linear.weight.value, lambda m, o: setattr(m.linear.weight, "value", o)),
+    "object": (lambda m: m.box["a"].value, lambda m, o: setattr(m, "box", {"a": SimpleNamespace(value=o)})),
+    "slot": (lambda m: m.box.last[0], put_slot),
+    "array of objects": (lambda m: m.box[0], put_into_array),
+}
+
+
+def test_attributes_that_a_pass_adds_are_those_of_the_pass() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.box = nn.Linear(D, D), Slots()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            self.box.last = self.linear.weight.last = self.linear.last = h.detach()  # type: ignore[attr-defined]
+            return h
+
+    model = Adds()
+    with record(model) as grads:
+        h = model(torch.randn(B, D))
+    assert grads.verification == "verified with 2 samples"
+    for holder in (model.box, model.linear.weight, model.linear):
+        assert torch.equal(holder.last, h)  # type: ignore[union-attr, arg-type]
+
+
+@pytest.mark.parametrize(
+    "make", [make_file, lambda: make_generator(), threading.Lock], ids=["file", "generator", "lock"]
+)
+def test_a_model_with_a_handle_is_not_verified(make: Callable[[], Any]) -> None:
+    model = Uses(lambda o: 1.0, given=0)
+    model.box = [SimpleNamespace(a=make())]
+    assert "not verified: the model holds an object of type" in repr(run_twice(model, torch.randn(B, D)))
+
+
 def make_generator() -> Iterator[float]:
     yield from (1.0, 2.0, 3.0)
 
@@ -188,8 +263,8 @@ def make_generator() -> Iterator[float]:
     [
         (make_generator, lambda o: next(o), "type generator cannot be copied"),
         (lambda: map(float, make_generator()), lambda o: next(o), "type generator cannot be copied"),
-        (lambda: open(__file__), lambda o: float(len(o.readline())), "type _io.TextIOWrapper cannot be copied"),  # noqa: SIM115
-        (lambda: SimpleNamespace(lock=__import__("threading").Lock()), lambda o: 1.0, "lock cannot be copied"),
+        (make_file, lambda o: float(len(o.readline())), "type _io.TextIOWrapper cannot be copied"),
+        (lambda: SimpleNamespace(lock=threading.Lock()), lambda o: 1.0, "lock cannot be copied"),
     ],
     ids=["generator", "map of a generator", "file", "lock"],
 )

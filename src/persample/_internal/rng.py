@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -65,6 +66,36 @@ def preserve_rng() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
+def is_generator(value: Any) -> bool:
+    """Whether a value is a random number generator of torch, Python or numpy."""
+    numpy: Any = sys.modules.get("numpy.random")
+    kinds = (numpy.Generator, numpy.RandomState, numpy.BitGenerator) if numpy else ()
+    return isinstance(value, (torch.Generator, random.Random, *kinds))
+
+
+def _read(generator: Any) -> Any:
+    """The state of a generator, in a form that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return pickle.dumps(_find_bits(generator).state)  # a dict with arrays
+
+
+def _write(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.tensor(state, dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        _find_bits(generator).state = pickle.loads(state)
+
+
+def _find_bits(generator: Any) -> Any:
+    """The source of the bits of a generator of numpy."""
+    return getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", generator)
+
+
 class RngState:
     """The states of all generators that `seed_all` seeds, and of further ones, at one moment.
 
@@ -77,21 +108,21 @@ class RngState:
     (True, True)
     """
 
-    def __init__(self, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, generators: Sequence[Any] = ()) -> None:
         numpy: Any = sys.modules.get("numpy.random")  # loading it takes a while
         of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self.devices = [torch.get_rng_state(), *of_cuda]
-        self._own = [(generator, generator.get_state()) for generator in generators]
+        self._own = [(generator, _read(generator)) for generator in generators]
         self._python = random.getstate()
         self._numpy = numpy.get_state() if numpy else None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RngState):
             return NotImplemented
-        mine, theirs = ([*state.devices, *(own for _, own in state._own)] for state in (self, other))
-        if len(mine) != len(theirs) or self._python != other._python:
+        if len(self.devices) != len(other.devices) or self._python != other._python:
             return False
-        return all(map(torch.equal, mine, theirs)) and self._same_numpy(other)
+        is_same = [own for _, own in self._own] == [own for _, own in other._own]
+        return is_same and all(map(torch.equal, self.devices, other.devices)) and self._same_numpy(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -107,7 +138,7 @@ class RngState:
         if len(self.devices) > 1:
             torch.cuda.set_rng_state_all(self.devices[1:])
         for generator, state in self._own:
-            generator.set_state(state)
+            _write(generator, state)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy.random"].set_state(self._numpy)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import types
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
+from mmap import mmap
+from socket import socket
+from threading import Lock, RLock
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.rng import preserve_rng
+from persample._internal.rng import is_generator, preserve_rng
 from persample._internal.tree import find_tensors
 
 
@@ -46,12 +51,29 @@ _MOST_ELEMENTS = 1000
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 
+# Objects of these packages are not looked into: loggers, pools, and trainers, which hold the data and the optimizer.
+_OPAQUE = {
+    "torch", "builtins", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "lightning",
+    "pytorch_lightning", "lightning_fabric", "accelerate", "wandb", "tensorboard", "tokenizers", "weakref",
+}  # fmt: skip
+
+# What a run may change and nobody can restore.
+_HANDLES = (
+    io.IOBase, types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, type(Lock()), type(RLock()),
+    socket, mmap,
+)  # fmt: skip
+
 
 class ModuleState:
     """What a forward pass may change in a model, at one moment.
 
-    These are the attributes of its modules, by identity; the elements of lists, dicts and sets among them, and the
-    attributes of objects of the same package; and the values of all tensors among them that are not parameters.
+    These are the attributes of its modules and of their parameters, by identity; the elements of lists, dicts and sets
+    among them, and the attributes and slots of objects; and the values of all tensors and arrays among them that are
+    not parameters. Variables of functions and of files of code are not part of it.
+
+    Attributes:
+        generators: the random number generators of torch, Python and numpy among them, for an `RngState`.
+        handle: the name of a type that cannot be restored, such as an open file, if there is an object of one.
 
     >>> model = nn.BatchNorm1d(2)
     >>> model.seen = [1]
@@ -65,15 +87,19 @@ class ModuleState:
     def __init__(self, model: nn.Module, keep_values: bool = True) -> None:
         self._keeps_values = keep_values
         self.parameters = list(filter(_is_plain, model.parameters()))
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []
+        self.handle: str | None = None
         self._values: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         self._containers: list[tuple[Any, Any]] = []
+        self._slots: list[tuple[Any, dict[str, Any]]] = []
+        numpy: Any = sys.modules.get("numpy")
+        self._array_type: Any = numpy.ndarray if numpy else ()
         modules = list(model.modules())
-        self._packages = {_get_package(module) for module in modules} - {"torch", "builtins"}
         self._seen = {*map(id, model.parameters()), *map(id, modules)}
         with torch.no_grad():
-            for module in modules:
-                self._add_container(vars(module))
+            for holder in (*modules, *model.parameters()):
+                self._add_container(vars(holder))
         self._seen.clear()
 
     @property
@@ -82,41 +108,67 @@ class ModuleState:
         return [*self.parameters, *(tensor for tensor, _ in self._values)]
 
     def restore(self) -> None:
-        """Give the model this state again. What has not changed is not touched."""
+        """Give the model this state again, except for `generators`. What has not changed is not touched."""
         for container, content in self._containers:
             _restore_container(container, content)
+        for value, slots in self._slots:
+            _restore_slots(value, slots)
         for tensor, value in self._values:
             if not torch.equal(tensor, value):
                 tensor.data.copy_(value)  # `data`: autograd must not count it as a change
+        for array, content in self._arrays:
+            if array.tobytes() != content.tobytes():
+                array[...] = content
 
     def _add_container(self, container: Any) -> None:
         kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
         content = kind(container)  # not copy(), which a subclass may define in another way
         self._containers.append((container, content))
-        if len(content) > _MOST_ELEMENTS:
-            return
-        for value in content.values() if kind is dict else content:
-            self._add(value)
+        if len(content) <= _MOST_ELEMENTS:
+            self._add_all(content.values() if kind is dict else content)
+
+    def _add_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if value is not None and not isinstance(value, _CONSTANT):
+                self._add(value)
 
     def _add(self, value: Any) -> None:
-        if value is None or isinstance(value, (str, int, float, type, FunctionType, MethodType, ModuleType)):
-            return
-        if isinstance(value, tuple):
-            for part in value:
-                self._add(part)
-            return
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             if _is_plain(value):
                 self._values.append((value, value.detach().clone() if self._keeps_values else value))
-        elif isinstance(value, torch.Generator):
+                self._add_container(vars(value))
+        elif isinstance(value, self._array_type):
+            if self._keeps_values and value.flags.writeable:
+                self._arrays.append((value, value.copy()))
+            if value.dtype == object and value.size <= _MOST_ELEMENTS:
+                self._add_all(value.flat)
+        elif is_generator(value):
             self.generators.append(value)
-        elif isinstance(value, _CONTAINERS):
+        elif isinstance(value, tuple):
+            self._add_all(value)
+        elif isinstance(value, _HANDLES) or (hasattr(value, "__next__") and not hasattr(value, "__dict__")):
+            self.handle = self.handle or type(value).__name__
+        else:
+            self._add_object(value)
+
+    def _add_object(self, value: Any) -> None:
+        if isinstance(value, _CONTAINERS):
             self._add_container(value)
-        elif isinstance(value, nn.Module) or (hasattr(value, "__dict__") and _get_package(value) in self._packages):
+        elif not isinstance(value, nn.Module) and _get_package(value) in _OPAQUE:
+            return
+        if hasattr(value, "__dict__"):
             self._add_container(vars(value))
+        if slots := _list_slots(type(value)):
+            content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            self._slots.append((value, content))
+            self._add_all(content.values())
+
+
+# What is not state by itself, tested before all else.
+_CONSTANT = (str, int, float, complex, bytes, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def find_state_tensors(model: nn.Module) -> list[Tensor]:
@@ -147,6 +199,22 @@ def _restore_container(container: Any, content: Any) -> None:
     elif len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
         container.clear()
         container.extend(content)
+
+
+def _list_slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class and its bases, other than those of Python's own classes."""
+    given = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
+    names = [name for slots in given for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _restore_slots(value: Any, content: Mapping[str, Any]) -> None:
+    for name in _list_slots(type(value)):
+        if name not in content:
+            if hasattr(value, name):
+                object.__delattr__(value, name)
+        elif getattr(value, name, content) is not content[name]:
+            object.__setattr__(value, name, content[name])  # the class may be frozen
 
 
 def _get_package(value: Any) -> str:

@@ -69,6 +69,8 @@ class Verification:
             self.before = ModuleState(model)
         except Exception as error:
             raise NotVerified(f"the state of the model cannot be copied: {shorten(error)}") from error
+        if self.before.handle is not None:
+            raise NotVerified(f"the model holds an object of type {self.before.handle}, which cannot be restored")
         self.random_before = RngState(self.before.generators)
 
     def _add_samples(self, numbers: Iterable[int]) -> None:
