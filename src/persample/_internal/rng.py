@@ -79,7 +79,9 @@ def _read(generator: Any) -> Any:
         return generator.get_state().tolist()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return pickle.dumps(_find_bits(generator).state)  # a dict with arrays
+    if hasattr(generator, "get_state"):
+        return pickle.dumps(generator.get_state())
+    return pickle.dumps(getattr(generator, "bit_generator", generator).state)  # a dict, with arrays in it
 
 
 def _write(generator: Any, state: Any) -> None:
@@ -87,13 +89,10 @@ def _write(generator: Any, state: Any) -> None:
         generator.set_state(torch.tensor(state, dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
+    elif hasattr(generator, "set_state"):
+        generator.set_state(pickle.loads(state))
     else:
-        _find_bits(generator).state = pickle.loads(state)
-
-
-def _find_bits(generator: Any) -> Any:
-    """The source of the bits of a generator of numpy."""
-    return getattr(generator, "bit_generator", None) or getattr(generator, "_bit_generator", generator)
+        getattr(generator, "bit_generator", generator).state = pickle.loads(state)
 
 
 class RngState:
