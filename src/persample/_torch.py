@@ -375,6 +375,18 @@ def get_checkpoint_frame(pack: Any) -> Any:
     return frame if hasattr(frame, "recompute_fn") else None
 
 
+_reentrant_forward: Any = _find("torch.utils.checkpoint.CheckpointFunction.forward", "Recording a checkpointed model")
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Whether a reentrant checkpoint is running its function for the first time, without gradients."""
+    code = _reentrant_forward.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
 # ---- torch functions without a public name ----
 
 pack_padded_sequence: Any = _find("torch._pack_padded_sequence", "PackedSequence")

@@ -226,9 +226,10 @@ class Arguments:
         """Whether a tensor depends on samples that the tracker follows."""
         return any(tracker.get_known(tensor) is not None for tensor in self.iterate_tensors())
 
-    def is_constant(self, tracker: Tracker) -> bool:
-        """Whether all tensors are known to be the same for all samples."""
-        return all(map(tracker.is_constant, self.iterate_tensors()))
+    def without_constants(self, tracker: Tracker) -> Arguments:
+        """The same arguments, in which tensors that are known to be the same for all samples are constants."""
+        found = [t for t in self.iterate_tensors() if tracker.is_constant(t) or tracker.is_weight(t)]
+        return dataclasses.replace(self, constants=(*self.constants, *found)) if found else self
 
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""

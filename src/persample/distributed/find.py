@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from persample import _torch
+from persample._internal.several_models import SeveralModels
 from persample.distributed.base import Processes
 from persample.distributed.ddp import Replicated
 from persample.distributed.fsdp import Sharded
@@ -23,6 +24,8 @@ def find_processes(model: nn.Module) -> Processes:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return Processes()
+    if isinstance(model, SeveralModels):
+        raise PerSampleError("Several models in one recording are not available under several processes.")
     states = _torch.get_fsdp_states(model)
     processes = Sharded(model, states) if states else Replicated(model)
     _refuse_other_parallelism(model, states, processes)

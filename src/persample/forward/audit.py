@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
 from persample._internal.functions import find_results, is_inplace
+from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
@@ -60,6 +61,7 @@ class History:
     audits_due: int = 1  # the number of passes to come that are audited as a whole
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
     decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
+    together_with: WeakKeyDictionary[nn.Module, History] = field(default_factory=WeakKeyDictionary)
 
     def note_finding(self) -> None:
         """Have the next passes audited as a whole."""
@@ -81,8 +83,12 @@ _histories: dict[bool, WeakKeyDictionary[nn.Module, History]] = {
 
 
 def get_history(model: nn.Module, is_isolated: bool = False) -> History:
-    """The audited passes of a model."""
-    return _histories[is_isolated].setdefault(model, History())
+    """The audited passes of a model; those of several models outlive the module that holds the models."""
+    first, *others = model.children() if isinstance(model, SeveralModels) else [model]
+    history = _histories[is_isolated].setdefault(first, History())
+    for other in others:
+        history = history.together_with.setdefault(other, History())
+    return history
 
 
 # ---- what is known about memory ----

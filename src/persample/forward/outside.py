@@ -23,6 +23,7 @@ from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
+from persample.forward.places import RANDOM
 from persample.layouts import (
     READS,
     Call,
@@ -67,6 +68,7 @@ class OutsideTensors:
         for tensor in constants:
             self._constants[tensor] = True
         self._assumed: dict[tuple[tuple[int, ...], int], None] = {}  # shapes and dimensions, in order
+        self._drawn: TensorMap[bool] = TensorMap()  # random numbers, which may be the samples of a generator
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
@@ -81,7 +83,7 @@ class OutsideTensors:
         """Where the samples lie in a tensor from outside; None if it is a constant."""
         if tensor in self._constants:
             return None
-        dim = self._find_dim(tensor, batch)
+        dim = self.find_dim(tensor, batch)
         if dim is None or self._is_constant(tensor):
             return None
         self._assumed[tuple(tensor.shape), dim] = None
@@ -111,11 +113,16 @@ class OutsideTensors:
         """Whether a tensor, or the tensor that it is a view of, is known to be the same for all samples."""
         return tensor in self._constants or (tensor._base is not None and tensor._base in self._constants)
 
+    def may_be_samples(self, tensor: Tensor) -> bool:
+        """Whether a tensor may have a row for each sample if a part of the model is called with it."""
+        return tensor in self._drawn or not self.is_declared(tensor)
+
     def describe_assumed(self) -> str:
         """Which tensors were taken for samples because of their sizes, for an error message; empty if none was."""
         return f" ({_describe(self._assumed)})" if self._assumed else ""
 
-    def _find_dim(self, tensor: Tensor, batch: int) -> int | None:
+    def find_dim(self, tensor: Tensor, batch: int) -> int | None:
+        """The batch dimension of a tensor from outside, None if it has another size there."""
         dim = self._get_batch_dim(tensor)
         return dim if tensor.dim() > dim and tensor.shape[dim] == batch else None
 
@@ -146,8 +153,11 @@ class OutsideTensors:
                     self._early[size][result] = lost
         if call.func in IMPORTS:
             return
+        is_drawn = not is_inside and (call.func in RANDOM or any(tensor in self._drawn for tensor in call.tensors))
         for made in find_tensors(result):
-            if is_inside and batch and self._find_dim(made, batch) is None:
+            if is_drawn:
+                self._drawn[made] = True
+            if is_inside and batch and self.find_dim(made, batch) is None:
                 continue  # it is a constant by its size, and what the model makes of it is not judged
             if is_inside or all(map(self._is_constant, call.tensors)):
                 self._constants[made] = True
@@ -164,12 +174,27 @@ class OutsideTensors:
             "been read as numbers (item, tolist, numpy), and may depend on all of them; compute it by torch functions "
             "or before the block, or pass it in constants="
         )
-        if self._find_dim(imported, batch) is None:
+        if self.find_dim(imported, batch) is None:
             return lost
         self._counted[imported] = lost  # if it is used as class weights
         return None
 
     # ---- before the model is called ----
+
+    def find_sizes(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+        """The sizes that the batch may have according to these tensors, each with a tensor that shows it."""
+        found: dict[int, Tensor] = {}
+        for tensor in tensors:
+            sizes = self.find_early_sizes(tensor)
+            is_open = tensor in self._drawn or not self._is_constant(tensor)
+            if not sizes and tensor.dim() and tensor.grad_fn is None and is_open:
+                sizes = [tensor.shape[self._get_batch_dim(tensor)]]
+            found |= dict.fromkeys(sizes, tensor)
+        return found
+
+    def find_early_sizes(self, tensor: Tensor) -> list[int]:
+        """Before the model is called: the batch sizes for which a tensor, or what it was made of, has samples."""
+        return [size for size, known in (self._early or {}).items() if tensor in known]
 
     def _follow_early(self, call: Call, result: Any) -> None:
         """Find the layouts of the results, for each size that the batch may have."""

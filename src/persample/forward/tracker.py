@@ -153,6 +153,10 @@ class Tracker(TorchFunctionMode):
         isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
         complain: takes refusals in place of raising them, and sets `has_ended`.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
+
+    Attributes:
+        start_by_use: called with an op that combines weights with other tensors, none of which is known to depend on
+            the batch, outside of calls of modules; returns whether some are samples, as the tracker knows then.
     """
 
     def __init__(
@@ -185,6 +189,7 @@ class Tracker(TorchFunctionMode):
         self.isolation = isolation
         self.complain = complain
         self.is_coupled = is_coupled
+        self.start_by_use: Callable[[Call], bool] | None = None
         self.places = None if isolation is None else isolation.places
         self.advice = f"{_ADVICE}{layout_options}."
         self.has_inputs = False
@@ -376,7 +381,7 @@ class Tracker(TorchFunctionMode):
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor from outside is known to be the same for all samples."""
-        return self.outside is not None and self.outside.is_declared(tensor)
+        return self.outside is not None and not self.outside.may_be_samples(tensor)
 
     def find_layout(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None if it does not depend on the batch."""
@@ -754,6 +759,8 @@ class Tracker(TorchFunctionMode):
             self.isolation.check_call(call, self)
             self.isolation.places.prepare(call)
         weights = {i: t for i, t in enumerate(call.tensors) if call.where[i] is None and self.is_weight(t)}
+        if weights and not has_samples and self._is_start(call, weights):
+            return self._audit_or_follow(call.func, call.args, call.kwargs)
         if weights and call.func in REGISTRATIONS:
             raise PerSampleError(
                 f"{get_op_name(call.func)} of a weight is called in {self.place()}: a recording keeps the gradients of "
@@ -798,13 +805,15 @@ class Tracker(TorchFunctionMode):
                 return result
             if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], args[1], self.batch):
                 mark_simple(call, result)  # the values of the first rows decide in each call
-        elif weights:
+        elif weights and (self.batch or torch.is_grad_enabled()):
             for made in find_tensors(result):
                 if made.requires_grad and id(made) not in self.collector.parameters:
                     self.set_layout(made, None)
                 elif self.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
                     self.outside.add_constant(made)
         elif self.outside is not None:
+            for weight in weights.values():  # in a pass without gradients, before the model is called
+                self.outside.add_constant(weight)
             self.outside.note_call(call, result, self.batch, self.is_inside)
             if self.outside.has_reads and func in IMPORTS and not self.is_inside and self.batch > 1:
                 lost = self.outside.judge_import(result, self.batch)
@@ -813,6 +822,13 @@ class Tracker(TorchFunctionMode):
         if self.places is not None and not has_samples:
             self.places.note_constant(call, result)
         return result
+
+    def _is_start(self, call: Call, weights: Mapping[int, Tensor]) -> bool:
+        """Whether an op of weights outside of calls of modules has tensors of samples, as is known from now on."""
+        if self.start_by_use is None or self.is_inside or not torch.is_grad_enabled():
+            return False
+        others = [i for i in range(len(call.tensors)) if i not in weights]
+        return bool(others) and self.start_by_use(replace(call, tensors=tuple(call.tensors[i] for i in others)))
 
     def _note_decision(self, call: Call, result: bool) -> None:
         of_all = call.func in _COMPARING or any(isinstance(where, (Lost, Reduced)) for where in call.where)

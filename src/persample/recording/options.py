@@ -15,6 +15,9 @@ from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitRedu
 
 Keep = Literal["everything", "norms", "clip"]
 
+# What to record: a model, or several that are trained together.
+Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
 # When to compare samples alone with the batch; None: "first" where nobody can notice the extra passes, else never.
 Verify = Literal["first", "always", False] | None
 
@@ -39,6 +42,7 @@ class Options:
     """
 
     batch_size: int | None = None
+    samples: Any = None
     batch_dim: BatchDim = 0
     loss_reduction: str | None = None
     parameters: Selection | None = None

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 from torch import nn
 
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.several_models import combine_models
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import (
@@ -20,16 +21,18 @@ from persample.gradients import (
     UnitIds,
     UnitReduction,
 )
-from persample.recording.hooks import ModuleHook, refuse_scripted, refuse_unrecorded
-from persample.recording.options import Constants, Coupled, Keep, Options, Selection, Verify
+from persample.recording.calls import Calls
+from persample.recording.hooks import refuse_scripted, refuse_unrecorded
+from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify
 from persample.recording.session import Recording
 
 
 @overload
 def record(
-    model: nn.Module,
+    model: Model,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -49,9 +52,10 @@ def record(
 
 @overload
 def record(
-    model: nn.Module,
+    model: Model,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -71,9 +75,10 @@ def record(
 
 @overload
 def record(
-    model: nn.Module,
+    model: Model,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -91,9 +96,10 @@ def record(
 
 @overload
 def record(
-    model: nn.Module,
+    model: Model,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -117,9 +123,10 @@ def record(
 @contextmanager
 @skip_compilation(with_callees=False)
 def record(
-    model: nn.Module,
+    model: Model,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -141,6 +148,9 @@ def record(
 ) -> Iterator[Any]:
     """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
 
+    Everything inside the block that uses the parameters is recorded: calls of the model and of its submodules, methods
+    such as `model.encode(x)`, and functions of the parameters themselves.
+
     Row n of the recorded gradients is the gradient of sample n's own loss. Several forward and backward passes in one
     block add up, as they do in `p.grad`.
 
@@ -148,8 +158,11 @@ def record(
     processes, which all have to ask for them.
 
     Args:
-        model: the model; it stays as it is.
+        model: the model; it stays as it is. Or several models, as a list or a dict: the names of their parameters then
+            begin with the model's number or name, as in "0.weight" and "actor.weight".
         batch_size: the number of samples; by default all tensors in the model's arguments must agree on it.
+        samples: a tensor with one row for each sample, or a nested batch of such tensors. It tells the number of
+            samples before anything is called, for calls of parts of the model that are ambiguous about it.
         batch_dim: the batch dimension of the model's arguments: one number, or one for each argument, by position or
             name; None for an argument that is the same for all samples.
         loss_reduction: how the back-propagated loss combines the samples, "mean" or "sum". None: as found. A loss that
@@ -215,6 +228,7 @@ def record(
     """
     options = Options(
         batch_size=batch_size,
+        samples=samples,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
         parameters=parameters,
@@ -234,22 +248,16 @@ def record(
         positions=positions,
         losses=losses,
     )
+    model = combine_models(model)
     refuse_scripted(model)
     recording = Recording(model, options)
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recording.start_forward(args, kwargs)
-
-    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        recording.end_forward(output)
-
-    collector = recording.collector
-    hooks = [
-        model.register_forward_pre_hook(ModuleHook(before), with_kwargs=True, prepend=True),
-        model.register_forward_hook(ModuleHook(after), always_call=True),
-    ]
+    collector, recorded = recording.collector, recording.recorded
+    calls = _BlockCalls(recording)
+    calls.add_hooks(model, {*map(id, recorded.values())})
+    refusals = []
     if recording.needs_hooks:
-        hooks += refuse_unrecorded(recording.recorded, recording.processes, lambda: collector.is_pulling_back)
+        refusals = refuse_unrecorded(recorded, recording.processes, lambda: collector.is_pulling_back)
     try:
         with recording.processes.prepare_recording(recording.tracker, keep_grad), recording.tracker:
             yield recording.grads
@@ -258,5 +266,26 @@ def record(
         raise
     finally:
         recording.close()
-        for hook in hooks:
-            hook.remove()
+        calls.remove_hooks()
+        for refusal in refusals:
+            refusal.remove()
+
+
+class _BlockCalls(Calls):
+    """The calls inside a block."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._recording.start_call(module, args, kwargs)
+
+    def end_call(self, output: Any) -> None:
+        self._recording.end_forward(output)
+
+    def interrupt_call(self) -> None:
+        self._recording.end_forward(None)
+
+    def find_recording(self) -> Recording:
+        return self._recording

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,12 +19,13 @@ from persample._internal.copies import CannotCopy
 from persample._internal.model_table import read_model
 from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import call_in_full_precision, in_full_precision
+from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
 from persample.backward.collector import Collector
 from persample.backward.positions import PositionSplitter, group_by_rows
-from persample.batches import Arguments
+from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound
 from persample.distributed import Processes, find_processes
-from persample.errors import Complain, PerSampleError, raise_or_complain
+from persample.errors import Complain, PerSampleError, get_op_name, raise_or_complain
 from persample.forward.audit import Audit
 from persample.forward.contributions import CONTRIBUTIONS, FirstLoss, get_advice
 from persample.forward.isolation import Isolation
@@ -33,8 +34,10 @@ from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
 from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
+from persample.layouts import Call, Layout
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, select_trainable
+from persample.recording.readings import Readings
 from persample.recording.verification import Verification, start_late_verification, start_verification
 from persample.terms import Term, add_terms
 
@@ -132,8 +135,6 @@ class Recording:
         isolation: Isolation | None = None,
         complain: Complain | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise PerSampleError(f"Only an nn.Module can be recorded, got {type(model).__name__}.")
         leave_ended_modes()
         if is_recording():
             gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
@@ -199,6 +200,11 @@ class Recording:
         self.tracker.can_retain = is_alone and tracing.get_trace() is None
         if options.positions is not None:
             self._split_positions(options.positions)
+        if is_alone:
+            self.tracker.start_by_use = self._start_by_use
+        self._readings = Readings(options.batch_size)
+        self._batch_size: int | None = None  # as soon as it is known
+        self._has_declared = False  # whether samples were declared before anything was called
         self.tracker.tried = grads.tried
         self.tracker.modules = modules
         self._rng_state = torch.get_rng_state()
@@ -207,6 +213,8 @@ class Recording:
         # The module of the running call and its arguments, if calls like it were verified.
         self._verified_before: tuple[nn.Module, Arguments] | None = None
         self.is_verifying = False  # calls of the model are extra passes
+        if options.samples is not None:
+            self._declare_samples(options.samples)
 
     def _note_empty_passes(self) -> None:
         """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
@@ -244,42 +252,127 @@ class Recording:
 
     # ---- the forward pass ----
 
-    def start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
-        """Tell the tracker where the samples lie in the arguments of a call of the model that is about to run.
+    def start_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], declared_size: int | None = None
+    ) -> bool:
+        """Tell the tracker where the samples lie in the arguments of a call that is about to run.
 
-        `part` is the submodule that is called in place of the model.
+        Args:
+            module: the model, or a submodule that is called in its place.
+            declared_size: the size of the batch if the user has declared it.
+
+        Returns:
+            False if it is not known yet where the samples lie.
         """
-        if self.is_verifying:
-            return
+        model = self._get_model()
+        if module is model:
+            self._start_model(args, kwargs, None)
+        elif isinstance(model, SeveralModels) and any(module is each for each in model.children()):
+            self._start_model(args, kwargs, module)
+        else:
+            return self._start_part(args, kwargs, module, declared_size)
+        return True
+
+    def _start_model(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> None:
         with _torch.DisableTorchFunction():
-            self.processes.start_forward()
             arguments = self._make_arguments(args, kwargs, part)
             if part is None:
                 arguments.check_names(self._get_model())
-            batch_size = self.grads.start(self._find_batch_size(arguments))
-            self.tracker.start_batch(batch_size, arguments.iterate_tensors())
-            arguments.add_to(self.tracker, search=self.options.batch_size is not None)
-            if _torch.get_backward_pass() < 0:  # else it is a recomputation
-                self._start_verification(arguments, part)
+            if (self._has_declared or (part and self._batch_size)) and arguments.has_known(self.tracker):
+                self._continue_arguments(arguments, part)
+            else:
+                self._start_arguments(arguments, self._find_batch_size(arguments), part)
         self._begin_inside()
 
-    def continue_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
-        """Tell the tracker that a submodule is about to run with samples of this step; False if there are none."""
+    def _start_part(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module, declared_size: int | None
+    ) -> bool:
+        """A call without samples, such as that of an embedding of positions, belongs to the batch of other calls."""
         with _torch.DisableTorchFunction():
+            batch = self._batch_size
             arguments = self._make_arguments(args, kwargs, part)
-            if not arguments.has_known(self.tracker):
-                return False
-            arguments.add_unknown_to(self.tracker)
-            self._start_verification(arguments, part)
+            if batch is not None and arguments.has_known(self.tracker):
+                self._continue_arguments(arguments, part)
+            else:
+                arguments = arguments.without_constants(self.tracker)
+                sizes = self._find_sizes(arguments)
+                size = self._readings.choose(sizes, declared_size if batch is None else batch, self._name_part(part))
+                if size is not None:
+                    self._start_arguments(arguments, size, part)
+                elif batch is None and declared_size is None:
+                    return False
+                else:
+                    self._start_batch(declared_size if batch is None else batch, ())
         self._begin_inside()
         return True
 
-    def start_without_samples(self, batch_size: int) -> None:
-        """Tell the tracker that a submodule is about to run with the same arguments for all samples of the step."""
+    def _start_by_use(self, call: Call) -> bool:
+        """Find the samples among the tensors of an op that uses weights outside of calls of modules."""
+        outside = self.tracker.outside
+        assert outside is not None
         with _torch.DisableTorchFunction():
-            self.processes.start_forward()
-            self.tracker.start_batch(self.grads.start(batch_size), ())
-        self._begin_inside()
+            found = outside.find_sizes(call.tensors)
+            place = f"{get_op_name(call.func)} with weights, in {self.tracker.place()}"
+            batch = self._readings.choose(found, self._batch_size, place) if found else None
+            if batch is None:
+                return False
+            if self._batch_size is not None:
+                raise PerSampleError(
+                    f"A tensor of shape {tuple(found[batch].shape)} that requires grad, and has the size of the batch, "
+                    f"is used in {place}. Pass it in samples= if it has one row for each sample, or in constants=."
+                )
+            if self.options.verify == "always":
+                raise PerSampleError(
+                    f"The option verify='always' is given, but {place} is not part of a call of a module, which alone "
+                    "can be verified."
+                )
+            self._start_batch(batch, call.tensors)
+            for tensor in call.tensors:
+                if (dim := outside.find_dim(tensor, batch)) is not None and not self.tracker.is_constant(tensor):
+                    self.tracker.add_input(tensor, Layout(dim))
+            status = "not verified: weights are used outside of calls of modules"
+            self._note_status(status if self.options.coupled is None else CONTRIBUTIONS)
+        self.tracker.begin_audit()
+        return True
+
+    def _declare_samples(self, samples: Any) -> None:
+        """Tell the tracker of tensors that have one row for each sample, before anything is called."""
+        given = self.options.batch_dim
+        constants = tuple(self.options.list_constants())
+        arguments = Arguments(_take_samples, (samples,), {}, given if isinstance(given, int) else 0, constants)
+        self._start_batch(self._find_batch_size(arguments), arguments.iterate_tensors())
+        arguments.add_to(self.tracker, search=False)
+        self._has_declared = True
+
+    def _start_arguments(self, arguments: Arguments, batch_size: int, part: nn.Module | None) -> None:
+        self._start_batch(batch_size, arguments.iterate_tensors())
+        arguments.add_to(self.tracker, search=self.options.batch_size is not None)
+        self._start_verification(arguments, part)
+
+    def _continue_arguments(self, arguments: Arguments, part: nn.Module | None) -> None:
+        arguments.add_unknown_to(self.tracker)
+        self._start_verification(arguments, part)
+
+    def _start_batch(self, batch_size: int | None, tensors: Iterable[Tensor]) -> None:
+        assert batch_size is not None
+        self.processes.start_forward()
+        self._batch_size = self.grads.start(batch_size)
+        self.tracker.start_batch(batch_size, tensors)
+
+    def _find_sizes(self, arguments: Arguments) -> set[int]:
+        """The batch sizes that fit the arguments of a part."""
+        try:
+            found = {arguments.find_batch_size()}
+        except NoSamplesFound:
+            found = set()
+        except BatchSizesDiffer as error:
+            found = {*error.sizes}
+        outside = self.tracker.outside
+        assert outside is not None
+        return found.union(*[outside.find_early_sizes(tensor) for tensor in arguments.iterate_tensors()])
+
+    def _name_part(self, part: nn.Module) -> str:
+        return f"a submodule ({type(part).__name__})"
 
     def _begin_inside(self) -> None:
         if self.tracker.isolation is not None:
@@ -295,8 +388,6 @@ class Recording:
 
     def end_forward(self, output: Any) -> None:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
-        if self.is_verifying:
-            return
         if output is not None:
             self.tracker.check_state()
         if self.tracker.isolation is not None:
@@ -333,17 +424,14 @@ class Recording:
         self._has_status, self.grads.verification = True, status
 
     def note_nested_call(self) -> None:
-        """Give up the verification of a model that calls itself: the call that ends next is another one."""
-        if not self.is_verifying and self.options.coupled is None:
+        """Give up the verification of a model that calls itself."""
+        if self.options.coupled is None:
             self._verification = None
             self._note_status("not verified: the model calls itself")
 
     def _start_verification(self, arguments: Arguments, part: nn.Module | None) -> None:
         if self.options.coupled is not None:  # samples alone differ from those of the batch
             self._note_status(CONTRIBUTIONS)
-            return
-        if self.tracker.is_inside:
-            self.note_nested_call()
             return
         called = part or self._get_model()
         with self.tracker.pause():
@@ -361,15 +449,22 @@ class Recording:
             for tensor, dim in declared.items():
                 self.tracker.add_samples(tensor, dim)
 
-    def has_constants(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
-        """Whether the arguments of a call of a submodule are known to be the same for all samples of this step."""
+    def has_known(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
+        """Whether a submodule is called with a tensor that depends on samples of this step."""
         with _torch.DisableTorchFunction():
-            return self._make_arguments(args, kwargs, part).is_constant(self.tracker)
+            return self._make_arguments(args, kwargs, part).has_known(self.tracker)
 
-    def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> int:
-        """The number of samples in the arguments of a call of the model, or of a part of it."""
+    def has_same_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
+        """Whether the arguments of a submodule may have the samples of this step."""
         with _torch.DisableTorchFunction():
-            return self._find_batch_size(self._make_arguments(args, kwargs, part))
+            size = self._batch_size
+            sizes = self._find_sizes(self._make_arguments(args, kwargs, part).without_constants(self.tracker))
+        return size is not None and size in sizes and self.grads.has_same_units(size)
+
+    def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of samples in the arguments of a call of the model."""
+        with _torch.DisableTorchFunction():
+            return self._find_batch_size(self._make_arguments(args, kwargs, None))
 
     def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> Arguments:
         forward = (part or self.processes.get_called_module(self._get_model())).forward
@@ -443,8 +538,12 @@ class Recording:
         if self.tracker.isolation is not None:
             with _torch.DisableTorchFunction():
                 self.tracker.isolation.end_step(self.tracker)
-        self.tracker.run_backward = None
+        self.tracker.run_backward = self.tracker.start_by_use = None
         self.collector.release()
+
+
+def _take_samples(samples: Any) -> None:
+    """Has the signature that names the tensors of the option `samples`."""
 
 
 def _is_graph_kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

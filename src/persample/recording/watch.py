@@ -6,25 +6,26 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import get_ident
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
-from persample.batches import BatchDim, BatchSizesDiffer, NoSamplesFound, iterate_tensors
+from persample._internal.several_models import SeveralModels, combine_models
+from persample.batches import BatchDim, iterate_tensors
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
-from persample.recording.hooks import ModuleHook, PartHook, refuse_scripted, refuse_unrecorded
-from persample.recording.options import Constants, Coupled, Keep, Options, Selection, Verify, get_trainable
+from persample.recording.calls import Calls
+from persample.recording.hooks import refuse_scripted, refuse_unrecorded
+from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
@@ -40,11 +41,12 @@ _WATCHES: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()  # the 
 
 
 def watch(
-    model: nn.Module,
+    model: Model,
     receive: Receive,
     options: StepOptions | None = None,
     *,
     batch_size: int | None = None,
+    samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
     parameters: Selection | None = None,
@@ -75,7 +77,7 @@ def watch(
     it comes from a use that was not recorded.
 
     Args:
-        model: the model; it stays as it is.
+        model: the model; it stays as it is. Or several models, as for `record`.
         receive: called with the gradients of each step.
         options: instead of the keywords, a mapping of them, or a function that returns those of the next step. It is
             called when the step begins.
@@ -99,6 +101,7 @@ def watch(
     """
     keywords = Options(
         batch_size=batch_size,
+        samples=samples,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
         parameters=parameters,
@@ -120,10 +123,10 @@ def watch(
     ).list_changed()
     if options is not None and keywords:
         raise PerSampleError(f"watch() got options and the keywords {', '.join(keywords)}. Pass one of both.")
-    return Watch(model, receive, keywords if options is None else options)
+    return Watch(combine_models(model), receive, keywords if options is None else options)
 
 
-class Watch:
+class Watch(Calls):
     """The result of `watch`. `stop()`, or the end of a `with` block, ends it; `rest()` ends one step.
 
     >>> model = nn.Linear(3, 2)
@@ -140,7 +143,9 @@ class Watch:
         note_failure: Callable[[BaseException | None], None] | None = None,
         complain: Complain | None = None,
     ) -> None:
+        super().__init__()
         self._model = ref(model)
+        self._several = model if isinstance(model, SeveralModels) else None  # which nothing else keeps
         self._receive = receive
         self._complain = complain  # called with the error if a step is refused, in place of raising it
         self._listeners: list[tuple[Receive, Complain]] = []
@@ -152,8 +157,6 @@ class Watch:
         self._step: _Step | None = None
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
-        self._is_inside = False  # whether a call of the model, or of a part of it, is running
-        self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
         self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
         self._used: list[TensorMap[int]] = []  # the declared batches of which the current step has samples
         self._thread = 0  # in which the current step began
@@ -161,17 +164,12 @@ class Watch:
         self.is_retired = False  # whether no further step is recorded
         self.is_private = False  # whether the current step is one of private training
         self._refusals: list[RemovableHandle] = []
-        self._hooks: list[RemovableHandle] = []
         self._isolation = Isolation()
         refuse_scripted(model)
         recorded = Options(**self._get_options()).select(get_trainable(model))
         self.names = list(recorded)  # of the parameters that are recorded
         self._refusals = self._refuse_unrecorded(model, recorded)
-        self._hooks = [
-            model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True, prepend=True),
-            model.register_forward_hook(ModuleHook(self._after), always_call=True),
-            *self._watch_parts(model, {id(p) for p in recorded.values()}),
-        ]
+        self.add_hooks(model, {id(p) for p in recorded.values()})
         _WATCHES[model] = ref(self)
 
     def stop(self) -> None:
@@ -184,8 +182,9 @@ class Watch:
 
         In contrast to `stop`, it may be called when a step is received.
         """
-        for hook in (*self._refusals, *self._hooks):
-            hook.remove()
+        self.remove_hooks()
+        for refusal in self._refusals:
+            refusal.remove()
         if self._recording is not None:
             self._recording.processes.restore_settings()
         self.is_retired = True
@@ -213,12 +212,12 @@ class Watch:
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the call of the model that is about to run. For a hook of the model that starts the watch itself."""
         if (model := self._model()) is not None:
-            self._before(model, args, kwargs)
+            self.before(model, args, kwargs)
 
     def rest(self) -> None:
         """End the current step. A backward pass from its outputs raises from now on."""
         recording, self._recording = self._recording, None
-        self._is_inside = False
+        self.is_inside = False
         if recording is not None:
             recording.tracker.has_ended = True  # in the modes of another thread it stays until leave_ended_modes()
         self._opened.close()
@@ -257,78 +256,66 @@ class Watch:
         for tensor in iterate_tensors(batch):
             declared[tensor] = batch_dim
         self._samples.append(declared)
-        if self._is_inside and self._recording is not None:
+        if self.is_inside and self._recording is not None:
             self._recording.add_samples(declared)
 
     # ---- the forward pass ----
 
-    def _watch_parts(self, model: nn.Module, recorded: set[int]) -> Iterator[RemovableHandle]:
-        """Hooks for submodules that are called directly. Under DDP and FSDP the whole model must be called."""
-        if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
-            return
-        for part in model.modules():
-            if part is model or isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
-                continue
-            if any(id(p) in recorded for p in part.parameters()):
-                hook = PartHook(self._before_part, self._is_inside_entry)
-                yield part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    def find_recording(self) -> Recording | None:
+        """The recording of the current step."""
+        return self._recording
 
-    def _is_inside_entry(self, module: nn.Module) -> bool:
-        # An interrupt may have ended the last call, and torch calls no hook then.
-        return self._is_inside and (not _is_same(self._entry, module) or _torch.is_running(module))
+    def interrupt_call(self) -> None:
+        """End the step of a call that an interrupt has ended."""
+        self.rest()
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
-    def _before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the call of a submodule in place of the model."""
-        model, recording = self._model(), self._recording
-        if model is None or (recording is not None and recording.is_verifying):
-            return
-        if _torch.get_backward_pass() >= 0 or not torch.is_grad_enabled():
-            return
+    def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Begin or continue a step with a call of the model, or of a part; returns whether the call is recorded."""
+        model = self._model()
+        if model is None:
+            return False
         try:
-            if not self._start_part(model, args, kwargs, module):
-                return
-        except BaseException:
+            is_same_step = self._continues_step if module is model else partial(self._continues_with_part, module)
+            if not is_same_step(args, kwargs):
+                self._begin(model)
+                self._first_part = ref(module)
+            if self._start_in_step(module, args, kwargs):
+                return True
+        except BaseException as error:
+            if isinstance(error, PerSampleError) and module is not model and self.is_lenient:
+                self.give_up(error)
+                return False
             self.rest()
             raise
-        self._is_inside, self._entry = True, ref(module)
-        handle = module.register_forward_hook(ModuleHook(lambda *given: leave(*given)), always_call=True)
+        self.rest()
+        return False
 
-        def leave(*given: Any) -> None:
-            handle.remove()
-            self._after(*given)
-
-    def _start_part(self, model: nn.Module, args: Any, kwargs: Any, part: nn.Module) -> bool:
-        """Begin or continue a step with the call of a submodule; False if there are no samples that it can belong to.
-
-        A call without samples, such as that of an embedding of positions, belongs to the step of the batch.
-        """
-        recording = self._recording if self._is_step_alive(search=True) else None
-        if recording is not None and recording.continue_forward(args, kwargs, part):
-            return True
-        has_declared = bool(self._find_declared(args, kwargs))
-        if recording is None or has_declared or _is_same(self._first_part, part):
-            self._begin(model)
-            recording, self._first_part = self._recording, ref(part)
-            batch_size, has_constants = self._find_declared_size(), False
-        else:
-            batch_size = recording.grads.batch_size
-            has_constants = recording.has_constants(args, kwargs, part)
+    def _start_in_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        recording = self._recording
         assert recording is not None
-        try:
-            found = None if has_constants else recording.find_batch_size(args, kwargs, part)
-        except (NoSamplesFound, BatchSizesDiffer):
-            found = None
-        if found is not None and (batch_size in (None, found) or has_declared):
-            self._start_forward(args, kwargs, part)
-            return True
-        if batch_size is None:
-            self.rest()
+        if not recording.start_call(module, args, kwargs, self._find_declared_size(args, kwargs)):
             return False
-        recording.start_without_samples(batch_size)
-        self._add_declared()
+        self._used = self._used or self._find_declared(args, kwargs)
+        for declared in self._samples:
+            recording.add_samples(declared)
+        recording.hide_earlier_data()
+        if recording.tracker.complain is not None and not recording.grads.batch_size:
+            raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         return True
+
+    def _continues_with_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call of a submodule belongs to the current step."""
+        recording = self._recording
+        if recording is None or not self._is_step_alive(search=True):
+            return False
+        if recording.has_known(args, kwargs, part):
+            return True
+        if self._find_declared(args, kwargs):
+            return False
+        is_first = self._first_part is not None and self._first_part() is part
+        return not is_first or recording.has_same_batch_size(args, kwargs, part)
 
     def _find_declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
         """The declared batches that have tensors in the arguments of a call."""
@@ -337,48 +324,11 @@ class Watch:
         given = list(iterate_tensors((args, kwargs)))
         return [declared for declared in self._samples if any(tensor in declared for tensor in given)]
 
-    def _find_declared_size(self) -> int | None:
-        """The number of samples in the batch that was declared last."""
-        declared = self._samples[-1].items() if self._samples else ()
-        return next((tensor.shape[dim] for tensor, dim in declared if tensor.dim() > dim), None)
-
-    def _start_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
-        assert self._recording is not None
-        self._recording.start_forward(args, kwargs, part)
-        self._used = self._used or self._find_declared(args, kwargs)
-        self._add_declared()
-
-    def _add_declared(self) -> None:
-        assert self._recording is not None
-        for declared in self._samples:
-            self._recording.add_samples(declared)
-        self._recording.hide_earlier_data()
-
-    @exclude_from_graph
-    @skip_compilation(with_callees=True)
-    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._recording is not None and self._recording.is_verifying:  # an extra pass, not a step
-            return
-        is_recomputation = _torch.get_backward_pass() >= 0
-        if is_recomputation or not torch.is_grad_enabled():
-            return
-        if self._is_inside:
-            if _torch.is_running(module):  # a model that calls itself
-                if self._recording is not None:
-                    self._recording.note_nested_call()
-                return
-            self.rest()  # an interrupt has ended the last call, and torch calls no hook then
-        try:
-            if not self._continues_step(args, kwargs):
-                self._begin(module)
-            self._start_forward(args, kwargs)
-            recording = self._recording
-            if recording is not None and recording.tracker.complain is not None and not recording.grads.batch_size:
-                raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
-        except BaseException:
-            self.rest()
-            raise
-        self._is_inside, self._entry = True, ref(module)
+    def _find_declared_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The number of samples in the declared batch that a call has tensors of, or that was declared last."""
+        declared = [*self._samples, *self._find_declared(args, kwargs)][-1:]
+        found = (tensor.shape[dim] for batch in declared for tensor, dim in batch.items() if tensor.dim() > dim)
+        return next(found, None)
 
     def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call belongs to the current step: results of it are alive, and batch size and units are equal.
@@ -433,29 +383,29 @@ class Watch:
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
-    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if not self._is_inside or (self._recording is not None and self._recording.is_verifying):
+    def end_call(self, output: Any) -> None:
+        """Verify the output of a call, or end the step if the call has failed."""
+        recording = self._recording
+        if recording is None:
             return
-        if self.is_lenient and self._recording is not None and self._recording.tracker.has_ended:
+        if self.is_lenient and recording.tracker.has_ended:
             self._end_refused_step()
             return
-        if output is not None and self._recording is not None:
-            try:
-                self._recording.end_forward(output)
-            except BaseException as error:
-                if isinstance(error, PerSampleError) and self._recording.tracker.complain is not None:
-                    self._is_inside = False
-                    self._recording.tracker.complain(error)
-                    return
-                self.fail(error)
-                self.rest()
-                raise
-        self._is_inside = False
         if output is None:  # the call has failed, or there is nothing to back-propagate
             self.fail(sys.exc_info()[1])
             self.rest()
-        elif self._recording is not None:
-            self._outputs += [ref(t) for t in iterate_tensors(output) if t.requires_grad]
+            return
+        try:
+            recording.end_forward(output)
+        except BaseException as error:
+            if isinstance(error, PerSampleError) and recording.tracker.complain is not None:
+                self.is_inside = False
+                recording.tracker.complain(error)
+                return
+            self.fail(error)
+            self.rest()
+            raise
+        self._outputs += [ref(t) for t in iterate_tensors(output) if t.requires_grad]
 
     # ---- the backward pass ----
 
@@ -474,7 +424,7 @@ class Watch:
             recording.tracker.has_ended = True
             if _torch.get_backward_pass() < 0:  # else the gradients of the uses are on their way
                 recording.close()
-        if self._is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
+        if self.is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
             for hook in self._refusals:
                 hook.remove()
         else:
@@ -485,7 +435,7 @@ class Watch:
 
     def _end_refused_step(self) -> None:
         self.retire()
-        self._is_inside = False
+        self.is_inside = False
         if self._recording is not None:
             self._recording.tracker.end_audit()
 
@@ -528,10 +478,6 @@ def find_watch(model: nn.Module) -> Watch | None:
     found = _WATCHES.get(model)
     watched = None if found is None else found()
     return None if watched is None or watched.is_retired else watched
-
-
-def _is_same(given: ref[nn.Module] | None, module: nn.Module) -> bool:
-    return given is not None and given() is module
 
 
 class _Step:

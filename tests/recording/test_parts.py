@@ -1,0 +1,337 @@
+"""Everything inside a block that uses the parameters is recorded: methods, parts, several models, no call at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from persample import record
+
+B, D, T = 5, 3, 4
+
+Batch = tuple[Tensor, ...]
+
+
+class Case:
+    """A model, the samples, and a training step: `step(model, samples)` returns the losses, a mean over the samples."""
+
+    def __init__(self, make: Callable[[], Any], samples: Callable[[int], Batch], step: Callable[..., Any]) -> None:
+        self.make, self.samples, self.step = make, samples, step
+
+
+def perturb(models: Any) -> Any:
+    for model in list_models(models):
+        model.double()
+        for p in model.parameters():
+            p.data += 0.3 * torch.randn_like(p)
+    return models
+
+
+def list_models(models: Any) -> list[nn.Module]:
+    if isinstance(models, nn.Module):
+        return [models]
+    return list(models.values() if isinstance(models, dict) else models)
+
+
+def name_parameters(models: Any) -> dict[str, Tensor]:
+    if isinstance(models, nn.Module):
+        return dict(models.named_parameters())
+    items = models.items() if isinstance(models, dict) else enumerate(models)
+    found: dict[str, Tensor] = {}
+    for name, model in items:
+        for own, p in model.named_parameters():
+            if not any(p is other for other in found.values()):
+                found[f"{name}.{own}"] = p
+    return found
+
+
+def run_steps(step: Callable[..., Any], models: Any, samples: Batch) -> None:
+    """A step is a generator of losses or returns one; each has its own backward pass."""
+    losses = step(models, *samples)
+    for loss in [losses] if isinstance(losses, Tensor) else losses:
+        loss.backward()
+
+
+def compute_rows(case: Case, models: Any, samples: Batch) -> dict[str, Tensor]:
+    """The rows by a loop over the samples, each as a batch of one."""
+
+    named = name_parameters(models)
+    rows: dict[str, list[Tensor]] = {name: [] for name in named}
+    for n in range(len(samples[0])):
+        run_steps(case.step, models, tuple(t[n : n + 1] for t in samples))
+        for name, p in named.items():
+            rows[name].append(torch.zeros_like(p) if p.grad is None else p.grad)
+            p.grad = None
+    return {name: torch.stack(parts) for name, parts in rows.items()}
+
+
+def floats(*shapes: tuple[int, ...]) -> Callable[[int], Batch]:
+    return lambda batch: tuple(torch.randn(batch, *shape, dtype=torch.float64) for shape in shapes)
+
+
+class Autoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(4 * D, D), nn.Linear(D, 4 * D)
+        self.scale = nn.Parameter(torch.randn(D))
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.down(x).tanh() * self.scale
+
+    def decode(self, z: Tensor) -> Tensor:
+        return F.linear(z, self.up.weight, self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.mu, self.var = nn.Linear(4 * D, 6), nn.Linear(6, D), nn.Linear(6, D)
+        self.fc3, self.fc4 = nn.Linear(D, 6), nn.Linear(6, 4 * D)
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.relu(self.fc1(x))
+        return self.mu(h), self.var(h)
+
+    def decode(self, z: Tensor) -> Tensor:
+        return torch.sigmoid(self.fc4(F.relu(self.fc3(z))))
+
+
+def step_vae(model: VAE, image: Tensor, noise: Tensor) -> Tensor:
+    x = image.view(-1, 4 * D)
+    mu, var = model.encode(x)
+    out = model.decode(mu + (0.5 * var).exp() * noise)
+    kl = -0.5 * torch.sum(1 + var - mu.pow(2) - var.exp())
+    return (F.binary_cross_entropy(out, x.sigmoid(), reduction="sum") + kl) / len(x)
+
+
+class Raw(nn.Module):
+    """Has no submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(2, D)), nn.Parameter(torch.randn(2))
+
+    def score(self, x: Tensor) -> Tensor:
+        return F.linear((x - 0.1) / 2, self.w, self.b)
+
+    def transform(self, x: Tensor) -> Tensor:
+        return x @ (self.w.t() * 2)
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.encoder = nn.Embedding(7, D), nn.GRU(D, 6, batch_first=True)
+        self.decoder, self.head = nn.GRUCell(D, 6), nn.Linear(6, 7)
+
+
+def step_seq2seq(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+    _, h = model.encoder(model.embedding(source))
+    h, losses = h[0], []
+    token = torch.zeros(len(source), dtype=torch.long)
+    for t in range(target.shape[1]):
+        h = model.decoder(model.embedding(token), h)
+        losses.append(F.cross_entropy(model.head(h), target[:, t]))
+        token = target[:, t]
+    return torch.stack(losses).sum()
+
+
+class Lightning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Sequential(nn.Linear(D, 6), nn.Tanh()), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+    def training_step(self, batch: Batch, i: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(self.encoder(x)), y)
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(D, 6), nn.Linear(6, 2), nn.Linear(6, 1)
+
+    def act(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.relu(self.body(state))
+        return self.actor(h).log_softmax(-1), self.critic(h).squeeze(-1)
+
+
+def compute_actor_critic(log_probs: Tensor, value: Tensor, action: Tensor, returns: Tensor) -> Tensor:
+    chosen = log_probs.gather(1, action[:, None]).squeeze(1)
+    return (-chosen * (returns - value.detach()) + F.smooth_l1_loss(value, returns, reduction="none")).mean()
+
+
+def step_two_models(models: dict[str, nn.Module], state: Tensor, action: Tensor, returns: Tensor) -> Tensor:
+    log_probs = models["actor"](state).log_softmax(-1)
+    return compute_actor_critic(log_probs, models["critic"](state).squeeze(-1), action, returns)
+
+
+def make_actions(batch: int) -> Batch:
+    return *floats((D,))(batch), torch.randint(2, (batch,)), *floats(())(batch)
+
+
+def make_gan() -> list[nn.Module]:
+    generator = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, D))
+    return [generator, nn.Sequential(nn.Linear(D, 6), nn.LeakyReLU(0.2), nn.Linear(6, 1))]
+
+
+def step_gan(models: list[nn.Module], real: Tensor, z: Tensor) -> Any:
+    """As in DCGAN: the discriminator's two losses, then the generator's through the discriminator."""
+    generator, discriminator = models
+    label = torch.full((len(real),), 1.0, dtype=torch.float64)
+    yield F.binary_cross_entropy_with_logits(discriminator(real).view(-1), label)
+    fake = generator(z)
+    label.fill_(0.0)
+    yield F.binary_cross_entropy_with_logits(discriminator(fake.detach()).view(-1), label)
+    label.fill_(1.0)
+    yield F.binary_cross_entropy_with_logits(discriminator(fake).view(-1), label)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.rnn, self.decoder = nn.Embedding(7, D), nn.LSTM(D, 6, 2, batch_first=True), nn.Linear(6, 7)
+
+
+def step_language_model(model: LanguageModel, tokens: Tensor, h: Tensor, c: Tensor) -> Tensor:
+    state = (h.transpose(0, 1).contiguous(), c.transpose(0, 1).contiguous())
+    losses = []
+    for part in tokens.split(3, dim=1):  # truncated: the state of the last part is detached
+        state = tuple(s.detach() for s in state)
+        out, state = model.rnn(model.encoder(part[:, :-1]), state)
+        losses.append(F.cross_entropy(model.decoder(out).transpose(1, 2), part[:, 1:]))
+    return sum(losses)
+
+
+def make_pairs(batch: int) -> Batch:
+    return *floats((D,), (D,))(batch), torch.randint(2, (batch,)).double()
+
+
+def step_siamese(encoder: nn.Module, a: Tensor, b: Tensor, y: Tensor) -> Tensor:
+    one, other = (encoder[2](encoder[1](encoder[0](t))) for t in (a, b))
+    distance = F.pairwise_distance(one, other)
+    return (y * distance.square() + (1 - y) * F.relu(2 - distance).square()).mean()
+
+
+def step_teacher(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Targets of a frozen copy, of the model itself, and of the model in another mode, before and between the calls."""
+    with torch.no_grad():
+        model[0](torch.randn(7, D).double())  # an evaluation of other data
+        target = model[2](model[0](y))
+    out = model[2](model[0](x))
+    with torch.no_grad():
+        other = model(y + 1)
+        model[0](torch.randn(7, D).double())
+    return ((out - target).square().sum(1) + other.sum(1) * out.sum(1)).mean()
+
+
+def tokens_and_states(batch: int) -> Batch:
+    return torch.randint(7, (batch, 6)), *floats((2, 6), (2, 6))(batch)
+
+
+def make_sequences(batch: int) -> Batch:
+    return torch.randint(7, (batch, T)), torch.randint(7, (batch, 3))
+
+
+def make_classes(batch: int) -> Batch:
+    return *floats((D,))(batch), torch.randint(2, (batch,))
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def step_dict(m: nn.ModuleDict, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m["head"](m["body"](x).relu()), y)
+
+
+def step_list(m: nn.ModuleList, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m[1](m[0](x).relu()), y)
+
+
+def step_raw_derived(m: Raw, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m.transform(x) + m.b, y)
+
+
+def step_keywords(m: nn.ModuleDict, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(input=m["head"](input=m["body"](input=x)), target=y)
+
+
+def make_tied() -> list[nn.Module]:
+    one, other = nn.Linear(D, D), nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2))
+    other[0].weight = one.weight
+    return [one, other]
+
+
+CASES = {
+    "methods": Case(Autoencoder, floats((4 * D,)), lambda m, x: F.mse_loss(m.decode(m.encode(x)), x)),
+    "forward": Case(Autoencoder, floats((4 * D,)), lambda m, x: F.mse_loss(m.forward(x), x)),
+    "calls and methods": Case(
+        Autoencoder, floats((4 * D,)), lambda m, x: (m(x) - m.decode(2 * m.encode(x))).square().sum(1).mean()
+    ),
+    "VAE": Case(VAE, floats((2, 2 * D), (D,)), step_vae),
+    "raw parameters": Case(Raw, make_classes, lambda m, x, y: F.cross_entropy(m.score(x), y)),
+    "raw derived weights": Case(Raw, make_classes, step_raw_derived),
+    "dict": Case(lambda: nn.ModuleDict({"body": nn.Linear(D, 6), "head": nn.Linear(6, 2)}), make_classes, step_dict),
+    "keywords": Case(
+        lambda: nn.ModuleDict({"body": nn.Linear(D, 6), "head": nn.Linear(6, 2)}), make_classes, step_keywords
+    ),
+    "list": Case(lambda: nn.ModuleList([nn.Linear(D, 6), nn.Linear(6, 2)]), make_classes, step_list),
+    "seq2seq": Case(Seq2Seq, make_sequences, step_seq2seq),
+    "Lightning": Case(Lightning, make_classes, lambda m, x, y: m.training_step((x, y), 0)),
+    "actor-critic, one module": Case(
+        ActorCritic, make_actions, lambda m, s, a, r: compute_actor_critic(*m.act(s), a, r)
+    ),
+    "actor-critic, two modules": Case(
+        lambda: {"actor": two_layers(), "critic": nn.Linear(D, 1)}, make_actions, step_two_models
+    ),
+    "GAN": Case(make_gan, floats((D,), (2,)), step_gan),
+    "tied models": Case(make_tied, make_classes, lambda m, x, y: F.cross_entropy(m[1](m[0](x).tanh()), y)),
+    "language model": Case(LanguageModel, tokens_and_states, step_language_model),
+    "siamese": Case(two_layers, make_pairs, step_siamese),
+    "triplet": Case(
+        two_layers,
+        floats((D,), (D,), (D,)),
+        lambda m, a, p, n: F.triplet_margin_loss(*[m[2](m[0](t)) for t in (a, p, n)]),
+    ),
+    "no_grad": Case(two_layers, floats((D,), (D,)), step_teacher),
+}
+
+
+def compare(grads: Any, rows: dict[str, Tensor]) -> None:
+    found = grads.dense()
+    assert found.keys() == rows.keys()
+    for name, part in rows.items():
+        torch.testing.assert_close(found[name], part)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_equal_a_loop(name: str) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    models = perturb(case.make())
+    for batch in (B, T, D, 2, B):  # also as large as other dimensions
+        samples = case.samples(batch)
+        rows = compute_rows(case, models, samples)
+        with record(models) as grads:
+            run_steps(case.step, models, samples)
+        compare(grads, rows)
+        with record(models, samples=samples, keep="norms", keep_grad=True) as norms:
+            run_steps(case.step, models, samples)
+        torch.testing.assert_close(norms.norms(), grads.norms())
+        for key, p in name_parameters(models).items():
+            torch.testing.assert_close(p.grad, rows[key].mean(0))
+            p.grad = None
+    for model in list_models(models):
+        assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
