@@ -113,9 +113,9 @@ class OutsideTensors:
         """Whether a tensor, or the tensor that it is a view of, is known to be the same for all samples."""
         return tensor in self._constants or (tensor._base is not None and tensor._base in self._constants)
 
-    def may_be_samples(self, tensor: Tensor) -> bool:
-        """Whether a tensor may have a row for each sample if a part of the model is called with it."""
-        return tensor in self._drawn or not self.is_declared(tensor)
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether a constant consists of random numbers: if a part of the model is called with it, these are samples."""
+        return tensor in self._drawn
 
     def describe_assumed(self) -> str:
         """Which tensors were taken for samples because of their sizes, for an error message; empty if none was."""

@@ -381,7 +381,9 @@ class Tracker(TorchFunctionMode):
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor from outside is known to be the same for all samples."""
-        return self.outside is not None and not self.outside.may_be_samples(tensor)
+        if self.outside is None or not self.outside.is_declared(tensor):
+            return False
+        return self.isolation is not None or not self.outside.is_drawn(tensor)
 
     def find_layout(self, tensor: Tensor) -> Where | None:
         """Where the samples lie in a tensor, None if it does not depend on the batch."""
