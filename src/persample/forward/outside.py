@@ -114,7 +114,7 @@ class OutsideTensors:
         return tensor in self._constants or (tensor._base is not None and tensor._base in self._constants)
 
     def is_drawn(self, tensor: Tensor) -> bool:
-        """Whether a constant consists of random numbers: if a part of the model is called with it, these are samples."""
+        """Whether a constant consists of random numbers: a part of the model may be called with them as samples."""
         return tensor in self._drawn
 
     def describe_assumed(self) -> str:
