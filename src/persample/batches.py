@@ -246,6 +246,14 @@ class Arguments:
             if dim is not None and not isinstance(leaf, PackedSequence):
                 yield from iterate_tensors(leaf)
 
+    def iterate_integers(self) -> Iterator[int]:
+        """The integers among the arguments, also those in tensors without dimensions."""
+        for value in _torch.pytree.tree_leaves((self.args, self.kwargs)):
+            if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32):
+                yield int(value)
+            elif type(value) is int:
+                yield value
+
     def find_undivided(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Tensor | None:
         """A tensor of integers that may hold ids of several samples, as those of bags do if the samples are offsets.
 

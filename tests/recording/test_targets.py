@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from persample import SamplesMixed, record, watch
 from persample.errors import PerSampleError
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+from tests.support.shares import share_gradients
 
 B, T, D, C = 6, 7, 3, 5
 
@@ -245,7 +246,44 @@ MIXED: dict[str, tuple[int, str, Loss]] = {
 def test_mixed_samples_are_refused(name: str) -> None:
     outputs, names, loss = MIXED[name]
     with pytest.raises(SamplesMixed):
-        record_rows(make_model(outputs), loss, take(names))
+        record_rows(make_model(outputs), loss, take(names), divisor="refuse" if is_counted(name) else "batch")
+
+
+def is_counted(name: str) -> bool:
+    """Whether the only thing that combines the samples is a divisor that counts."""
+    return name.startswith("18: ") or name in ("26: batchmean over unequal rows", "weights that add up to one")
+
+
+@pytest.mark.parametrize("name", [*filter(is_counted, MIXED)])
+def test_divisors_that_count_are_held_constant(name: str) -> None:
+    outputs, names, loss = MIXED[name]
+    model, batch = make_model(outputs), take(names)
+    with record(model) as grads:
+        loss(model, batch).backward()
+    number = f"{DATA['w'].sum():.6g}" if "weights" in name else int(DATA["mask"].sum())
+    assert grads.loss_reduction.startswith(f"mean over {number} ") and f"mean over {number} " in repr(grads)
+    assert_rows_close(grads.dense(), share_gradients(model, batch, loss, B))
+    assert_rows_close(
+        grads.mean(),
+        dict(zip(grads.names, torch.autograd.grad(loss(model, batch), [*model.parameters()]), strict=True)),
+    )
+
+
+@pytest.mark.parametrize("name", [*filter(is_counted, MIXED)])
+def test_own_divisors(name: str) -> None:
+    outputs, names, loss = MIXED[name]
+    model, batch = make_model(outputs), take(names)
+    for keep in ({}, {"keep": "norms"}, {"units": [0, 0, 1, 1, 2, 2]}):
+        with record(model, divisor="own", **keep) as grads:
+            loss(model, batch).backward()
+        rows = loop_gradients(model, batch, loss)
+        if "units" in keep:
+            rows = {key: row.unflatten(0, (3, 2)).sum(1) for key, row in rows.items()}
+        norms = torch.cat([row.flatten(1) for row in rows.values()], 1).norm(dim=1)
+        torch.testing.assert_close(grads.norms(), norms)
+        if "keep" not in keep:
+            assert_rows_close(grads.dense(), rows)
+            assert "mean of the samples' own means" in repr(grads)
 
 
 def test_the_refusal_names_both_readings() -> None:
@@ -525,12 +563,12 @@ class TimeFirst(nn.Module):
         return self.head(self.rnn(x)[0])
 
 
-TIME_FIRST: dict[str, tuple[bool, Loss]] = {
+TIME_FIRST: dict[str, tuple[bool | None, Loss]] = {  # None: rows are shares
     "sequences": (True, lambda m, b: F.cross_entropy(m(b[0]).reshape(-1, C), b[1].reshape(-1))),
     "one target": (True, lambda m, b: F.cross_entropy(m(b[0])[-1], b[2])),
     "centred targets": (False, lambda m, b: (m(b[0])[-1, :, 0] * (b[2] - b[2].double().mean())).mean()),
     "masked mean": (
-        False,
+        None,
         lambda m, b: (m(b[0])[:, :, 0] * (b[1] > 2)).sum() / (b[1] > 2).sum(),
     ),
 }
@@ -544,6 +582,9 @@ def test_time_first_targets(name: str) -> None:
     x, labels, c = DATA["seq"].transpose(0, 1).contiguous(), DATA["labels"].T.contiguous(), DATA["c"]
     if is_right:
         expected = loop_gradients(model, (x, labels, c), loss, batch_dim=(1, 1, 0))
+        assert_rows_close(record_rows(model, loss, (x, labels, c), batch_dim=1), expected)
+    elif is_right is None:
+        expected = share_gradients(model, (x, labels, c), loss, B, dim=1)
         assert_rows_close(record_rows(model, loss, (x, labels, c), batch_dim=1), expected)
     else:
         with pytest.raises(SamplesMixed):

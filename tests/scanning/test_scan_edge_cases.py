@@ -20,6 +20,7 @@ from persample._internal.files import write_atomically
 from persample.scanning import ScanError
 from persample.scanning.digest import compute_digest
 from persample.scanning.measure import ALL_QUANTITIES
+from persample.testing.oracle import loop_gradients
 from tests.support.modules import flatten_rows
 from tests.support.scans import QUICK, N, assert_near, build, images, loop, make_stale, read_files
 
@@ -152,7 +153,6 @@ def masked_mean(model: nn.Module, batch: Any) -> Tensor:
 
 
 AMBIGUOUS: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
-    "a weighted mean": (masked_mean, (X, draw(N).abs()), {}, "the samples of the batch are mixed: .*div is not linear"),
     "a sum instead of a mean": (
         lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"), (X, Y), {}, "Pass loss_reduction='sum'",
     ),
@@ -302,6 +302,15 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant).tanh())
+
+
+def test_a_weighted_mean_is_divided_by_each_example(tmp_path: Path) -> None:
+    """The rows of examples do not depend on which others are in the batch."""
+    model, weights = make_net(), draw(N).abs()
+    found = persample.scan(model, masked_mean, (X, weights), out=tmp_path, **OPTIONS)
+    expected = loop_gradients(model, (X, weights), masked_mean)
+    norms = torch.cat([rows.flatten(1) for rows in expected.values()], 1).norm(dim=1)
+    np.testing.assert_allclose(found.column("norm"), norms.numpy(), rtol=1e-4)
 
 
 def test_reentrant_checkpoint(tmp_path: Path) -> None:

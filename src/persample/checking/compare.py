@@ -95,6 +95,7 @@ def check(
         "batch_dim": batch_dim,
         "batch_size": None if batch_size is None else count,
         "loss_reduction": loss_reduction,
+        "divisor": "own",  # as in the loss of a sample alone
         "verify": verify,
     }
     with preserve_state(model, loss_fn), torch.inference_mode(False), torch.enable_grad():
@@ -266,20 +267,27 @@ class _Comparison:
 
     def _find_wrong_sums(self, recording: _Recording, plain: Gradient) -> set[str]:
         """Parameters for which the recorded rows do not add up to the gradient of the batch."""
-        if recording.grads is None:
+        if recording.grads is None or recording.grads.has_own_means:
             return set()
         return self._find_wrong(self._compute_sum_errors(recording.grads.dense(), plain, self.reduction))
 
     def _find_reduction(self, recording: _Recording, loop: Gradient | None, plain: Gradient) -> None:
         """Set how the loss combines the samples, if the user did not say: as recorded, else what fits the loop."""
         if self.reduction is None and recording.grads is not None:
-            self.reduction = recording.grads.loss_reduction
+            self.reduction = "mean" if recording.grads.loss_reduction.startswith("mean") else "sum"
         elif self.reduction is None and loop is not None:
             is_sum = not self._find_wrong(self._compute_sum_errors(loop, plain, "sum"))
             self.reduction = "sum" if is_sum and self.count > 1 else "mean"
 
     def _find_coupling(self, loop: Gradient, plain: Gradient, recording: _Recording) -> bool:
         """Whether the plain gradients of the samples do not add up to the gradient of the batch; notes the meaning."""
+        if recording.grads is not None and recording.grads.has_own_means:
+            self.notes.append(
+                "The loss divides by a number of the whole batch, such as that of its tokens. The rows were "
+                'compared with the gradients of the samples alone, as with record(divisor="own"). By default they are '
+                "shares of the loss."
+            )
+            return False
         errors = self._compute_sum_errors(loop, plain, self.reduction)
         if not self._find_wrong(errors):
             if recording.refusal is not None:

@@ -29,6 +29,7 @@ from persample.layouts import (
     Call,
     Layout,
     Lost,
+    Totals,
     Where,
     find_listed_total,
     find_motion,
@@ -59,9 +60,12 @@ class OutsideTensors:
         model: the model; its parameters and buffers are constants.
         batch_dim: the batch dimension of tensors from outside; for tensors that have fewer dimensions it is 0.
         constants: tensors that are the same for all samples.
+        is_block: whether all code from the preparation of the batch to the loss is seen.
     """
 
-    def __init__(self, model: nn.Module | None, batch_dim: int = 0, constants: Iterable[Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module | None, batch_dim: int = 0, constants: Iterable[Tensor] = (), is_block: bool = False
+    ) -> None:
         self._model = None if model is None else ref(model)  # the tracker must not keep its model
         self._batch_dim = batch_dim
         self._constants: TensorMap[bool] = TensorMap()
@@ -72,9 +76,10 @@ class OutsideTensors:
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
-        self._early_totals: dict[int, set[float]] = {}  # by batch size: numbers that depend on all samples
+        self._early_totals: dict[int, Totals] = {}  # by batch size: numbers that depend on all samples
         self._early_reads: set[int] = set()  # batch sizes for which values of samples were read
         self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
+        self.sizes: set[int] | None = set() if is_block else None  # that the code around the model has read
         self.has_reads = False  # whether the code around the model has read values of samples as numbers
 
     # ---- tensors from outside ----
@@ -141,6 +146,11 @@ class OutsideTensors:
         self._constants[tensor] = True
         return True
 
+    def note_size(self, found: Any) -> None:
+        """Note what a function has returned that reads the shape of a tensor outside the model."""
+        if self.sizes is not None:
+            self.sizes.update((found,) if type(found) is int else found if isinstance(found, tuple) else ())
+
     # ---- calls without samples and weights ----
 
     def note_call(self, call: Call, result: Any, batch: int, is_inside: bool) -> None:
@@ -205,11 +215,11 @@ class OutsideTensors:
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         for batch, known in self._early.items():
             where = tuple(known.get(tensor) for tensor in call.tensors)
-            totals = self._early_totals.setdefault(batch, set())
+            totals = self._early_totals.setdefault(batch, {})
             if call.func in READS and any(where):
                 self._early_reads.add(batch)
-            if call.func in READS and (total := find_read_total(call.tensors[0], where[0], result)) is not None:
-                totals.add(total)
+            if call.func in READS:
+                totals.update(find_read_total(call.tensors[0], where[0], result))
             if batch < 2 or not any(where) or not results:
                 continue
             motion = find_motion(replace(call, where=where, batch=batch), results)
@@ -218,8 +228,7 @@ class OutsideTensors:
                     layout = replace(layout, place=f"{_BEFORE} ({_describe(_list_assumed(call, known))})")
                 if layout is not None:
                     known[made] = layout
-                if (total := find_listed_total(made, layout)) is not None:
-                    totals.add(total)
+                totals.update(find_listed_total(made, layout))
                 if call.is_inplace and isinstance(layout, Lost) and made._base is not None:
                     known[made._base] = layout
 
@@ -231,9 +240,9 @@ class OutsideTensors:
         if (size in self._early or len(self._early) < _MAX_SIZES) and not self._is_constant(tensor):
             self._early.setdefault(size, TensorMap())[tensor] = Layout(dim)
 
-    def get_early_totals(self, batch: int) -> set[float]:
+    def get_early_totals(self, batch: int) -> Totals:
         """Numbers that the code before the first call of the model has counted over all samples."""
-        return self._early_totals.get(batch, set())
+        return self._early_totals.get(batch, {})
 
     def take_early(self, arguments: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Where]]:
         """The tensors whose layouts were found before the first call of the model, which has these arguments.

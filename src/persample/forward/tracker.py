@@ -76,19 +76,22 @@ from persample.layouts import (
     SIZE_FREE,
     Call,
     CountedSizes,
+    Divided,
+    DivisorMode,
     Layout,
     Lost,
     Motion,
     Reduced,
+    Scale,
     Scattered,
     Where,
     find_layout_of_ids,
     find_listed_total,
     find_motion,
     find_read_total,
+    find_simple_layout,
     find_size_free_layout,
     get_argument,
-    has_ignored_targets,
     make_call,
     make_sample_ids,
     make_strided_ids,
@@ -124,6 +127,10 @@ _ADVICE = (
 )
 
 
+# For each model: how numbers were read by which the code scaled sums over the samples, by places in the code.
+_SCALES: WeakKeyDictionary[nn.Module, dict[Any, Scale]] = WeakKeyDictionary()
+
+
 def _do_nothing(tensor: Tensor) -> None:
     pass
 
@@ -153,6 +160,7 @@ class Tracker(TorchFunctionMode):
         isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
         complain: takes refusals in place of raising them, and sets `has_ended`.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
+        divisors: what is done with divisors of the loss that are counted over all samples.
 
     Attributes:
         start_by_use: called with an op that combines weights with other tensors, none of which is known to depend on
@@ -175,6 +183,7 @@ class Tracker(TorchFunctionMode):
         isolation: Isolation | None = None,
         complain: Complain | None = None,
         is_coupled: bool = False,
+        divisors: DivisorMode = "refuse",
     ) -> None:
         super().__init__()
         self.batch = batch
@@ -205,7 +214,8 @@ class Tracker(TorchFunctionMode):
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
         self._audit_node: Any = ANY_SEQUENCE  # where the pass is in the sequences of audited passes
         self._buffers_before: dict[int | None, Tensor] = {}
-        self._counted = CountedSizes()
+        sites = _SCALES.setdefault(model, {}) if model is not None else {}
+        self._counted = CountedSizes("refuse" if tracing.get_trace() is not None else divisors, sites)
         self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
         self._has_read_values = False  # whether the model has read values of samples, other than counts
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
@@ -343,11 +353,16 @@ class Tracker(TorchFunctionMode):
 
     # ---- what is known about a tensor ----
 
+    def note_integers(self, numbers: Iterable[int]) -> None:
+        """Note numbers among the arguments, which may count what all samples have, such as `num_items_in_batch`."""
+        if self._counted.holds_divisors:
+            self._counted.given_integers |= {*numbers}
+
     def start_batch(self, batch: int, arguments: Iterable[Tensor]) -> None:
         """Set the batch size, for a call of the model that is about to run with these arguments."""
         self.batch = batch
         if self.outside is not None:
-            self._counted.totals |= self.outside.get_early_totals(batch)
+            self._counted.totals.update(self.outside.get_early_totals(batch))
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
 
@@ -483,7 +498,7 @@ class Tracker(TorchFunctionMode):
             layout = replace(layout, place=place)
         if self.is_coupled:
             layout = own_tensor(tensor, layout, self.batch)
-        if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, Scattered):
+        if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, (Scattered, Divided)):
             tensor.register_hook(self._make_refusal(f"{layout.cause}, in {layout.place}"))
         if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
             watch_sum(tensor, layout, self.collector.anchor_node, self.note_loss)
@@ -513,7 +528,10 @@ class Tracker(TorchFunctionMode):
         if kwargs is None:
             kwargs = {}
         if func in WITHOUT_TENSORS:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if not self.is_inside and self.outside is not None:
+                self.outside.note_size(result)
+            return result
         if self.has_ended or self.is_paused:
             if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
                 return self._run_autograd_grad(args, kwargs)
@@ -595,10 +613,10 @@ class Tracker(TorchFunctionMode):
             if self.isolation is not None and (motion.simple is not None or motion.use is not None):
                 self.isolation.check_call(call, self)
                 self.isolation.places.check(call, motion, self)
-            if motion.simple is not None and not (motion.has_own_divisor and has_ignored_targets(call)):
+            if (simple := find_simple_layout(call, motion)) is not None:
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
-                    self.set_layout(result, motion.simple)
+                    self.set_layout(result, simple)
                     if quick is not None:
                         self._keep_quick_call(quick, call, result)
                 return result
@@ -790,7 +808,7 @@ class Tracker(TorchFunctionMode):
                 self._of_hidden_weights[made] = True
         if has_samples and func in READS:
             self._counted.add(result)
-            self._counted.add_total(find_read_total(call.tensors[0], call.where[0], result))
+            self._counted.totals.update(find_read_total(call.tensors[0], call.where[0], result))
             self.number_of_reads += self.batch > 1 or isinstance(call.where[0], (Lost, Reduced))
             if type(result) is bool:
                 self._note_decision(call, result)
@@ -895,6 +913,7 @@ class Tracker(TorchFunctionMode):
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         if not results or call.func in _UNCHANGING:
             return
+        self._counted.sizes = None if self.is_inside or self.outside is None else self.outside.sizes
         motion = find_coupled_motion(call, results) if self.is_coupled else find_motion(call, results)
         if motion.is_tried:
             self.tried.add(call.func, self.place())
@@ -902,7 +921,7 @@ class Tracker(TorchFunctionMode):
             self.places.check(call, motion, self)
         for made, layout in zip(results, motion.results, strict=True):
             if not self.is_inside:
-                self._counted.add_total(find_listed_total(made, layout))
+                self._counted.totals.update(find_listed_total(made, layout))
             if call.is_inplace and made._base is not None and (layout != call.where[0] or type(layout) is Lost):
                 self._update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
             if layout is not None or made._base is not None:

@@ -1,9 +1,9 @@
 """The per-sample gradients as a lazy matrix, and every answer that comes from its structure.
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
-answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `Bound`, how to clip;
-`NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples are combined to units;
-`sample_labels`, labels for the Fisher matrix; and `release_memory`.
+answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `LossReduction`, how
+the loss combines the samples; `Bound`, how to clip; `NonFinite`, what happens to samples whose gradient is not finite;
+`UnitOptions`, how samples are combined to units; `sample_labels`, labels for the Fisher matrix; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
@@ -12,6 +12,7 @@ from persample.gradients.clipping import Bound
 from persample.gradients.curvature import sample_labels
 from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite
 from persample.gradients.streamed import StreamedClip, StreamedNorms
 from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
@@ -19,6 +20,7 @@ from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 __all__ = [
     "Bound",
     "LossGradients",
+    "LossReduction",
     "NonFinite",
     "PerSampleGradients",
     "RecordedGradients",

@@ -18,11 +18,12 @@ from persample.forward.contributions import CONTRIBUTIONS
 from persample.forward.tried import TriedFunctions
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.explanation import Explanation
+from persample.gradients.reduction import LossReduction
 from persample.gradients.split_units import SplitUnits, split_units
 from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units
-from persample.layouts import Reduced, Reduction
+from persample.layouts import Reduced
 from persample.terms import Term, add_terms, merge_samples
 from persample.terms.base import find_factors
 
@@ -45,7 +46,7 @@ class RecordedGradients(ABC):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        loss_reduction: str | None,
+        loss_reduction: LossReduction,
         processes: Processes,
         nonfinite: NonFinite = "raise",
         units: UnitOptions | None = None,
@@ -61,8 +62,7 @@ class RecordedGradients(ABC):
         else:
             self._parameters = {name: processes.get_template(p) for name, p in parameters.items()}
             self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
-        self._given_reduction = loss_reduction
-        self._found_reduction: Reduction | None = None
+        self._reduction = loss_reduction
         self._noted_pass: int | None = None  # the backward pass for which `note_loss` was called, while it runs
         self._enclosing_loss: Reduced | None = None  # of a pass that does not reach weights itself, while it runs
         self._processes = processes
@@ -103,6 +103,7 @@ class RecordedGradients(ABC):
         name = self._names.get(id(parameter))
         if name is None:
             return
+        term = self._reduction.weigh(term)
         if self._split_units is None:
             self._receive(name, self._merge(term))
         else:
@@ -120,6 +121,7 @@ class RecordedGradients(ABC):
             for parameter, (_, own) in zip(parameters, Stack(names, term).split(), strict=True):
                 self.receive(parameter, own)
             return
+        term = self._reduction.weigh(term, len(names))
         term = self._merge(term, len(names))
         if "" not in names:
             self._receive_stack(Stack(names, term))
@@ -150,27 +152,7 @@ class RecordedGradients(ABC):
         self._noted_pass = _torch.get_backward_pass()
         if self.batch_size < 2:  # the sum is the mean
             return
-        given, where = self._given_reduction, f"{loss.cause}, in {loss.place}"
-        if loss.kind == "mixed" and given is None:
-            raise PerSampleError(
-                f"Whether the loss is a sum or a mean over the samples is not clear: {where}. Pass "
-                "loss_reduction='sum' or 'mean' to say by which factor the rows are scaled, or reduce all parts alike."
-            )
-        if given is not None and loss.kind not in ("mixed", given):
-            raise PerSampleError(
-                f"loss_reduction='{given}' was given, but the back-propagated loss is a {loss.kind} over the samples: "
-                f"{where}. Pass loss_reduction='{loss.kind}', or leave it out to use what is found."
-            )
-        self._set_found_reduction(loss.kind)
-
-    def _set_found_reduction(self, found: Reduction) -> None:
-        before = self._found_reduction
-        if self._given_reduction is None and before not in (None, found):
-            raise PerSampleError(
-                f"One backward pass of this recording starts from a {before} over the samples, another from a {found}: "
-                "the rows of both cannot be added up. Reduce all losses alike, or pass loss_reduction."
-            )
-        self._found_reduction = found
+        self._reduction.take(loss, self.batch_size)
 
     def _forget_enclosing_loss(self) -> None:
         self._enclosing_loss = None
@@ -181,9 +163,10 @@ class RecordedGradients(ABC):
             self.note_loss(self._enclosing_loss)
             self._noted_pass = None
         elif self._noted_pass is None and self.batch_size > 1:
-            self._set_found_reduction("sum")
+            self._reduction.set_found("sum")
         elif self._noted_pass == _torch.get_backward_pass():  # else a pass inside another one has ended
             self._noted_pass = None
+            self._reduction.end_pass()
         if self._split_units is not None:
             self._receive_rows_of_units(self._split_units)
         self._is_backward_done = True
@@ -239,8 +222,16 @@ class RecordedGradients(ABC):
 
     @property
     def loss_reduction(self) -> str:
-        """How the back-propagated loss combines the samples, "sum" or "mean": as given, or as found in backward."""
-        return self._given_reduction or self._found_reduction or "sum"
+        """How the back-propagated loss combines the samples, as given or as found in backward.
+
+        "sum", "mean", or, if samples have different parts of the divisor, what it counts: "mean over 36 targets".
+        """
+        return str(self._reduction)
+
+    @property
+    def has_own_means(self) -> bool:
+        """Whether the parts of a mean were divided by the samples' own numbers, so that rows do not add up to it."""
+        return self._reduction.has_own_means
 
     @property
     def coupled(self) -> str | None:
@@ -341,7 +332,7 @@ class RecordedGradients(ABC):
     @property
     def _scale(self) -> float:
         """Undoes the division by the batch size in a mean loss."""
-        return float(self.batch_size) if self.loss_reduction == "mean" else 1.0
+        return float(self.batch_size) if self._reduction.kind == "mean" else 1.0
 
     @property
     def _row_kind(self) -> str:
@@ -353,7 +344,7 @@ class RecordedGradients(ABC):
         return f"{self.row_count} units of {self.batch_size} samples ({self._units.reduction})"
 
     def _describe_reduction(self) -> str:
-        return f"loss_reduction='{self.loss_reduction}'{'' if self._given_reduction else ' as found'}"
+        return f"loss_reduction='{self._reduction}'{'' if self._reduction.given else ' as found'}"
 
     @property
     def _device(self) -> torch.device:

@@ -21,6 +21,7 @@ from persample.gradients.copies import OutsideMemory
 from persample.gradients.curvature import KroneckerFactors, KroneckerKind, compute_kronecker_factors, has_both_sides
 from persample.gradients.positions import PositionGradients
 from persample.gradients.projection import METHODS, Method, make_projection
+from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units, combine_units
@@ -52,7 +53,7 @@ class PerSampleGradients(RecordedGradients):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        loss_reduction: str | None,
+        loss_reduction: LossReduction,
         processes: Processes,
         nonfinite: NonFinite = "raise",
         units: UnitOptions | None = None,
@@ -289,7 +290,7 @@ class PerSampleGradients(RecordedGradients):
         """
         rows = {name: widen(part) for name, part in self.dense().items()}
         scaled = {name: part * factors[name].to(part) if name in factors else part for name, part in rows.items()}
-        return self._replace_terms({name: Dense(part.clone()) for name, part in scaled.items()}, "sum")
+        return self._replace_terms({name: Dense(part.clone()) for name, part in scaled.items()}, LossReduction("sum"))
 
     @torch.no_grad()
     @in_full_precision
@@ -304,15 +305,15 @@ class PerSampleGradients(RecordedGradients):
         (tensor(1.4142), tensor(1.4142))
         """
         terms = {name: self._term(name) for name in ([names] if isinstance(names, str) else names)}
-        return self._replace_terms(terms, self.loss_reduction)
+        return self._replace_terms(terms, self._reduction)
 
-    def _replace_terms(self, terms: Mapping[str, Term], loss_reduction: str) -> PerSampleGradients:
+    def _replace_terms(self, terms: Mapping[str, Term], loss_reduction: LossReduction) -> PerSampleGradients:
         """Gradients of the same samples and parameters with other terms; zero where there is none."""
         other = PerSampleGradients(self._parameters, loss_reduction, Processes(), self._nonfinite_mode)
         other._units, other._batch_size, other._processes = self._units, self.batch_size, self._processes
         for name, term in terms.items():
             other._receive(name, term)
-        other.finish()
+        other._is_backward_done = True
         return other
 
     @torch.no_grad()
@@ -439,7 +440,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _make_rows(self, terms: Mapping[str, Term], count: int) -> PerSampleGradients:
         """Gradients with other rows, from terms with these rows, before they are scaled."""
-        found = PerSampleGradients(self._parameters, "sum", Processes(), "keep")
+        found = PerSampleGradients(self._parameters, LossReduction("sum"), Processes(), "keep")
         found._batch_size = count
         for name, term in terms.items():
             found._receive(name, term)

@@ -17,6 +17,7 @@ from persample.gradients.base import NotKept, RecordedGradients
 from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions
@@ -34,7 +35,7 @@ class _Streamed(RecordedGradients):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        loss_reduction: str | None,
+        loss_reduction: LossReduction,
         processes: Processes,
         nonfinite: NonFinite = "raise",
         units: UnitOptions | None = None,
@@ -135,7 +136,7 @@ class StreamedNorms(_Streamed):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        loss_reduction: str | None,
+        loss_reduction: LossReduction,
         processes: Processes,
         nonfinite: NonFinite = "raise",
         units: UnitOptions | None = None,
@@ -206,7 +207,7 @@ class StreamedClip(_Streamed):
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
-        loss_reduction: str | None,
+        loss_reduction: LossReduction,
         processes: Processes,
         bound: Bound,
         nonfinite: NonFinite = "raise",

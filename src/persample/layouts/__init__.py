@@ -23,10 +23,12 @@ from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, make_call, without_function
-from persample.layouts.counts import READS, CountedSizes, find_listed_total, find_read_total
-from persample.layouts.find import find_motion, mark_simple
+from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
+from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
+from persample.layouts.find import find_motion, find_simple_layout, mark_simple
 from persample.layouts.functions import MOVES, PICKS, WRITES
 from persample.layouts.layout import (
+    Divided,
     Layout,
     Lost,
     Owners,
@@ -49,7 +51,7 @@ from persample.layouts.layout import (
 )
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.recurrent import make_packed_layout
-from persample.layouts.reductions import has_ignored_targets, make_reduced
+from persample.layouts.reductions import make_reduced
 
 __all__ = [
     "BY_SHAPE",
@@ -63,6 +65,8 @@ __all__ = [
     "WRITES",
     "Call",
     "CountedSizes",
+    "Divided",
+    "DivisorMode",
     "Indexing",
     "Layout",
     "Lost",
@@ -70,19 +74,23 @@ __all__ = [
     "Owners",
     "Reduced",
     "Reduction",
+    "Scale",
     "Scattered",
+    "Totals",
     "Where",
+    "describe_divisors",
     "find_declared_motion",
     "find_layout_of_ids",
     "find_listed_total",
     "find_motion",
     "find_motion_by_trial",
+    "find_own_factors",
     "find_read_total",
+    "find_simple_layout",
     "find_size_free_layout",
     "get_argument",
     "has_different_orders",
     "has_equal_shares",
-    "has_ignored_targets",
     "join_samples",
     "make_call",
     "make_layout",

@@ -11,7 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from persample import _torch
+from persample.layouts.divisors import Divisor, DivisorMode, make_number_of_rows, make_sum_of_entries
 from persample.layouts.layout import Layout, Lost, Reduced, Where
+
+# Numbers that depend on all samples, such as the number of valid tokens; None if a loss may not be divided by one,
+# because it is computed from outputs, or is no sum.
+Totals = dict[float, Divisor | None]
 
 # Functions that return values of a tensor as Python numbers or as an array.
 READS = {
@@ -42,17 +47,30 @@ class PackedOrder:
         return self.samples[: len(rows)] == rows
 
 
+@dataclass(frozen=True)
+class Scale:
+    """How a number was read by which a place in the code scales a sum over the samples."""
+
+    is_factor: bool  # else a size or a count
+    number: float
+    batch: int
+
+
 class CountedSizes:
-    """The numbers that one forward pass has read from tensors of samples.
+    """The numbers that one forward pass has read from tensors of samples, and others that a loss may be divided by.
 
     Loose rows may be split into groups of such sizes, because the sizes belong to the rows, but not by other numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, divisors: DivisorMode = "batch", sites: dict[Any, Scale] | None = None) -> None:
+        self.divisors = divisors  # what is done with divisors that are counted over all samples
+        self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
+        self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
+        self.given_integers: set[int] = set()  # among the arguments of the model
         self._seen: set[Any] = set()
         self._ends: dict[int, set[int]] = {}  # by the number of rows: where groups ended that were selected
         self.packed_orders: list[PackedOrder] = []
-        self.totals: set[float] = set()  # numbers that depend on all samples, such as the number of valid tokens
+        self.totals: Totals = {}
 
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""
@@ -63,10 +81,14 @@ class CountedSizes:
         elif isinstance(numbers, list) and all(isinstance(n, int) for n in numbers):
             self._seen.add(tuple(numbers))
 
-    def add_total(self, total: float | None) -> None:
-        """Add a number that depends on all samples, if there is one."""
-        if total is not None:
-            self.totals.add(total)
+    def may_know_size(self, *numbers: int) -> bool:
+        """Whether the code that scales a loss may have one of these numbers from the size of a tensor."""
+        return self.sizes is None or not self.holds_divisors or not self.sizes.isdisjoint(numbers)
+
+    @property
+    def holds_divisors(self) -> bool:
+        """Whether the loss may be divided by numbers that are counted over all samples."""
+        return self.divisors != "refuse"
 
     def add_packed(self, ids: Sequence[int], sizes: Sequence[int]) -> None:
         """Add the order of a packed sequence, given the sample of each row and the number of rows of each step."""
@@ -105,25 +127,27 @@ class CountedSizes:
         return is_next
 
 
-def find_read_total(tensor: Tensor, where: Where | None, result: Any) -> float | None:
+def find_read_total(tensor: Tensor, where: Where | None, result: Any) -> Totals:
     """A number of all samples in `result`, which a function has read from a tensor: `item`, `tolist`, `numpy`.
 
     Code outside torch can add up a mask or lengths that it has read as a list or an array.
     """
     if isinstance(result, (int, float)):
-        return result if isinstance(where, (Reduced, Lost)) else None
+        if isinstance(where, Reduced) and where.counts:
+            return {result: where.divisors[0] if len(where.divisors) == 1 else Divisor("entries", result)}
+        return {result: None} if isinstance(where, (Reduced, Lost)) else {}
     if not isinstance(where, Layout) or tensor.is_floating_point() or tensor.is_complex():
-        return None
+        return {}
     with _torch.DisableTorchFunction():
-        return float(tensor.sum())
+        return {float(tensor.sum()): make_sum_of_entries(tensor, where)}
 
 
-def find_listed_total(tensor: Tensor, where: Where | None) -> int | None:
+def find_listed_total(tensor: Tensor, where: Where | None) -> Totals:
     """The number of rows that a mask has picked, or that are listed (`nonzero`): `len` reads it from the shape."""
     if not tensor.dim():
-        return None
+        return {}
     if isinstance(where, Lost) and where.listing:
-        return tensor.shape[0]
+        return {tensor.shape[0]: Divisor("rows", tensor.shape[0])}
     if isinstance(where, Layout) and where.ids is not None and len(set(Counter(where.ids).values())) > 1:
-        return len(where.ids)
-    return None
+        return {len(where.ids): make_number_of_rows(where, tensor.device)}
+    return {}

@@ -19,16 +19,19 @@ from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, CallKey
 from persample.layouts.functions import CASTS, INDEX_DTYPES, LISTS, MOVES, PICKS, SORTS, WRITES
-from persample.layouts.layout import Layout, Lost, Reduced, Scattered, lose_entries, make_layout
+from persample.layouts.layout import Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
     SUMS,
+    add_divisors,
+    enter_divided,
     find_motion_after_reduction,
     find_unequal_divisors,
+    has_ignored_targets,
     is_mean_over_valid_targets,
-    is_scaled_sum,
+    leave_divided,
     make_mean,
     make_reduced,
     normalise_divisor,
@@ -43,7 +46,11 @@ def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     if call.batch == 0:
         return make_uniform_motion(Layout(0), results)
     trace = tracing.get_trace()
-    return _find_motion(call, results) if trace is None else _find_traced_motion(call, results, trace)
+    motion = _find_motion(call, results) if trace is None else _find_traced_motion(call, results, trace)
+    where = motion.results[0] if len(motion.results) == 1 else None
+    if isinstance(where, Reduced) and not where.divisors and (held := add_divisors(call, where)) is not where:
+        return Motion((held,), motion.aligned, depends_on_values=True)
+    return motion
 
 
 def mark_simple(call: Call, result: Any) -> None:
@@ -55,16 +62,29 @@ def mark_simple(call: Call, result: Any) -> None:
         return
     key = _find_cache_key(call)
     motion = None if key is None else CACHE.get(key)
-    if motion is not None and isinstance(motion.results[0], (Layout, Reduced)):
-        motion.has_own_divisor = is_mean_over_valid_targets(call)
-        motion.simple = motion.results[0]
+    where = None if motion is None else motion.results[0]
+    if motion is not None and (isinstance(where, Layout) or (isinstance(where, Reduced) and not where.uneven)):
+        motion.has_own_divisor = is_mean_over_valid_targets(call) or (isinstance(where, Reduced) and where.counts)
+        motion.simple = where
+
+
+def find_simple_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
+    """Where the samples lie in the result of a call, if calls with its key only return one new tensor; else None."""
+    where = motion.simple
+    if where is None or not motion.has_own_divisor:
+        return where
+    if call.counted.holds_divisors:
+        return add_divisors(call, where) if isinstance(where, Reduced) else where
+    return None if is_mean_over_valid_targets(call) and has_ignored_targets(call) else where
 
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     """Look up the motion of a call, or compute and cache it."""
     if call.func in FOR_ANY_LAYOUT:
         return _ask_declaration(call, results)
-    if is_mean_over_valid_targets(call):
+    if (unequal := find_unequal_divisors(call)) is not None:  # before the cache: private training refuses more
+        return make_uniform_motion(unequal, results)
+    if is_mean_over_valid_targets(call) and not call.counted.holds_divisors:
         normalised = normalise_divisor(call)
         if isinstance(normalised, Lost):
             return make_uniform_motion(normalised, results)
@@ -116,8 +136,6 @@ def _find_traced_motion(call: Call, results: Sequence[Tensor], trace: tracing.Tr
 
 
 def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    if (unequal := find_unequal_divisors(call)) is not None:
-        return make_uniform_motion(unequal, results)
     if call.func in CASTS and call.args and isinstance(call.args[0], Tensor):
         return make_uniform_motion(call.where[0], results)
     if (made := find_motion_of_maker(call, results)) is not None:
@@ -131,11 +149,13 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         if scattered is not None:
             return scattered
         call = replace(call, where=tuple(map(lose_entries, call.where)))
+    if any(isinstance(where, Divided) for where in call.where) and (entered := enter_divided(call)) is not None:
+        return leave_divided(call, _compute_motion(entered, results))
     lists = call.func in LISTS and (call.func is not torch.where or len(call.args) == 1)
     for where in call.where:
         if isinstance(where, Lost) and not lists:
             is_loop = where.listing and call.func in (torch.unbind, Tensor.unbind)
-            return make_uniform_motion(None if is_loop else where, results)
+            return make_uniform_motion(None if is_loop else lose_entries(where), results)
     if lists:
         return find_motion_of_listing(call, results)
     if any(isinstance(where, Reduced) for where in call.where):
@@ -249,8 +269,8 @@ def _find_cache_key(call: Call) -> CallKey | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
     if (_has_indexing_name(call.func) or call.func in MOVES) and _has_deciding_index(call):
         return None
-    if call.func in _READING_STRIDES or is_scaled_sum(call):
-        return None
+    if call.func in _READING_STRIDES or any(isinstance(where, Reduced) for where in call.where):
+        return None  # of a sum, what was counted in the same pass decides
     try:
         hash(call.key)
     except TypeError:

@@ -60,6 +60,10 @@ MOVES: set[Any] = {
     torch.fft.fftshift, torch.fft.ifftshift, torch.linalg.diagonal,
 }  # fmt: skip
 
+# Divide by their second argument, and by their first one: not linear in it.
+REVERSED_DIVISIONS: set[Any] = {T.__rtruediv__, T.__rdiv__}
+DIVISIONS: set[Any] = {*find_functions("div")} - REVERSED_DIVISIONS
+
 # Return the same entries with another dtype, or on another device.
 CASTS: set[Any] = {
     T.to, T.type, T.cpu, T.cuda, T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.bool, T.char, T.byte,

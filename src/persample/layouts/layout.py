@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from persample.layouts.divisors import Divisor
 
 # How a loss combines the samples.
 Reduction = Literal["sum", "mean", "mixed"]
@@ -90,6 +93,12 @@ class Reduced:
             in another, or if that is ambiguous. `cause` then says why.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
         uneven: if samples had different numbers of rows in the sum: the numbers of rows and of entries in all.
+        counts: nothing that was added up requires grad: a number of targets, the sum of a mask or of weights, or a
+            function of such numbers. It may be the divisor of a loss.
+        is_share: the sum was divided by numbers of all samples, which are in `divisors`; with `counts`, the tensor is
+            the inverse of such a number.
+        divisors: the numbers by which the sum was divided, or may be: those that `counts` holds, or the number of
+            targets that a loss does not ignore.
     """
 
     cause: str
@@ -97,6 +106,9 @@ class Reduced:
     kind: Reduction = "sum"
     entries: int = 0
     uneven: tuple[int, ...] = ()
+    counts: bool = False
+    is_share: bool = False
+    divisors: tuple[Divisor, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -138,9 +150,26 @@ class Scattered(Lost):
         return id(self)
 
 
+@dataclass(frozen=True, eq=False)
+class Divided(Lost):
+    """A tensor of samples that was divided by a number of all samples: weights that add up to one.
+
+    In a sum over the samples that number is a divisor of the loss; elsewhere it mixes the samples.
+    """
+
+    layout: Layout = field(default_factory=lambda: Layout(0))
+    divisors: tuple[Divisor, ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def lose_entries(where: Where | None) -> Where | None:
-    """A plain `Lost` for a scattered tensor; anything else as it is."""
-    return Lost(where.cause, where.place) if isinstance(where, Scattered) else where
+    """A plain `Lost` for a scattered or divided tensor; anything else as it is."""
+    return Lost(where.cause, where.place) if isinstance(where, (Scattered, Divided)) else where
 
 
 # What is known about a tensor that depends on the batch; None instead of it: the tensor does not depend on the batch.

@@ -31,7 +31,7 @@ class Motion:
         use: the plan for later calls with the same key that use parameters; None if each call must be planned.
         simple: where the samples lie in the result, if calls with the same key only return one new tensor; None if
             that is not known.
-        has_own_divisor: `simple` holds for calls in which no target is ignored.
+        has_own_divisor: `simple` lacks the number that the call counts or divides by.
     """
 
     results: tuple[Where | None, ...]

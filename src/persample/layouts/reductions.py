@@ -5,8 +5,7 @@ A loss is a sum over the samples of one term for each. A mean is one too, if its
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,9 +16,18 @@ from torch import Tensor
 from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, T, find_functions
-from persample.layouts.layout import Layout, Lost, Reduced, Reduction, Where, make_sample_ids
+from persample.layouts.divisors import (
+    COMPUTED,
+    EVEN,
+    Divisor,
+    make_divisor,
+    make_number_of_rows,
+    make_sum_of_entries,
+)
+from persample.layouts.functions import DIVISIONS, MOVES, REVERSED_DIVISIONS, T, find_functions
+from persample.layouts.layout import Divided, Layout, Lost, Reduced, Reduction, Scattered, Where, make_sample_ids
 from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.scales import ADVICE, scale_sum
 
 # Can reduce over the batch to a sum over the samples (or a mean), in which each sample has its own term.
 ADDITIVE: set[Any] = {
@@ -29,11 +37,8 @@ ADDITIVE: set[Any] = {
     F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
     F.soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
     F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum, torch.matmul,
-    T.matmul, T.__matmul__,
+    T.matmul, T.__matmul__, torch.count_nonzero, T.count_nonzero,
 }  # fmt: skip
-
-# Divide by their second argument: not linear in it.
-DIVISIONS: set[Any] = {*find_functions("div")} - {T.__rtruediv__, T.__rdiv__}
 
 # Linear in one argument at a time: not linear in two sums over the samples.
 BILINEAR: set[Any] = {*find_functions("mul"), *DIVISIONS}
@@ -51,6 +56,11 @@ SUMS: set[Any] = LINEAR - BILINEAR - MOVES
 _SUMS_OF_ENTRIES: set[Any] = {torch.sum, T.sum}
 _MEANS_OF_ENTRIES: set[Any] = {torch.mean, T.mean}
 
+_COUNTING = _SUMS_OF_ENTRIES | _MEANS_OF_ENTRIES | {torch.count_nonzero, T.count_nonzero}
+
+# Losses whose mean is divided by the sum of the weights.
+WEIGHTED_MEANS: set[Any] = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
+
 # Losses whose mean is taken over the targets that are not `ignore_index`.
 _MEANS_OVER_VALID_TARGETS = {F.cross_entropy, F.nll_loss}
 
@@ -62,7 +72,7 @@ _POINTWISE_LOSSES = {
 }  # fmt: skip
 
 # Functions of ADDITIVE, by name, that do not divide by a number of rows.
-_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum", "matmul", "__matmul__"}
+_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum", "matmul", "__matmul__", "count_nonzero"}
 
 
 def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | None = None) -> Reduced:
@@ -71,7 +81,8 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     verb = "averages over" if kind == "mean" else "adds up"
     entries = _count_entries(call, results) if call.tensors and _has_pattern(call.where[0]) else 0
     cause = f"{get_op_name(call.func)} {verb} the samples"
-    return Reduced(cause, kind=kind, entries=entries, uneven=_find_uneven_rows(call))
+    counts = call.func in _COUNTING and not any(tensor.requires_grad for tensor in call.tensors)
+    return Reduced(cause, kind=kind, entries=entries, uneven=_find_uneven_rows(call), counts=counts)
 
 
 def _find_uneven_rows(call: Call) -> tuple[int, ...]:
@@ -118,15 +129,16 @@ def _find_kind(call: Call, reduction: str | None) -> Reduction:
 # ---- functions of a sum over the samples ----
 
 
-def is_scaled_sum(call: Call) -> bool:
-    """Whether a call multiplies or divides a sum over the samples; what was counted in the same pass decides then."""
-    return call.func in BILINEAR and any(isinstance(where, Reduced) for where in call.where)
-
-
 def find_motion_after_reduction(call: Call, results: Sequence[Tensor]) -> Motion:
     """The motion of a call with a sum over the samples among its arguments."""
     sums = [where for where in call.where if isinstance(where, Reduced)]
     has_samples = any(isinstance(where, Layout) and t.dim() for t, where in zip(call.tensors, call.where, strict=True))
+    if call.counted.holds_divisors and not has_samples and any(where.counts for where in sums):
+        held = _combine_counts(call, sums)
+        if held is not None:
+            return make_uniform_motion(held, results)
+    if has_samples and (divided := _divide_samples(call, sums)) is not None:
+        return make_uniform_motion(divided, results)
     divides_by_sum = call.func in DIVISIONS and not isinstance(call.where[0], Reduced)
     multiplies_sums = call.func in BILINEAR and len(sums) > 1
     if has_samples or call.func not in LINEAR or multiplies_sums or divides_by_sum:
@@ -141,6 +153,80 @@ def find_motion_after_reduction(call: Call, results: Sequence[Tensor]) -> Motion
     return make_uniform_motion(found, results)
 
 
+# Of a number that was counted, these return that number for each sample too, except where it is small.
+_BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "max"}
+
+
+def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
+    """The layout of a function of numbers that were counted, or of a loss and such a number; None if it is neither."""
+    others = [where for where in sums if not where.counts]
+    counts = [where for where in sums if where.counts]
+    if not others and not any(isinstance(where, Layout) for where in call.where):
+        if call.func in LINEAR and call.func not in BILINEAR:
+            return _combine_sums(call, sums)
+        is_divided = call.func in DIVISIONS and call.where[0] is None
+        is_inverse = is_divided or call.func in REVERSED_DIVISIONS or "reciprocal" in get_op_name(call.func)
+        is_same = is_inverse or get_op_name(call.func) in _BOUNDS or call.func in BILINEAR
+        divisors = counts[0].divisors if is_same and len(counts) == 1 else (COMPUTED,)
+        return replace(counts[0], is_share=counts[0].is_share != is_inverse, divisors=divisors)
+    if len(sums) != 2 or len(others) != 1 or call.func not in BILINEAR:
+        return None
+    (found,), (count,) = others, counts
+    is_division = call.func in DIVISIONS
+    if is_division and call.where[0] is count:
+        return None
+    divides = is_division != count.is_share
+    cause = f"{found.cause}, and {get_op_name(call.func)} {'divides' if divides else 'scales'} that by {_name(count)}"
+    if found.kind == "mean":
+        divisors = count.divisors if count.kind == "mean" and divides else (*found.divisors, COMPUTED)
+        return replace(found, cause=cause, is_share=True, divisors=divisors)
+    if divides and count.kind == "sum":
+        return replace(found, cause=cause, kind="mean", is_share=True, divisors=count.divisors)
+    return replace(found, cause=cause)
+
+
+def _divide_samples(call: Call, sums: Sequence[Reduced]) -> Divided | None:
+    """The layout of samples that are divided by one number of all samples, or multiplied by its inverse."""
+    (count,) = sums if len(sums) == 1 else (None,)
+    where = call.where[0] if call.func in DIVISIONS else next(filter(lambda w: isinstance(w, Layout), call.where))
+    numbers = [tensor for tensor, own in zip(call.tensors, call.where, strict=True) if own is count]
+    if count is None or not (call.counted.holds_divisors and count.counts and isinstance(where, Layout)):
+        return None
+    if call.func not in BILINEAR or (call.func in DIVISIONS) == count.is_share or numbers[0].dim():
+        return None
+    cause = f"{count.cause} (in {count.place}), and {get_op_name(call.func)} is not linear in that sum"
+    return Divided(cause, layout=where, divisors=count.divisors)
+
+
+def enter_divided(call: Call) -> Call | None:
+    """The same call as if its samples had not been divided; None if the number would not be a divisor of the loss."""
+    divided = [where for where in call.where if isinstance(where, Divided)]
+    others = [where for where in call.where if where is not None and not isinstance(where, Divided)]
+    is_product = call.func in BILINEAR or (call.func in ADDITIVE and get_op_name(call.func) in _PLAIN_SUMS)
+    is_first = call.func not in DIVISIONS or isinstance(call.where[0], Divided)
+    if len(divided) == 1 and is_first and (is_product or (call.func in LINEAR and not others)):
+        return replace(call, where=tuple(w.layout if isinstance(w, Divided) else w for w in call.where))
+    return None
+
+
+def leave_divided(call: Call, motion: Motion) -> Motion:
+    """The motion of a call, given that of `enter_divided`."""
+    (divided,) = (where for where in call.where if isinstance(where, Divided))
+
+    def divide(where: Where | None) -> Where | None:
+        if isinstance(where, Layout):
+            return replace(divided, layout=where)
+        if isinstance(where, Reduced):
+            return replace(where, kind="mean", counts=False, is_share=True, divisors=divided.divisors)
+        return where
+
+    return Motion(tuple(map(divide, motion.results)), motion.aligned, depends_on_values=True)
+
+
+def _name(count: Reduced) -> str:
+    return f"a number of all samples ({count.cause})"
+
+
 def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
     """What a linear function makes of sums over the samples. The loss of a single sample counts as a sum."""
     single = [Reduced("the loss of a single sample", kind="sum") for where in call.where if isinstance(where, Layout)]
@@ -150,90 +236,33 @@ def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
     if len(kinds) == 1:
         has_same_entries = not single and len({where.entries for where in sums}) == 1
         uneven = tuple({size: None for where in sums for size in where.uneven})
-        return replace(sums[0], entries=sums[0].entries if has_same_entries else 0, uneven=uneven)
+        entries = sums[0].entries if has_same_entries else 0
+        return replace(sums[0], entries=entries, uneven=uneven, **_combine_divisors(sums, bool(single)))
     one, other = kinds["sum"], kinds["mean"]
     cause = f"{get_op_name(call.func)} combines a sum over the samples ({one.cause}) with a mean ({other.cause})"
     return Reduced(cause, other.place or one.place, "mixed")
 
 
+def _combine_divisors(sums: Sequence[Reduced], has_single: bool) -> dict[str, Any]:
+    """What a sum of sums over the samples was divided by."""
+    counts = all(where.counts for where in sums) and not has_single
+    if len(sums) == 1 and not has_single:
+        return {}
+    if not any(where.is_share for where in sums):
+        return {"counts": counts, "divisors": (COMPUTED,) if counts else ()}
+    divisors = (divisor for where in sums for divisor in (where.divisors if where.is_share else (EVEN,)))
+    return {"counts": counts, "is_share": True, "divisors": tuple(dict.fromkeys(divisors))}
+
+
 def _scale_sum(call: Call, found: Reduced, results: Sequence[Tensor]) -> Motion:
-    """The motion of a product with a constant, or of a quotient.
-
-    A sum that is divided by the batch size is a mean. Other factors that a size may explain are ambiguous: a sum
-    divided by a multiple of the batch size, or a mean multiplied by the number of samples or entries. A size is an
-    integer, so a float as a factor (`0.1 * kl.sum()`) is ambiguous only for a sum, if it is the inverse of a size.
-    """
-    factor, depends_on_values = _read_factor(call, found)
-    if factor is None or call.batch < 2 or found.kind == "mixed":
-        return make_uniform_motion(found, results)
-    sizes = (call.batch, found.entries)
-    if call.func in DIVISIONS and found.kind == "sum" and factor in sizes:
-        mean = replace(found, cause=f"{found.cause}, and {get_op_name(call.func)} divides by {factor:g}", kind="mean")
-        return Motion(tuple(mean for _ in results), depends_on_values=depends_on_values)
-    divisor = factor if call.func in DIVISIONS else 1 / factor
-    name = get_op_name(call.func)
-    if _is_close_to_any(divisor, (*found.uneven, *call.counted.totals)) and found.kind == "sum" and divisor != 1:
-        if call.func not in DIVISIONS and _is_short(factor):  # 0.1 may be a weight, or the inverse of 10 tokens
-            return make_uniform_motion(_make_ambiguous(call, found, factor, "a number of all samples"), results)
-        cause = f"{found.cause}, and {name} divides by {divisor:g}, which was counted over all samples, {_ADVICE}"
-        return make_uniform_motion(Lost(cause), results)
-    statistics = [total for total in call.counted.totals if not float(total).is_integer()]
-    if _is_close_to_any(factor, statistics) or _is_close_to_any(divisor, statistics):
-        cause = f"{found.cause}, and {name} scales that by {factor:g}, which was computed from all samples"
-        return make_uniform_motion(Lost(cause), results)
-    if found.kind == "mean":
-        is_ambiguous = factor in sizes and isinstance(factor, int) and call.func not in DIVISIONS
-    elif isinstance(factor, float) and call.func not in DIVISIONS:
-        is_ambiguous = any(math.isclose(divisor, size, rel_tol=1e-6) for size in sizes)
-    else:
-        ratio = divisor / call.batch
-        is_ambiguous = math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
-    if is_ambiguous:
-        found = _make_ambiguous(call, found, factor, f"the batch size {call.batch}")
-    return Motion(tuple(found for _ in results), depends_on_values=depends_on_values)
-
-
-def _make_ambiguous(call: Call, found: Reduced, factor: float, meaning: str) -> Reduced:
-    cause = (
-        f"{found.cause}, and {get_op_name(call.func)} scales that {found.kind} by {factor:g}, which may stand for "
-        f"{meaning} or be a factor of its own"
-    )
-    return replace(found, cause=cause, kind="mixed")
-
-
-def _is_close_to_any(number: float, totals: Iterable[float]) -> bool:
-    return any(math.isclose(number, total, rel_tol=1e-6) for total in totals)
-
-
-def _is_short(factor: float) -> bool:
-    """Whether a factor has one digit, as one that was written down (0.5), and not the inverse of a count (1 / 37)."""
-    return factor == round(factor, 1)
-
-
-def _read_factor(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
-    """The number by which a sum over the samples is multiplied or divided, and whether it was read from a tensor.
-
-    A tensor is read only as the divisor of a sum: reading waits for the device, and a factor of a mean is rarely the
-    batch size.
-    """
-    operands = [arg for arg in (*call.args, *call.kwargs.values()) if arg is not None]
-    numbers = [arg for arg in operands if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-    if numbers:
-        return numbers[0] or None, False
-    others = [t for t, where in zip(call.tensors, call.where, strict=True) if not isinstance(where, Reduced)]
-    if call.func not in DIVISIONS or found.kind != "sum" or not others or others[0].numel() != 1:
-        return None, False
-    trace = tracing.get_trace()
-    if trace is not None and trace.is_invented(others[0]):
-        return None, False
-    return float(others[0].detach().real) or None, True
+    """The motion of a product with a constant, or of a quotient."""
+    scaled, depends_on_values = scale_sum(call, found)
+    return Motion(tuple(scaled for _ in results), depends_on_values=depends_on_values)
 
 
 # ---- divisors that depend on the batch ----
 
 _FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torch
-
-_ADVICE = "so its divisor depends on the batch (use reduction='sum', or take the mean of each sample first)"
 
 
 def is_mean_over_valid_targets(call: Call) -> bool:
@@ -265,7 +294,7 @@ def normalise_divisor(call: Call) -> Call | Lost:
     if bool((counts != counts[0]).any()):
         return Lost(
             f"{get_op_name(call.func)} is a mean over {counts.tolist()} targets of the samples, without the ignored "
-            f"ones, {_ADVICE}"
+            f"ones, {ADVICE}"
         )
     return call if bool(is_valid.all()) else replace(call, kwargs={**call.kwargs, "reduction": "sum"})
 
@@ -297,7 +326,7 @@ def require_equal_divisors(call: Call, trace: tracing.Trace) -> None:
         trace.require(
             (counts == counts[0]).all(),
             f"{get_op_name(call.func)} is a mean over different numbers of targets of the samples, without the ignored "
-            f"ones, {_ADVICE}.",
+            f"ones, {ADVICE}.",
         )
 
 
@@ -326,6 +355,55 @@ def _find_targets(call: Call) -> Tensor | None:
     return target
 
 
+def add_divisors(call: Call, reduced: Reduced) -> Reduced:
+    """What a call makes by a reduction, with the numbers that it divides by, or that it counts."""
+    divisor = _find_divisor(call, reduced) if call.counted.holds_divisors else None
+    if divisor is None:
+        return reduced
+    return replace(reduced, is_share=reduced.kind == "mean" and not reduced.counts, divisors=(divisor,))
+
+
+def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
+    """The number that a reduction counts or divides by; None if all samples have the same part of it."""
+    first, where = call.tensors[0], call.where[0]
+    if call.func in _MEANS_OVER_VALID_TARGETS:
+        return _count_targets(call)
+    if reduced.counts and isinstance(where, (Layout, Scattered)):
+        return make_sum_of_entries(first != 0 if get_op_name(call.func) == "count_nonzero" else first, where)
+    if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.func in WEIGHTED_MEANS:
+        return _count_weights(call, weight)
+    if reduced.kind == "mean" and (reduced.uneven or isinstance(where, Scattered)):
+        ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
+        return make_number_of_rows(ids[0], first.device)
+    return None
+
+
+def _count_targets(call: Call) -> Divisor | None:
+    found = _find_valid_targets(call)
+    if found is None:
+        return None
+    target, weight, layout = call.tensors[1].detach(), call.kwargs.get("weight"), found[1]
+    ignored = call.kwargs.get("ignore_index", -100)
+    if weight is None:
+        return make_divisor("targets", lambda: target != ignored, layout, [target])
+    weight = weight.detach()
+    is_valid = found[0]
+    return make_divisor(
+        "weighted targets", lambda: weight[target.where(is_valid, 0)] * is_valid, layout, [target, weight]
+    )
+
+
+def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    (position,) = (i for i, tensor in enumerate(call.tensors) if tensor is weight)
+    where, kept = call.where[position] or call.where[0], weight.detach()
+    rank = call.tensors[position if call.where[position] else 0].dim()
+    if not isinstance(where, Layout):
+        return None
+    where = replace(where, dim=where.dim + len(shape) - rank)
+    return make_divisor("(sum of weights)", lambda: kept.expand(shape), where, [kept])
+
+
 def find_unequal_divisors(call: Call) -> Lost | None:
     """`Lost` if a call is a mean over rows of which the samples have different numbers."""
     name = get_op_name(call.func)
@@ -341,13 +419,11 @@ def find_unequal_divisors(call: Call) -> Lost | None:
             ):
                 continue
             counts = [where.ids.count(n) for n in range(call.batch)]
-            if len(set(counts)) > 1:
-                return Lost(f"{name} is a mean over {counts} rows of the samples, {_ADVICE}")
+            if len(set(counts)) > 1 and not call.counted.holds_divisors:
+                return Lost(f"{name} is a mean over {counts} rows of the samples, {ADVICE}")
             if -1 in where.ids:
                 constant = where.ids.count(-1)
-                return Lost(
-                    f"{name} is a mean over the samples and {constant} rows that belong to no sample, {_ADVICE}"
-                )
+                return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
     return None
 
 

@@ -111,6 +111,7 @@ def _add_up(call: Call) -> list[Where | None] | None:
         return None
     counts = where.ids.flatten()[where.ids.flatten() >= 0].bincount(minlength=call.batch)
     is_mean = get_op_name(call.func) == "mean"
-    if is_mean and (int(where.ids.min()) < 0 or bool((counts != counts[0]).any())):
+    is_even = call.counted.holds_divisors or bool((counts == counts[0]).all())
+    if is_mean and (int(where.ids.min()) < 0 or not is_even):
         return [Lost("mean is a mean over different numbers of entries of the samples")]
     return [make_reduced(call)]

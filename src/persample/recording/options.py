@@ -12,6 +12,7 @@ from persample._internal.model_table import read_model
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction
+from persample.layouts import DivisorMode
 
 Keep = Literal["everything", "norms", "clip"]
 
@@ -45,6 +46,7 @@ class Options:
     samples: Any = None
     batch_dim: BatchDim = 0
     loss_reduction: str | None = None
+    divisor: DivisorMode = "batch"
     parameters: Selection | None = None
     keep_grad: bool = False
     keep: Keep = "everything"
@@ -73,6 +75,10 @@ class Options:
             raise PerSampleError(f"positions must be positive and requires keep='everything', got {self.positions}.")
         if self.loss_reduction not in (None, "mean", "sum"):
             raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
+        if self.divisor not in ("batch", "own", "refuse"):
+            raise PerSampleError(f"divisor must be 'batch', 'own' or 'refuse', got {self.divisor!r}.")
+        if self.divisor == "own" and self.positions is not None:
+            raise PerSampleError("divisor='own' is not available with positions.")
         if self.keep not in ("everything", "norms", "clip"):
             raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {self.keep!r}.")
         if self.passes not in (None, 1, 2) or (self.passes and self.keep != "clip"):
@@ -124,6 +130,11 @@ class Options:
         """The options that differ from their defaults, by name."""
         values = ((field, getattr(self, field.name)) for field in fields(self))
         return {field.name: value for field, value in values if value is not field.default}
+
+    @property
+    def divisor_mode(self) -> DivisorMode:
+        """What is done with divisors that count; private training refuses them."""
+        return "refuse" if self.isolate else self.divisor
 
     @property
     def bound(self) -> Bound | None:

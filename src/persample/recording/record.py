@@ -21,6 +21,7 @@ from persample.gradients import (
     UnitIds,
     UnitReduction,
 )
+from persample.layouts import DivisorMode
 from persample.recording.calls import Calls
 from persample.recording.hooks import refuse_scripted, refuse_unrecorded
 from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify
@@ -35,6 +36,7 @@ def record(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -58,6 +60,7 @@ def record(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -81,6 +84,7 @@ def record(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -102,6 +106,7 @@ def record(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -129,6 +134,7 @@ def record(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -169,6 +175,11 @@ def record(
             is found to be a mean is scaled by the batch size, so that rows are gradients of the samples' own losses. A
             sum that is divided by the batch size is a mean. What is given must agree with what is found; it decides if
             the loss is a sum in one part and a mean in another.
+        divisor: what is done with a divisor that counts over all samples: targets that are not ignored, the sum of a
+            mask or of class weights, `num_items_in_batch`. "batch": it is held constant, so that a row is B times the
+            sample's share of the loss, and the mean of the rows is the gradient that `backward` computes. "own": each
+            sample's part is divided by its own number, so that rows do not depend on the rest of the batch. "refuse":
+            it is an error, as in private training. `grads.loss_reduction` tells what was found: "mean over 36 targets".
         parameters: the parameters to record: names, or a predicate of name and parameter; all by default.
         keep_grad: also add to `p.grad` what a plain backward pass would add (under several processes, the mean over
             them); otherwise `p.grad` is not touched.
@@ -231,6 +242,7 @@ def record(
         samples=samples,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
+        divisor=divisor,
         parameters=parameters,
         keep_grad=keep_grad,
         constants=constants,

@@ -15,7 +15,7 @@ from persample._internal.model_table import read_model
 from persample.backward.tap import is_tap
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
-from persample.gradients import NonFinite, PerSampleGradients, UnitIds, UnitReduction
+from persample.gradients import LossReduction, NonFinite, PerSampleGradients, UnitIds, UnitReduction
 from persample.recording.options import Options, Selection, select_trainable
 from persample.recording.session import is_recording
 from persample.terms import Dense
@@ -81,7 +81,7 @@ def rows(
     trainable = _find_trainable(model)
     recorded = options.select(trainable)
     _check_losses(losses, trainable)
-    grads = PerSampleGradients(recorded, None, Processes(), nonfinite, options.unit_options)
+    grads = PerSampleGradients(recorded, LossReduction(), Processes(), nonfinite, options.unit_options)
     grads.start(len(losses))
     found = _compute_rows(losses, list(recorded.values()), memory, retain_graph)
     for p, values in zip(recorded.values(), found, strict=True):

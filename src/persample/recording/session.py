@@ -32,7 +32,7 @@ from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
-from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
 from persample.layouts import Call, Layout
 from persample.recording.hooks import UnrecordedGradients
@@ -157,6 +157,7 @@ class Recording:
         is_alone = type(self.processes) is Processes
         self.needs_hooks = not is_alone or options.keep_grad
         complain = complain if is_alone else None
+        self._is_watched = has_hooks
         self._has_hooks = has_hooks or self.needs_hooks
         unrecorded = self._unrecorded = UnrecordedGradients(self.recorded)
 
@@ -193,6 +194,7 @@ class Recording:
             isolation=isolation,
             complain=complain,
             is_coupled=options.coupled is not None,
+            divisors=options.divisor_mode,
         )
         if isolation is None:
             self.tracker.advice = get_advice(self.tracker.advice, options.coupled is not None)
@@ -228,14 +230,18 @@ class Recording:
 
     def _make_gradients(self) -> Gradients:
         options = self.options
-        common = (self.recorded, options.loss_reduction, self.processes)
+
+        def make_reduction() -> LossReduction:
+            return LossReduction(options.loss_reduction, options.divisor_mode == "own")
+
+        common = (self.recorded, make_reduction(), self.processes)
         if options.bound is not None:
             return StreamedClip(*common, options.bound, options.nonfinite, options.unit_options)
         if options.keep == "norms":
             return StreamedNorms(*common, options.nonfinite, options.unit_options)
         if options.losses is not None:
-            kept = (*common, options.nonfinite, options.unit_options, options.positions)
-            return LossGradients(options.losses, lambda: PerSampleGradients(*kept))
+            kept = (self.processes, options.nonfinite, options.unit_options, options.positions)
+            return LossGradients(options.losses, lambda: PerSampleGradients(self.recorded, make_reduction(), *kept))
         return PerSampleGradients(*common, options.nonfinite, options.unit_options, options.positions)
 
     def _split_positions(self, count: int) -> None:
@@ -248,7 +254,11 @@ class Recording:
     def _make_outside(self) -> OutsideTensors:
         batch_dim, given = self.options.batch_dim, self.options.list_constants()
         tensors = [constant for constant in given if isinstance(constant, Tensor)]
-        return OutsideTensors(self._get_model(), batch_dim if isinstance(batch_dim, int) else 0, tensors)
+        dim = batch_dim if isinstance(batch_dim, int) else 0
+        # A reduction that is given decides what numbers mean that may be sizes.
+        return OutsideTensors(
+            self._get_model(), dim, tensors, is_block=not self._is_watched and self.options.loss_reduction is None
+        )
 
     # ---- the forward pass ----
 
@@ -347,10 +357,12 @@ class Recording:
     def _start_arguments(self, arguments: Arguments, batch_size: int, part: nn.Module | None) -> None:
         self._start_batch(batch_size, arguments.iterate_tensors())
         arguments.add_to(self.tracker, search=self.options.batch_size is not None)
+        self.tracker.note_integers(arguments.iterate_integers())
         self._start_verification(arguments, part)
 
     def _continue_arguments(self, arguments: Arguments, part: nn.Module | None) -> None:
         arguments.add_unknown_to(self.tracker)
+        self.tracker.note_integers(arguments.iterate_integers())
         self._start_verification(arguments, part)
 
     def _start_batch(self, batch_size: int | None, tensors: Iterable[Tensor]) -> None:

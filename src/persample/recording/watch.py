@@ -23,6 +23,7 @@ from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
+from persample.layouts import DivisorMode
 from persample.recording.calls import Calls
 from persample.recording.hooks import refuse_scripted, refuse_unrecorded
 from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
@@ -49,6 +50,7 @@ def watch(
     samples: Any = None,
     batch_dim: BatchDim = 0,
     loss_reduction: str | None = None,
+    divisor: DivisorMode = "batch",
     parameters: Selection | None = None,
     keep_grad: bool = False,
     constants: Constants = (),
@@ -104,6 +106,7 @@ def watch(
         samples=samples,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
+        divisor=divisor,
         parameters=parameters,
         keep_grad=keep_grad,
         constants=constants,

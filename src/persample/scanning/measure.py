@@ -241,7 +241,7 @@ class Measurement:
     def find_nonfinite_losses(self, ids: Sequence[int], batch: Any) -> list[int]:
         """The examples of a batch whose loss is not finite, by a forward pass."""
         batch = self._prepare(batch)
-        losses = self._get_losses(self._compute_loss(ids, batch), ids, batch)
+        losses = self._get_losses(self._compute_loss(ids, batch), ids, batch, is_checked=False)
         return [ids[i] for i in (~losses.isfinite()).nonzero().flatten().tolist()]
 
     @torch.no_grad()
@@ -271,6 +271,7 @@ class Measurement:
             batch_size=len(ids),
             parameters=list(self.parameters),
             loss_reduction="sum",
+            divisor="own",  # rows must not depend on which examples are in a batch
             keep="everything" if self._keeps_terms else "norms",
             verify=self._verify,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
@@ -284,7 +285,10 @@ class Measurement:
                     (loss.sum() * self._get_scale(loss, len(ids))).backward()
         if self._keeps_terms and loss.requires_grad:
             grads.pass_terms_to(rows.receive)
-        return Recorded(self._get_losses(loss.detach(), ids, batch), grads if loss.requires_grad else None, outputs)
+        is_checked = not grads.has_own_means
+        return Recorded(
+            self._get_losses(loss.detach(), ids, batch, is_checked), grads if loss.requires_grad else None, outputs
+        )
 
     def _prepare(self, batch: Any) -> Any:
         if self.takes_pairs:
@@ -310,13 +314,16 @@ class Measurement:
         return 1 if loss.shape == (count,) or self._loss_reduction == "sum" else count
 
     @torch.no_grad()
-    def _get_losses(self, loss: Tensor, ids: Sequence[int], batch: Any) -> Tensor:
-        """`(batch,)`: the loss of each sample. A single number costs one forward pass per sample."""
+    def _get_losses(self, loss: Tensor, ids: Sequence[int], batch: Any, is_checked: bool) -> Tensor:
+        """`(batch,)`: the loss of each sample. A single number costs one forward pass per sample.
+
+        `is_checked`: whether the losses must add up to that of the batch.
+        """
         if loss.shape == (len(ids),):
             return loss
         losses = torch.stack([self._compute_loss_alone(batch, len(ids), i, ids[0]) for i in range(len(ids))])
         total, found = losses.double().sum(), loss.double().sum()
-        if not _is_close(total, found * self._get_scale(loss, len(ids)), losses.abs().sum()):
+        if is_checked and not _is_close(total, found * self._get_scale(loss, len(ids)), losses.abs().sum()):
             other = "sum" if self._loss_reduction == "mean" else "mean"
             fits = _is_close(total, found * (1 if other == "sum" else len(ids)), losses.abs().sum())
             advice = f"Pass loss_reduction='{other}'." if fits else "Let the loss function return one loss per sample."

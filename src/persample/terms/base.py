@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # Default number of entries in a block of a dense form: 4 MB in float32, which fits into the cache.
 BLOCK_SIZE = 2**20
 
+_LINEAR_FACTORS = {"grad", "values"}  # in which every term is linear
+
 _PART_SIZE = 2**14  # numbers whose squares are added up one after the other
 
 
@@ -97,6 +99,20 @@ class Term(ABC):
     def clear_samples(self, is_cleared: Tensor) -> Term:
         """The term with rows of zeros where the mask `is_cleared`, `(batch,)`, is true, also if they are not finite."""
         return map_factors(self, lambda factor: _clear_rows(factor, is_cleared))
+
+    def weigh_samples(self, weights: Tensor) -> Term:
+        """The term with the row of each sample multiplied by its weight, `(batch,)`."""
+
+        def weigh(name: str, value: Any) -> Any:
+            if isinstance(value, Term):
+                return value.weigh_samples(weights)
+            if isinstance(value, (list, tuple)) and any(isinstance(part, Term) for part in value):
+                return type(value)(weigh(name, part) for part in value)
+            if name not in _LINEAR_FACTORS:
+                return None if name == "shared" else value
+            return value * weights.to(value.device, value.dtype).view(-1, *[1] * (value.dim() - 1))
+
+        return replace(self, **{name: weigh(name, value) for name, value in vars(self).items()})  # type: ignore[type-var]
 
     def merge_samples(self, groups: Groups) -> Term | None:
         """The term with a row for each group of samples, None if only the dense form can be added up."""

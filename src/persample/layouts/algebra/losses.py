@@ -14,10 +14,7 @@ from persample.layouts.algebra.engine import declare, find_common_rows, keep_lea
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Where
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import make_reduced
-
-# Losses whose mean is divided by the sum of the weights.
-_WEIGHTED_MEANS = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
+from persample.layouts.reductions import WEIGHTED_MEANS, make_reduced
 
 
 def _get_arguments(call: Call) -> dict[str, Any]:
@@ -49,16 +46,23 @@ def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
     arguments = _get_arguments(call)
     weight = arguments.get("weight")
-    if call.func in _WEIGHTED_MEANS and weight is not None and arguments["reduction"] == "mean" and entries:
+    if call.func in WEIGHTED_MEANS and weight is not None and arguments["reduction"] == "mean" and entries:
         differs = [i for i, _ in entries.aligned if call.tensors[i] is weight]
         if differs or _get_layout(call, weight) is not None:
-            return lose(
-                call,
-                results,
-                "divides by the sum of weights that differ between samples (use reduction='sum', or take the mean of "
-                "each sample first)",
-            )
+            cause = "divides by the sum of weights that differ between samples"
+            return _divide_by_weights(call, results, entries, cause)
     return _reduce(call, results, entries)
+
+
+def _divide_by_weights(call: Call, results: Sequence[Tensor], entries: Motion, cause: str) -> Motion | None:
+    """The motion of a mean whose divisor depends on the batch. Whether that is refused is no part of a key."""
+    if call.counted.holds_divisors:
+        motion = _reduce(call, results, entries)
+    else:
+        motion = lose(call, results, f"{cause} (use reduction='sum', or take the mean of each sample first)")
+    if motion is not None:
+        motion.depends_on_values = True
+    return motion
 
 
 @declare(F.cross_entropy, F.nll_loss)
@@ -73,8 +77,6 @@ def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return lose(call, results, "takes the samples for classes")
     layout = move(where, max(0, where.dim - 1))
     has_classes = target.dim() == logits.dim() - 1
-    if has_classes and weight is not None and arguments["reduction"] == "mean":
-        return lose(call, results, "divides by the sum of the weights of all targets (use reduction='sum')")
     own = layout if has_classes else where
     if isinstance(of_target, Layout):
         merged = merge_rows(own, of_target, logits.shape[where.dim], call.batch) if own.dim == of_target.dim else None
@@ -82,7 +84,10 @@ def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
             return lose(call, results, "has the samples in different orders in its arguments")
         layout = move(merged, layout.dim)
     aligned = () if of_target is not None else tuple((i, own) for i, t in enumerate(call.tensors) if t is target)
-    return _reduce(call, results, Motion((layout,), aligned))
+    entries = Motion((layout,), aligned)
+    if has_classes and weight is not None and arguments["reduction"] == "mean":
+        return _divide_by_weights(call, results, entries, "divides by the sum of the weights of all targets")
+    return _reduce(call, results, entries)
 
 
 @declare(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss)

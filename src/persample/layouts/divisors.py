@@ -1,0 +1,119 @@
+"""Divisors that count: the number of targets that are not ignored, the sum of a mask or of weights.
+
+A mean over the tokens of a batch divides the loss of each sample by a number of all samples. The backward pass holds
+that number constant, and so does a recording: the row of a sample is B times its share of the loss, and the mean of the
+rows is the gradient of the batch. With `divisors="own"`, each sample's part is divided by its own number instead.
+Private training refuses such a divisor, because it depends on the other samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from persample import _torch
+from persample.layouts.layout import Layout, Scattered, make_sample_ids
+
+# What is done with a divisor that counts: it is held constant, replaced by each sample's own number, or refused.
+DivisorMode = Literal["batch", "own", "refuse"]
+
+
+@dataclass(frozen=True, eq=False)
+class Divisor:
+    """A number by which the loss of all samples is divided, as the sum of what each entry of a tensor adds to it.
+
+    Attributes:
+        what: what is counted, for descriptions.
+        total: the number, if only that is known.
+        entries: what each entry adds, computed when it is needed. Without `total` and `entries`, all samples add the
+            same, as in an ordinary mean.
+        where: where the samples lie in the entries.
+        sources: the tensors that `entries` reads, and their versions: a number from changed tensors is not given.
+    """
+
+    what: str
+    total: float | None = None
+    entries: Callable[[], Tensor] | None = None
+    where: Layout | Scattered | None = None
+    sources: tuple[tuple[Tensor, int], ...] = ()
+
+    def count_by_sample(self, batch: int) -> Tensor | None:
+        """`(batch,)`: what each sample adds, in float64; None if that is not known."""
+        if self.entries is None and self.total is None:
+            return torch.ones(batch, dtype=torch.float64)
+        if self.entries is None or any(_get_version(tensor) != version for tensor, version in self.sources):
+            return None
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            entries = self.entries()
+            owner = make_sample_ids(entries, self.where, batch).flatten().long()
+            counts = torch.zeros(batch, dtype=torch.float64, device=entries.device)
+            is_owned = owner >= 0
+            return counts.index_add_(0, owner[is_owned], entries.flatten()[is_owned].double())
+
+    def describe(self, batch: int) -> str | None:
+        """The divisor in words; None if all samples have equal parts of it, as in an ordinary mean."""
+        counts = self.count_by_sample(batch)
+        if counts is not None and torch.allclose(counts, counts[0]):
+            return None
+        total = self.total if counts is None else float(counts.sum())
+        return self.what if total is None or math.isnan(total) else f"{total:.6g} {self.what}"
+
+
+EVEN = Divisor("samples")
+
+# Computed from numbers of all samples, so that no sample has one of its own.
+COMPUTED = Divisor("a number of all samples", math.nan)
+
+
+def make_divisor(
+    what: str, entries: Callable[[], Tensor], where: Layout | Scattered | None, sources: Sequence[Tensor]
+) -> Divisor:
+    """A divisor that is computed from some tensors, which must not change until then."""
+    return Divisor(what, None, entries, where, tuple((tensor, _get_version(tensor)) for tensor in sources))
+
+
+def make_sum_of_entries(tensor: Tensor, where: Layout | Scattered) -> Divisor:
+    """The sum of the entries of a mask or of weights."""
+    kept = tensor.detach()
+    what = "entries" if not (tensor.is_floating_point() or tensor.is_complex()) else "(sum of weights)"
+    return make_divisor(what, lambda: kept, where, [kept])
+
+
+def make_number_of_rows(where: Layout | Scattered, device: torch.device) -> Divisor:
+    """The number of rows (or entries, if they are scattered) of a tensor that was averaged."""
+    if isinstance(where, Scattered):
+        ones = torch.ones(where.ids.shape, device=device)
+        return Divisor("entries", None, lambda: ones, where)
+    rows = torch.ones(len(where.ids or ()), device=device)
+    return Divisor("rows", None, lambda: rows, Layout(0, where.inner, where.ids))
+
+
+def _get_version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def describe_divisors(divisors: Sequence[Divisor], batch: int) -> str | None:
+    """Some divisors in words, None if all of them are those of ordinary means."""
+    return " and ".join(dict.fromkeys(filter(None, (divisor.describe(batch) for divisor in divisors)))) or None
+
+
+def find_own_factors(divisors: Sequence[Divisor], batch: int) -> Tensor | str | None:
+    """`(batch,)`: by what to multiply B times the shares, so that each sample's part is divided by its own number.
+
+    None if nothing changes; the reason, in words, if a number is not known.
+    """
+    found: Tensor | None = None
+    for number, divisor in enumerate(divisors):
+        counts = divisor.count_by_sample(batch)
+        if counts is None:
+            return f"how much each sample adds to the divisor ({divisor.describe(batch)}) is not known"
+        factors = torch.where(counts > 0, counts.sum() / (batch * counts), 0.0)
+        if number and found is not None and not torch.allclose(found, factors):
+            return "parts of the loss have different divisors"
+        found = factors
+    return None if found is None or torch.allclose(found, torch.ones_like(found)) else found

@@ -1,0 +1,202 @@
+"""What a number means that a sum over the samples is multiplied by or divided by: a size, a count, or a factor.
+
+A sum that is divided by the batch size is a mean, and so is one that is divided by a number of all samples, such as the
+number of tokens. Any other number is a factor of each sample's loss. A number may equal a size by coincidence, in one
+step and not in the next. So the first reading of a place in the code is kept for the steps that follow.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from persample._internal import tracing
+from persample.errors import get_op_name
+from persample.layouts.call import Call
+from persample.layouts.counts import Scale
+from persample.layouts.divisors import Divisor
+from persample.layouts.functions import DIVISIONS
+from persample.layouts.layout import Lost, Reduced
+
+# "size": the batch size, or the number of entries; "count": another number of all samples; "unclear": a size or a
+# factor; "statistic": a number of all samples that is no divisor.
+Meaning = Literal["size", "count", "factor", "unclear", "statistic"]
+
+_MAX_SITES = 256  # of a model
+
+ADVICE = "so its divisor depends on the batch (use reduction='sum', or take the mean of each sample first)"
+
+
+@dataclass(frozen=True)
+class _Reading:
+    meaning: Meaning
+    divisor: Divisor | None = None  # of a count
+
+
+def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
+    """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
+    number, depends_on_values = _read_number(call, found)
+    if number is None or call.batch < 2 or found.kind == "mixed":
+        return found, depends_on_values
+    reading = _read(call, found, number)
+    if call.counted.holds_divisors:
+        reading = _compare_with_earlier(call, found, number, reading)
+    return _apply(call, found, number, reading), depends_on_values
+
+
+def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Reduced | Lost:
+    name = get_op_name(call.func)
+    divisor = number if call.func in DIVISIONS else 1 / number
+    if reading.meaning == "statistic":
+        return Lost(f"{found.cause}, and {name} scales that by {number:g}, which was computed from all samples")
+    if reading.meaning == "count":
+        cause = f"{found.cause}, and {name} divides by {divisor:g}, which was counted over all samples"
+        if reading.divisor is None or not call.counted.holds_divisors:
+            return Lost(f"{cause}, {ADVICE}")
+        return replace(found, cause=cause, kind="mean", is_share=True, divisors=(reading.divisor,))
+    if reading.meaning == "size":
+        return replace(found, cause=f"{found.cause}, and {name} divides by {number:g}", kind="mean", divisors=())
+    if reading.meaning == "unclear":
+        is_size = found.kind == "mean" or not _find_total(call, found, divisor)
+        meaning = f"the batch size {call.batch}" if is_size else "a number of all samples"
+        cause = (
+            f"{found.cause}, and {name} scales that {found.kind} by {number:g}, which may stand for {meaning} or be a "
+            "factor of its own"
+        )
+        return replace(found, cause=cause, kind="mixed")
+    return found
+
+
+# ---- the reading of one call ----
+
+
+def _read(call: Call, found: Reduced, number: float) -> _Reading:
+    """What a number means, as far as this call shows."""
+    is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
+    divisor = number if is_division else 1 / number
+    if is_division and found.kind == "sum" and number in sizes:
+        return _Reading("size")
+    if found.kind == "sum" and divisor != 1:
+        total = _find_total(call, found, divisor)
+        if total:
+            is_short = not is_division and number == round(number, 1)  # 0.1 may be a weight, or the inverse of 10
+            return _Reading("unclear") if is_short else _Reading("count", total[0])
+        if is_division and call.counted.holds_divisors and _is_given_count(call, divisor):
+            return _Reading("count", Divisor("items", divisor))
+    statistics = [n for n, of in call.counted.totals.items() if not (float(n).is_integer() or of)]
+    if _is_close_to_any(number, statistics) or _is_close_to_any(divisor, statistics):
+        return _Reading("statistic")
+    return _Reading("unclear" if _may_be_size(call, found, number) else "factor")
+
+
+def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | None]:
+    """The number of all samples that a divisor equals: nothing, or a divisor or None in a list."""
+    for total, known in call.counted.totals.items():
+        if math.isclose(divisor, total, rel_tol=1e-6):
+            return [known]
+    if _is_close_to_any(divisor, found.uneven):
+        return [Divisor("rows", divisor)]
+    if call.func in DIVISIONS and call.counted.holds_divisors and float(divisor).is_integer():
+        for known in found.divisors:  # the targets of the sum that are not ignored
+            counts = known.count_by_sample(call.batch)
+            if counts is not None and float(counts.sum()) == divisor:
+                return [known]
+    return []
+
+
+def _is_given_count(call: Call, divisor: float) -> bool:
+    """Whether a divisor is an integer that the model was given, or an integer in a tensor."""
+    is_tensor = any(not t.dim() and not t.is_floating_point() for t in call.tensors)
+    return is_tensor or divisor in call.counted.given_integers
+
+
+def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
+    """Whether a number may be the batch size or a multiple of it, for all that is known.
+
+    A size is an integer, so a float as a factor (`0.1 * kl.sum()`) may be one only for a sum, as its inverse.
+    """
+    if not call.counted.may_know_size(call.batch, found.entries):
+        return False
+    is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
+    if found.kind == "mean":
+        return number in sizes and isinstance(number, int) and not is_division
+    divisor = number if is_division else 1 / number
+    if isinstance(number, float) and not is_division:
+        return _is_close_to_any(divisor, sizes)
+    ratio = divisor / call.batch
+    return math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
+
+
+def _is_close_to_any(number: float, totals: Iterable[float]) -> bool:
+    return any(math.isclose(number, total, rel_tol=1e-6) for total in totals)
+
+
+def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
+    """The number by which a sum over the samples is multiplied or divided, and whether it was read from a tensor.
+
+    A tensor is read only as the divisor of a sum: reading waits for the device, and a factor of a mean is rarely the
+    batch size.
+    """
+    operands = [arg for arg in (*call.args, *call.kwargs.values()) if arg is not None]
+    numbers = [arg for arg in operands if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+    if numbers:
+        return numbers[0] or None, False
+    others = [t for t, where in zip(call.tensors, call.where, strict=True) if not isinstance(where, Reduced)]
+    if call.func not in DIVISIONS or found.kind != "sum" or not others or others[0].numel() != 1:
+        return None, False
+    trace = tracing.get_trace()
+    if trace is not None and trace.is_invented(others[0]):
+        return None, False
+    return float(others[0].detach().real) or None, True
+
+
+# ---- the readings of earlier steps ----
+
+
+def _compare_with_earlier(call: Call, found: Reduced, number: float, reading: _Reading) -> _Reading:
+    """The reading of the same place in an earlier step, unless this step shows that it was wrong."""
+    if reading.meaning == "statistic" or (call.func not in DIVISIONS and found.kind == "sum"):
+        return reading
+    sites, site = call.counted.sites, _find_site(call)
+    before = sites.get(site)
+    if before is not None:
+        reading = _decide(call, before, number, reading)
+    if reading.meaning != "unclear":
+        if len(sites) >= _MAX_SITES:
+            sites.pop(next(iter(sites)))
+        sites[site] = Scale(reading.meaning == "factor", number, call.batch)
+    return reading
+
+
+def _decide(call: Call, before: Scale, number: float, reading: _Reading) -> _Reading:
+    if before.is_factor:
+        return _Reading("factor")
+    if reading.meaning != "factor":
+        return reading
+    if before.number != number:  # it changes with the batch
+        return _Reading("count", Divisor("items", number))
+    warnings.warn(
+        f"A sum over the samples is divided by {number:g} for batches of {before.batch} and of {call.batch} samples. "
+        f"It was taken for the batch size in an earlier step, in which the rows were {before.batch} times as large. "
+        "From now on it is a factor. Pass loss_reduction='sum' or 'mean' to record().",
+        stacklevel=2,
+    )
+    return reading
+
+
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+def _find_site(call: Call) -> tuple[object, ...]:
+    """The place in the user's code that calls a function."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return call.func, frame.f_code, frame.f_lasti
