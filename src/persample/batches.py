@@ -19,9 +19,11 @@ from persample import _torch
 from persample._internal import node_batches
 from persample._internal.copies import CannotCopy, copy_values
 from persample._internal.node_batches import GraphsShareNodes, has_edges
+from persample._internal.tree import has_attributes, iterate_tensors
 from persample.errors import PerSampleError, refuse_forward_mode
 from persample.forward.tracker import Tracker
-from persample.layouts import Layout, Where, make_packed_layout, repeat_sample, replace_samples, take_sample
+from persample.layouts import Layout, Where, make_packed_layout, replace_samples, take_sample
+from persample.ragged import Reading, find_reading_by_size, find_structured_reading, take_list_entries
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -132,7 +134,8 @@ class Arguments:
 
     `constants` are names of arguments that are the same for all samples, and tensors that are. `finds_states`: with one
     `batch_dim` for all arguments, a tensor may have its samples in another dimension, if all tensors then agree on the
-    batch size; see `find_state_dim`.
+    batch size; see `find_state_dim`. `reads_sizes`: arguments may have no dimension with one index for each sample; see
+    `Reading`. `batch_size` is the number of samples if the user gave it.
     """
 
     forward: Callable[..., Any]
@@ -141,12 +144,35 @@ class Arguments:
     batch_dim: BatchDim
     constants: tuple[Tensor | str, ...] = ()
     finds_states: bool = False
+    reads_sizes: bool = False
+    batch_size: int | None = None
+
+    @functools.cached_property
+    def reading(self) -> Reading | None:
+        """How to read the arguments, if not each tensor has the samples in its batch dimension."""
+        if not self.reads_sizes or self.batch_dim != 0:
+            return None
+        constant_ids = {id(constant) for constant in self.constants}
+        named = [(name, arg) for _, name, arg in self._name() if name not in self.constants or id(arg) in constant_ids]
+        found = find_structured_reading(named, self.batch_size)
+        if found is not None or self.batch_size is not None:
+            return found
+        try:
+            find_batch_size(self._leaves(), _ARGUMENTS)
+        except BatchSizesDiffer as error:
+            is_known = any(map(self._fits, error.sizes)) and self._can_find_states
+            return None if is_known else find_reading_by_size(named)
+        except NoSamplesFound:
+            pass
+        return None
 
     def find_batch_size(self, opens_objects: bool = True) -> int:
         """The number of samples, on which all tensors in the arguments must agree.
 
         `opens_objects`: if there are no tensors, look into dataclasses and other objects.
         """
+        if self.reading is not None:
+            return self.reading.batch
         try:
             return find_batch_size(self._leaves(), _ARGUMENTS)
         except NoSamplesFound:
@@ -185,6 +211,9 @@ class Arguments:
         constant or has its samples in the only other dimension of that size.
         """
         batch_size = tracker.batch
+        if self.reading is not None:
+            self._add_reading(tracker, self.reading)
+            return
         rejected: list[int] = []
         for leaf, dim in self._leaves():
             if isinstance(leaf, PackedSequence):
@@ -215,12 +244,34 @@ class Arguments:
                     rejected.append(tensor.shape[dim])
         if has_edges((name, arg) for _, name, arg in self._name()):
             tracker.advice = node_batches.ADVICE
+        self._advise_on_lists(tracker)
         if rejected and (not search or not tracker.has_inputs):
             self._refuse_graphs()
             raise WrongBatchSize(rejected[0], batch_size)
         if not tracker.has_inputs:
             self._refuse_graphs()
             raise NoSamplesFound(_ARGUMENTS)
+
+    def _advise_on_lists(self, tracker: Tracker) -> None:
+        """For errors: a list of tensors may also have one entry for each sample."""
+        for name, arg in ((name, arg) for _, name, arg in self._name()) if self.reads_sizes else ():
+            is_list = isinstance(arg, (list, tuple)) and len(arg) > 1 and all(isinstance(t, Tensor) for t in arg)
+            if is_list and self.batch_size is None:
+                tracker.advice += (
+                    f" '{name}' is a list of {len(arg)} tensors, each of which was read as a batch of {tracker.batch} "
+                    f"samples; if it has one tensor for each sample, pass batch_size={len(arg)}."
+                )
+
+    def _add_reading(self, tracker: Tracker, reading: Reading) -> None:
+        for leaf, dim in self._leaves():
+            for tensor in iterate_tensors(leaf):
+                if _torch.has_tangent(tensor):
+                    refuse_forward_mode("an argument of the model")
+                layout = None if dim is None else reading.layouts.get(id(tensor))
+                if layout is None:
+                    tracker.add_constant(tensor)
+                else:
+                    tracker.add_input(tensor, layout)
 
     def has_known(self, tracker: Tracker) -> bool:
         """Whether a tensor depends on samples that the tracker follows."""
@@ -260,7 +311,7 @@ class Arguments:
         It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
         """
         for leaf, dim in self._leaves():
-            if dim is None or isinstance(leaf, PackedSequence):
+            if dim is None or isinstance(leaf, PackedSequence) or (self.reading is not None and self.reading.can_cut):
                 continue
             for tensor in iterate_tensors(leaf):
                 if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() <= dim:
@@ -271,11 +322,11 @@ class Arguments:
 
     def take_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
         """The arguments of a call with one sample alone, in new memory; None if they cannot be cut."""
-        return self._replace(find_layout, lambda tensor, layout: take_sample(tensor, layout, sample, batch), sample)
+        return self._replace(find_layout, [sample], batch, is_cut=True)
 
     def repeat_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
         """The arguments of a call with copies of one sample in place of all samples; None if that is not possible."""
-        return self._replace(find_layout, lambda tensor, layout: repeat_sample(tensor, layout, sample, batch))
+        return self.replace_samples([sample] * batch, batch, find_layout)
 
     def rotate_samples(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
         """The arguments of a call in which sample n + 1 has the place of sample n; None if that is not possible."""
@@ -285,7 +336,22 @@ class Arguments:
         self, samples: Sequence[int], batch: int, find_layout: Callable[[Tensor], Where | None]
     ) -> Call | None:
         """The arguments of a call with `samples[n]` in the place of sample n; None if that is not possible."""
-        return self._replace(find_layout, lambda tensor, layout: replace_samples(tensor, layout, samples, batch))
+        return self._replace(find_layout, samples, batch, is_cut=False)
+
+    def _change(self, tensor: Tensor, layout: Layout, samples: Sequence[int], batch: int, is_cut: bool) -> Tensor:
+        """The part of a tensor that belongs to one sample, or with other samples in the places of all samples."""
+        reading, changed = self.reading, None
+        if reading is not None and reading.is_list and layout.ids is not None:  # the entry of one sample
+            return tensor.detach()
+        if is_cut:
+            cut = None if reading is None else reading.cuts.get(id(tensor))
+            own = tensor.detach()
+            return take_sample(own, layout, samples[0], batch) if cut is None else cut(own, samples[0])
+        if reading is None or not reading.cuts:
+            changed = replace_samples(tensor.detach(), layout, samples, batch)
+        if changed is None:
+            raise _CannotReplace
+        return changed
 
     def copy(self) -> Arguments:
         """The same arguments in copies of all containers and objects; tensors are not copied.
@@ -297,31 +363,36 @@ class Arguments:
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def _replace(
-        self,
-        find_layout: Callable[[Tensor], Where | None],
-        change: Callable[[Tensor, Layout], Tensor | None],
-        sample: int | None = None,
+        self, find_layout: Callable[[Tensor], Where | None], samples: Sequence[int], batch: int, is_cut: bool
     ) -> Call | None:
         """A copy of the arguments with each tensor of samples replaced; None if a tensor cannot be replaced.
 
-        `sample` is the sample to which a PackedSequence is cut; without it, a PackedSequence cannot be replaced.
+        `is_cut`: they are cut to the only one of `samples`; else a PackedSequence cannot be replaced.
         """
+        if self.reading is not None and not self.reading.can_cut:
+            return None
 
         def replace(leaf: Any) -> Any:
             if isinstance(leaf, PackedSequence):
-                if sample is None:
+                if not is_cut:
                     raise _CannotReplace
+                (sample,) = samples
                 padded, lengths = pad_packed_sequence(leaf, batch_first=True)
                 own, length = padded[sample : sample + 1].detach(), lengths[sample : sample + 1]
                 return pack_padded_sequence(own, length, batch_first=True, enforce_sorted=False)
             layout = find_layout(leaf)
-            made = change(leaf.detach(), layout) if isinstance(layout, Layout) else leaf.detach()
-            if made is None or not isinstance(layout, (Layout, type(None))):
+            if not isinstance(layout, (Layout, type(None))):
                 raise _CannotReplace
+            made = leaf.detach() if layout is None else self._change(leaf, layout, samples, batch, is_cut)
             return made.clone().requires_grad_(leaf.requires_grad)
 
+        given: tuple[Any, Any] = self.args, self.kwargs
+        if self.reading is not None and self.reading.is_list:
+            args, kwargs = given
+            entries = {name: take_list_entries(arg, samples) for name, arg in kwargs.items()}
+            given = tuple(take_list_entries(arg, samples) for arg in args), entries
         try:
-            call: Call = copy_values((self.args, self.kwargs), replace, (Tensor, PackedSequence))
+            call: Call = copy_values(given, replace, (Tensor, PackedSequence))
             return call
         except _CannotReplace:
             return None
@@ -385,20 +456,6 @@ def get_argument_names(function: Callable[..., Any]) -> list[str]:
     if names is None:
         names = _argument_names[key] = list(inspect.signature(key).parameters)
     return names if key is function else names[1:]  # a bound method has one argument less
-
-
-def iterate_tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a pytree, and in the attributes of objects that it holds."""
-    for leaf in [value] if isinstance(value, Tensor) else _torch.pytree.tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif has_attributes(leaf):
-            yield from iterate_tensors(list(vars(leaf).values()))
-
-
-def has_attributes(value: Any) -> bool:
-    """Whether a value is an object that may hold tensors in its attributes."""
-    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
 
 
 # ---- a batch of data ----

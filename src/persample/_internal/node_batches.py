@@ -14,9 +14,10 @@ _EDGES = "edge_index"
 
 ADVICE = (
     "The batch holds graphs in the form of torch_geometric: the nodes of all graphs share one dimension, and "
-    "edge_index connects them, so that no dimension has one index for each graph. Per-graph gradients are not "
-    "available in this form. Record one graph at a time with batch_size=1, or pad the graphs to a dense batch "
-    f"(to_dense_batch and to_dense_adj of torch_geometric.utils) for a model with dense layers. {ROWS_ADVICE}"
+    "edge_index connects them, so that no dimension has one index for each graph. `record` and `watch` follow such a "
+    "batch if an argument `batch` (or an attribute of the data) has the graph of each node, and batch_dim is not "
+    "given. Else record one graph at a time with batch_size=1, or pad the graphs to a dense batch (to_dense_batch and "
+    f"to_dense_adj of torch_geometric.utils) for a model with dense layers. {ROWS_ADVICE}"
 )
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from persample import _torch
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -91,3 +93,17 @@ def put_in_tensors(value: Any, tensors: Sequence[Any] | Mapping[int, Any]) -> An
     if isinstance(value, dict):
         return {key: put_in_tensors(part, tensors) for key, part in value.items()}
     return value
+
+
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a pytree, and in the attributes of objects that it holds."""
+    for leaf in [value] if isinstance(value, Tensor) else _torch.pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif has_attributes(leaf):
+            yield from iterate_tensors(list(vars(leaf).values()))
+
+
+def has_attributes(value: Any) -> bool:
+    """Whether a value is an object that may hold tensors in its attributes."""
+    return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.parameter_hooks import refuse_parameter_hooks
+from persample._internal.tree import iterate_tensors
 from persample.backward.collector import Collector
-from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize, iterate_tensors
+from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error

@@ -31,7 +31,7 @@ from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
 from persample.forward.repeats import Node
-from persample.layouts import Call, Layout, Lost, Motion, Reduced, Where, find_motion
+from persample.layouts import INDEX_DTYPES, Call, Layout, Lost, Motion, Reduced, Where, find_motion
 
 # ---- which passes are audited ----
 
@@ -404,6 +404,8 @@ class Audit(_Mode):
                 memory.selected.add(geometry)
         else:
             self._note(made, where)
+            if memory is not None and memory.cause and isinstance(where, Layout) and self._is_new(made, arguments):
+                memory.cause = ""  # written by ops inside the call, such as the addition of a bias
 
     def _refuse_lost_tangents(self, arguments: Any) -> None:
         """Refuse forward-mode AD through a use of a weight: the tap has no forward derivative."""
@@ -443,8 +445,13 @@ class Audit(_Mode):
             where = self._find_layout_of_unseen(tensor, memory, geometry)
         else:
             where = self._find_layout_in_memory(tensor, memory, geometry, tracker.find_known_layout(tensor))
-        self._has_samples |= where is not None
+        self._has_samples |= where is not None and not self._is_index(tensor, where)
         return where
+
+    def _is_index(self, tensor: Tensor, where: Where) -> bool:
+        """Whether a tensor of numbers from outside torch selects rows, outside of private training."""
+        is_imported = isinstance(where, Lost) and where.imported and tensor.dtype in INDEX_DTYPES
+        return is_imported and self._tracker.isolation is None
 
     def _is_view_of_known(self, tensor: Tensor) -> bool:
         return tensor._base is not None and self._tracker.is_known(tensor._base)
@@ -476,6 +483,13 @@ class Audit(_Mode):
         if where != found:
             self._has_finding = True
         return self._name_place(where)
+
+    @staticmethod
+    def _is_new(made: Tensor, arguments: Any) -> bool:
+        """Whether a result is the whole of some memory that no argument of its call has."""
+        storage = _torch.find_storage_id(made)
+        is_whole = made.numel() * made.element_size() == made.untyped_storage().nbytes()
+        return is_whole and all(_torch.find_storage_id(tensor) != storage for tensor in find_tensors(arguments))
 
     def _find_layout_by_base(self, tensor: Tensor, memory: Memory) -> Where | None:
         """The layout of a tensor with an unknown geometry: from its base, if that is known."""

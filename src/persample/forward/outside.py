@@ -25,7 +25,10 @@ from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
 from persample.forward.places import RANDOM
 from persample.layouts import (
+    INDEX_DTYPES,
+    PICKS,
     READS,
+    WRITES,
     Call,
     Layout,
     Lost,
@@ -110,6 +113,23 @@ class OutsideTensors:
         where = [read if t is weight else w for t, w in zip(call.tensors, call.where, strict=True)]
         return replace(call, where=tuple(where))
 
+    def read_indices(self, call: Call) -> Call:
+        """The same call, in which an index that was made from Python numbers or by numpy is a constant.
+
+        Whatever decided which rows it selects, such as a matching, the samples of the selected rows are known.
+        """
+        if call.func not in PICKS and call.func not in WRITES:
+            return call
+        value = call.args[-1] if call.func in WRITES else None
+        where = [
+            None if i and t is not value and t.dtype in INDEX_DTYPES and self._is_imported(t, w) else w
+            for i, (t, w) in enumerate(zip(call.tensors, call.where, strict=True))
+        ]
+        return replace(call, where=tuple(where))
+
+    def _is_imported(self, tensor: Tensor, where: Where | None) -> bool:
+        return tensor in self._counted or (isinstance(where, Lost) and where.imported)
+
     def add_constant(self, tensor: Tensor) -> None:
         """Note that a tensor is the same for all samples."""
         self._constants[tensor] = True
@@ -182,7 +202,8 @@ class OutsideTensors:
         lost = Lost(
             f"a tensor of shape {tuple(imported.shape)} was made from Python numbers after values of the samples had "
             "been read as numbers (item, tolist, numpy), and may depend on all of them; compute it by torch functions "
-            "or before the block, or pass it in constants="
+            "or before the block, or pass it in constants=",
+            imported=True,
         )
         if self.find_dim(imported, batch) is None:
             return lost
@@ -239,6 +260,11 @@ class OutsideTensors:
         size = tensor.shape[dim]
         if (size in self._early or len(self._early) < _MAX_SIZES) and not self._is_constant(tensor):
             self._early.setdefault(size, TensorMap())[tensor] = Layout(dim)
+
+    def forget_early(self) -> None:
+        """Forget what was found by sizes before the first call of the model, whose arguments have other structures."""
+        self._early = {} if self._early is not None else None
+        self._early_totals.clear()
 
     def get_early_totals(self, batch: int) -> Totals:
         """Numbers that the code before the first call of the model has counted over all samples."""

@@ -747,6 +747,8 @@ class Tracker(TorchFunctionMode):
             func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
         elif self.outside is not None and call.func in CLASS_WEIGHTS:
             return self.outside.read_class_weights(call)
+        elif self.outside is not None and self.outside.has_reads and self.isolation is None:
+            return self.outside.read_indices(call)
         else:
             return call
         return make_call(func, args, kwargs, self.batch, find_layout, self._counted)

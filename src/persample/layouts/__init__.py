@@ -26,7 +26,7 @@ from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, mark_simple
-from persample.layouts.functions import MOVES, PICKS, WRITES
+from persample.layouts.functions import INDEX_DTYPES, MOVES, PICKS, WRITES
 from persample.layouts.layout import (
     Divided,
     Layout,
@@ -57,6 +57,7 @@ __all__ = [
     "BY_SHAPE",
     "CACHE",
     "DECLARATIONS",
+    "INDEX_DTYPES",
     "MOVES",
     "PICKS",
     "POINTWISE",

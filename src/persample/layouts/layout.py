@@ -122,12 +122,15 @@ class Lost:
             over such a list is control flow, so each of its elements is a constant.
         sized: only the size of the tensor depends on the batch: `arange(lengths.max())`, padding to the longest. Each
             entry is a constant beside samples, but a sum of the entries is not.
+        imported: the tensor was made from Python numbers or by numpy. As an index it is a constant, which selects
+            rows whose samples are known.
     """
 
     cause: str
     place: str = ""
     listing: bool = False
     sized: bool = False
+    imported: bool = False
 
 
 @dataclass(frozen=True, eq=False)

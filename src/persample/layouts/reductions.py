@@ -412,7 +412,8 @@ def find_unequal_divisors(call: Call) -> Lost | None:
         return None
     if len(call.find_samples()) == 1:
         return None
-    for tensor, where in zip(call.tensors, call.where, strict=True):
+    count = 1 if call.func is F.ctc_loss else len(call.tensors)  # its mean is over the rows of the first argument
+    for tensor, where in zip(call.tensors[:count], call.where[:count], strict=True):
         if isinstance(where, Layout) and where.ids is not None and tensor.dim():
             if (name == "mean" and not _is_averaged(call, where.dim, tensor.dim())) or (
                 reduction == "batchmean" and where.dim != 0

@@ -18,8 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.groups import group_by_module
 from persample._internal.text import describe_value, format_table
+from persample._internal.tree import iterate_tensors
 from persample._version import __version__
-from persample.batches import BatchDim, iterate_tensors
+from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.forward.contributions import CONTRIBUTIONS
 from persample.gradients import RecordedGradients

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from persample.batches import has_attributes
+from persample._internal.tree import has_attributes
 from persample.private.errors import PrivateTrainingError
 
 

@@ -11,7 +11,7 @@ from opacus.data_loader import wrap_collate_with_empty
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from persample.batches import iterate_tensors
+from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
 from persample.private.sampling import copy_loader, make_generator_of_process, show_example

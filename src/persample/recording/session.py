@@ -355,6 +355,8 @@ class Recording:
         self._has_declared = True
 
     def _start_arguments(self, arguments: Arguments, batch_size: int, part: nn.Module | None) -> None:
+        if arguments.reading is not None and arguments.reading.is_structural and self.tracker.outside is not None:
+            self.tracker.outside.forget_early()
         self._start_batch(batch_size, arguments.iterate_tensors())
         arguments.add_to(self.tracker, search=self.options.batch_size is not None)
         self.tracker.note_integers(arguments.iterate_integers())
@@ -481,7 +483,16 @@ class Recording:
     def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> Arguments:
         forward = (part or self.processes.get_called_module(self._get_model())).forward
         constants = tuple(self.options.list_constants())
-        return Arguments(forward, args, kwargs, self.options.batch_dim, constants, finds_states=True)
+        return Arguments(
+            forward,
+            args,
+            kwargs,
+            self.options.batch_dim,
+            constants,
+            finds_states=True,
+            reads_sizes=self.tracker.isolation is None,
+            batch_size=self.options.batch_size,
+        )
 
     def _get_model(self) -> nn.Module:
         model = self._model()

@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.several_models import SeveralModels, combine_models
-from persample.batches import BatchDim, iterate_tensors
+from persample._internal.tree import iterate_tensors
+from persample.batches import BatchDim
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.isolation import Isolation

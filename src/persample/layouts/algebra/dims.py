@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
+from persample._internal import tracing
 from persample.layouts.algebra.engine import (
     DECLARATIONS,
     Declaration,
@@ -141,7 +142,19 @@ for _function in find_functions("max", "min"):
     DECLARATIONS[_function] = _choose_overload(DECLARATIONS[_function])
 
 
-@declare("histc", "bincount", "histogram", "histogramdd", "cov", "corrcoef", "dist", "trace", *_torch.TRUTH_FUNCTIONS)
+@declare("bincount")
+def _count_values(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The number of rows of each sample is the sample's own, if the values are the samples' numbers in the batch."""
+    numbers, where = call.tensors[0], call.where[0]
+    is_counted = len(results[0]) == call.batch and not any(call.where[1:]) and tracing.get_trace() is None
+    if is_counted and isinstance(where, Layout):
+        ids = where.get_ids(len(numbers), call.batch)
+        if tuple(numbers.tolist()) == ids:
+            return Motion((Layout(0),), depends_on_values=True)
+    return lose(call, results, "combines all samples")
+
+
+@declare("histc", "histogram", "histogramdd", "cov", "corrcoef", "dist", "trace", *_torch.TRUTH_FUNCTIONS)
 def _combine_everything(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return lose(call, results, "combines all samples")
 

@@ -121,8 +121,8 @@ def _ctc_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return None
     for name in ("targets", "input_lengths", "target_lengths"):
         own = _get_layout(call, arguments[name])
+        if isinstance(own, Layout) and name == "targets" and arguments[name].dim() == 1:
+            continue  # the targets of all samples, one after the other: the lengths say whose they are
         if isinstance(own, Layout) and (own.dim or not merge_rows(where, own, call.tensors[0].shape[1], call.batch)):
             return None
-    if isinstance(arguments["targets"], Tensor) and arguments["targets"].dim() == 1:
-        return None  # the targets of all samples, one after the other
     return _reduce(call, results, make_uniform_motion(move(where, 0), results))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.rng import RngState
-from persample.batches import Call, has_attributes, iterate_tensors
+from persample._internal.tree import has_attributes, iterate_tensors
+from persample.batches import Call
 from persample.errors import SamplesMixed
 from persample.forward.isolation import refuse_state
 from persample.layouts import has_equal_shares, take_sample

@@ -13,7 +13,8 @@ from persample import _torch
 from persample._internal.copies import CannotCopy
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState, keep_tensors
-from persample.batches import Arguments, Call, iterate_tensors
+from persample._internal.tree import iterate_tensors
+from persample.batches import Arguments, Call
 from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.layouts import Layout, Reduced

@@ -16,7 +16,8 @@ from persample._internal.dropout import NoDropoutMode
 from persample._internal.dtypes import widen
 from persample._internal.rng import RngState
 from persample._internal.state import Writes
-from persample.batches import Call, iterate_tensors
+from persample._internal.tree import iterate_tensors
+from persample.batches import Call
 
 if TYPE_CHECKING:
     from persample.recording.verification.one_pass import Verification
