@@ -5,16 +5,20 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import persample
 from persample import PerSampleError, _torch
+from persample._version import TESTED_TORCH
 
 SOURCE = Path(persample.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -102,8 +106,38 @@ def test_a_missing_private_name_is_an_error_at_use_that_names_the_feature() -> N
     for use in (lambda: missing(), lambda: missing.attribute):
         with pytest.raises(PerSampleError, match=r"Recording a checkpointed model needs torch\._C\._no_such_name"):
             use()
-    with pytest.raises(PerSampleError, match="persample is tested with"):
+    with pytest.raises(PerSampleError, match="persample was tested with"):
         exec("class Subclass(missing): pass", {"missing": missing})
+
+
+@pytest.mark.parametrize("version", ["2.16.0", "2.1.0", "2.16.0a0+git1234567", "3.13.0+cu132"])
+def test_an_untested_torch_gives_one_warning(version: str) -> None:
+    with pytest.warns(
+        UserWarning, match=re.escape(f"persample was not tested with torch {version}, but with ")
+    ) as found:
+        _torch.warn_if_untested(version)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("version", [torch.__version__, *(f"{tested}.1+cu132" for tested in TESTED_TORCH)])
+def test_a_tested_torch_gives_none(version: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _torch.warn_if_untested(version)
+
+
+def test_the_warning_comes_once_and_can_be_filtered() -> None:
+    code = """
+import sys, warnings, torch
+torch.__version__ = "99.0"
+if sys.argv[1:]:
+    warnings.filterwarnings("ignore", "persample was not tested with torch")
+import persample
+persample.record, persample.watch, persample.compile
+"""
+    for argument, expected in ([], 1), (["ignore"], 0):
+        found = subprocess.run([sys.executable, "-c", code, *argument], capture_output=True, text=True, check=True)
+        assert found.stderr.count("persample was not tested with torch 99.0") == expected, found.stderr
 
 
 def test_import_works_without_the_private_names() -> None:

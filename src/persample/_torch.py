@@ -12,6 +12,7 @@ import math
 import platform
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial, wraps
 from operator import attrgetter
@@ -24,10 +25,24 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
+from persample._version import TESTED_TORCH
 from persample.errors import PerSampleError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def warn_if_untested(version: str) -> None:
+    """Warn if the tests have not been run with a version of torch."""
+    if not version.startswith(tuple(f"{tested}." for tested in TESTED_TORCH)):
+        warnings.warn(
+            f"persample was not tested with torch {version}, but with {', '.join(TESTED_TORCH)}. It may refuse what it "
+            "records with these: every private name of torch is looked up when it is first used.",
+            stacklevel=2,
+        )
+
+
+warn_if_untested(torch.__version__)
 
 
 class _Missing:
@@ -39,8 +54,8 @@ class _Missing:
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PerSampleError(
             f"{self.__dict__['feature']} needs {self.__dict__['path']}, a private name of torch that torch "
-            f"{torch.__version__} does not have. Install a version of torch that persample is tested with: "
-            "torch>=2.13,<2.14."
+            f"{torch.__version__} does not have. Install a version of torch that persample was tested with: "
+            f"{', '.join(TESTED_TORCH)}."
         )
 
     __call__ = __enter__ = __getattr__ = __mro_entries__ = _raise
@@ -764,7 +779,12 @@ def reset_fsdp_after_error(context: Any) -> None:
 
 
 def finish_fsdp_backward(context: Any) -> None:
-    """Have `fully_shard` reduce and shard the gradients, as it does at the end of a backward pass."""
+    """Have `fully_shard` reduce and shard the gradients, as it does at the end of a backward pass.
+
+    torch 2.15 notes at the start of a pass whether the user ends it, and forgets this at the first end.
+    """
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = context.manual_backward_finalization
     _read(context.all_states[0], "_root_post_backward_final_callback", _FSDP)()
 
 

@@ -1,3 +1,6 @@
-"""The version of the package; pyproject.toml reads it from here."""
+"""The version of the package (pyproject.toml reads it from here), and the versions of torch that it was tested with."""
 
 __version__ = "0.1.0"
+
+# docs/reference/versions.md has the results. Others give a warning.
+TESTED_TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")

@@ -110,6 +110,14 @@ def tokenizer():
         }
     return tokenize
 
+def pretrained():
+    from transformers import PreTrainedTokenizerFast
+    return PreTrainedTokenizerFast(tokenizer_file="tokenizer.json")
+
+def of_the_package_tokenizers():
+    from tokenizers import Tokenizer
+    return Tokenizer.from_file("tokenizer.json")
+
 def no_tokenizer():
     return "tokenizer"
 """
@@ -271,7 +279,8 @@ def test_text_from_a_table(kind: str, labelled: bool, tasks: Path) -> None:
         assert found.column("loss")[0] == pytest.approx(alone.item(), rel=1e-5)
 
 
-def test_saved_tokenizer(tasks: Path) -> None:
+def test_a_tokenizer_that_a_function_returns_works_as_a_saved_one(tasks: Path) -> None:
+    """Texts are padded and truncated, and the report marks their tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = sorted({word for text, _ in TEXTS for word in text.split()})
@@ -279,9 +288,15 @@ def test_saved_tokenizer(tasks: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tasks.parent / "tokenizer.json"))
     (tasks.parent / "films.csv").write_text("text,label\n" + "\n".join(f"{text},{label}" for text, label in TEXTS))
-    files = ["--text", "films.csv", "--tokenizer", "tokenizer.json"]
-    assert main(["scan", "tasks:text_classifier", *files, "--out", "out", *QUICK]) == 0
-    assert len(Scan("out")) == 5
+    columns = {}
+    for name in ("tokenizer.json", "tasks:pretrained", "tasks:of_the_package_tokenizers"):
+        out = name.partition(":")[2] or "saved"
+        files = ["--text", "films.csv", "--tokenizer", name, "--max-length", "3", "--report"]
+        assert main(["scan", "tasks:text_classifier", *files, "--out", out, *QUICK]) == 0
+        columns[name] = Scan(out).column("loss").tolist(), Scan(out).column("norm").tolist()
+        assert "token_gradient" in Path(out, "report.html").read_text()
+    assert len(columns["tokenizer.json"][0]) == 5
+    assert columns["tasks:pretrained"] == columns["tasks:of_the_package_tokenizers"] == columns["tokenizer.json"]
 
 
 # ---- query ----

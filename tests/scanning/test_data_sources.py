@@ -320,3 +320,16 @@ def test_bar_of_notebooks_without_widgets_is_text(
     assert choose_bar().__module__ == "tqdm.notebook"
     monkeypatch.delitem(sys.modules, "IPython")
     assert choose_bar().__module__ == "tqdm.std"
+
+
+def test_the_collator_takes_a_tokenizer_of_hugging_face() -> None:
+    """Texts of any lengths are padded, although the tokenizer by itself does not pad, and truncated."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    plain = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain)
+    batch = TextCollator(tokenizer, max_length=6)([{"text": "a a a"}, {"text": "a " * 9}])
+    assert batch["tokens"]["attention_mask"].sum(1).tolist() == [3, 6] and batch["tokens"]["input_ids"].shape == (2, 6)
+    assert tokenizer.pad_token is None

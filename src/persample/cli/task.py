@@ -76,7 +76,9 @@ def add_task_arguments(parser: ArgumentParser) -> None:
         metavar="A,B",
         help="names of the classes in the order of the model's outputs (default: of the model's config, or sorted)",
     )
-    data.add_argument("--tokenizer", metavar="PATH", help="saved tokenizer, or module:function that returns one")
+    data.add_argument(
+        "--tokenizer", metavar="PATH", help="saved tokenizer, or module:function that returns one, or a function"
+    )
     data.add_argument(
         "--max-length", type=parse_positive, default=128, metavar="T", help="maximum tokens of a text (default: 128)"
     )
@@ -219,16 +221,18 @@ def _load_tokenizer(path: str | None, max_length: int) -> Any:
         raise UsageError(
             "--text requires --tokenizer: a folder with a tokenizer, its tokenizer.json, or module:function"
         )
-    if ":" in path and not Path(path).exists():
-        tokenizer = call_target(path)
-        if not callable(tokenizer):
-            raise UsageError(
-                f"{path} must return a function of a list of texts, but returned {describe_value(tokenizer)}"
-            )
-        return tokenizer
-    from persample.scanning.datasets import load_tokenizer
+    from persample.scanning.datasets import load_tokenizer, wrap_tokenizer
 
-    return load_tokenizer(path, max_length)
+    if Path(path).exists() or ":" not in path:
+        return load_tokenizer(path, max_length)
+    returned = call_target(path)
+    tokenizer = wrap_tokenizer(returned, max_length)
+    if not callable(tokenizer):
+        raise UsageError(
+            f"{path} must return a function of a list of texts or a tokenizer of Hugging Face, but returned "
+            f"{describe_value(returned)}"
+        )
+    return tokenizer
 
 
 def import_scanning() -> ModuleType:

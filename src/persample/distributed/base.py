@@ -72,7 +72,8 @@ class Processes:
         return tensor
 
     def add_to_grad(self, used: Tensor, total: Tensor) -> None:
-        """Add what this process found to the `grad` of a parameter."""
+        """Add what this process found to the `grad` of a parameter, in the dtype that the parameter wants."""
+        total = total.to(getattr(used, "grad_dtype", None) or total.dtype)
         used.grad = total if used.grad is None else used.grad + total
 
     def start_forward(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -140,10 +141,14 @@ class TextCollator:
 
     Rows with a `prompt`, and a `completion` or a `text` that begins with the prompt, get a `completion_mask`: 1 for the
     tokens behind those that the tokenizer gives for the prompt alone.
+
+    Args:
+        tokenizer: a function of a list of texts, or a tokenizer of Hugging Face.
+        max_length: the maximum number of tokens of a text, for a tokenizer of Hugging Face.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, max_length: int = 128) -> None:
+        self._tokenizer = wrap_tokenizer(tokenizer, max_length)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         texts = [e["text"] if "text" in e else e["prompt"] + e["completion"] for e in examples]
@@ -195,6 +200,16 @@ def load_tokenizer(path: str | Path, max_length: int) -> Tokenizer:
     return PretrainedTokenizer(tokenizer, max_length)
 
 
+def wrap_tokenizer(tokenizer: Any, max_length: int) -> Tokenizer:
+    """A function of a list of texts as it is; a tokenizer of Hugging Face as one that pads and truncates."""
+    if callable(getattr(tokenizer, "encode_batch", None)) and not callable(tokenizer):  # of the package tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    is_pretrained = hasattr(tokenizer, "pad_token") and callable(getattr(tokenizer, "convert_ids_to_tokens", None))
+    return PretrainedTokenizer(tokenizer, max_length) if is_pretrained else tokenizer
+
+
 class PretrainedTokenizer:
     """Tokenizes lists of texts with a tokenizer of Hugging Face."""
 
@@ -211,7 +226,7 @@ class PretrainedTokenizer:
             padding=True,
             truncation=True,
             max_length=self.max_length,
-            pad_to_multiple_of=32,
+            pad_to_multiple_of=math.gcd(32, self.max_length),  # a text that is cut has a multiple, too
             return_tensors="pt",
             **options,
         )
