@@ -115,6 +115,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--loss-reduction", choices=["mean", "sum"], default="mean", help="reduction over the batch (default: mean)"
     )
     parser.add_argument(
+        "--coupled", choices=["contributions"], help="scan samples that influence each other, as in contrastive losses"
+    )
+    parser.add_argument(
         "--table", choices=["parquet", "csv"], default="parquet", help="file format of the table (default: parquet)"
     )
     parser.add_argument(
@@ -170,6 +173,7 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
         learning_rates=args.learning_rates,
         loss_reduction=args.loss_reduction,
         table=args.table,
+        coupled=args.coupled,
         nonfinite=args.nonfinite,
         device=args.device,
         resume=not args.restart,

@@ -30,7 +30,7 @@ from persample.losses import (
     compute_sample_losses,
     takes_outputs,
 )
-from persample.recording.options import Options, Selection, Verify, get_trainable
+from persample.recording.options import Coupled, Options, Selection, Verify, get_trainable
 from persample.recording.record import record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.predictions import Outputs, Predictions
@@ -81,13 +81,17 @@ class Measurement:
         nonfinite: Literal["raise", "keep"] = "raise",
         has_labels: bool = False,
         verify: Verify = "first",
+        coupled: Coupled = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ScanError(f"model must be an nn.Module, got {describe_value(model)}.")
         if unknown := set(quantities) - set(ALL_QUANTITIES):
             raise ScanError(f"Unknown quantities {sorted(unknown)}. Choose from {', '.join(ALL_QUANTITIES)}.")
+        is_default = tuple(quantities) == QUANTITIES
+        if coupled is not None:
+            quantities, verify = _check_coupled(quantities, nonfinite), False
         if projection is None and "estimated_alignment" in quantities:
-            if tuple(quantities) != QUANTITIES:
+            if not is_default:
                 raise ScanError(
                     "'estimated_alignment' is computed from projected gradients, and project=None keeps none. Ask for "
                     "'alignment', which needs a second pass over the data, or pass a number as `project`."
@@ -105,6 +109,7 @@ class Measurement:
         self.groups = group_parameters(list(self.parameters), groups) if "group_norms" in quantities else {}
         self.nonfinite, self.has_labels = nonfinite, has_labels
         self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
+        self._coupled = coupled
         self.takes_pairs = takes_outputs(loss_fn)
         self._predictions = Predictions(loss_fn)
         self._keeps_terms = False  # until the backward pass has ended
@@ -274,6 +279,7 @@ class Measurement:
             divisor="own",  # rows must not depend on which examples are in a batch
             keep="everything" if self._keeps_terms else "norms",
             verify=self._verify,
+            coupled=self._coupled,
             nonfinite="keep",  # what is not finite is noticed by example, not by sample of the batch
         ) as grads:
             if not self._keeps_terms:
@@ -302,6 +308,11 @@ class Measurement:
         loss = compute_sample_losses(self.model, batch, self.loss_fn, dim)
         if not isinstance(loss, Tensor):
             raise ScanError(f"The loss function returned {describe_value(loss)}; it must return a tensor.")
+        if self._coupled and loss.shape != (len(ids),):
+            raise ScanError(
+                f"With coupled={self._coupled!r}, the loss function must return one loss per sample, because samples "
+                f"alone have other losses. It returned a tensor of shape {tuple(loss.shape)} for {len(ids)} examples."
+            )
         if loss.shape != (len(ids),) and loss.numel() != 1:
             raise ScanError(
                 f"The loss function returned a tensor of shape {tuple(loss.shape)} for {len(ids)} examples; it must "
@@ -396,6 +407,15 @@ def prepare_model(measurement: Measurement, device: torch.device | None) -> Iter
                 part.to(next(iter(devices)))
             for module, training in modes.items():
                 module.training = training
+
+
+def _check_coupled(quantities: Sequence[str], nonfinite: str) -> Sequence[str]:
+    """What can be measured of samples that influence each other, or an error if more was asked for."""
+    if nonfinite != "raise":
+        raise ScanError("coupled requires nonfinite='raise': samples that are not finite are part of all others.")
+    if "self_influence" in quantities and tuple(quantities) != QUANTITIES:
+        raise ScanError("'self_influence' is not available with coupled: a contribution is no gradient of a loss.")
+    return [name for name in quantities if name != "self_influence"]
 
 
 def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:

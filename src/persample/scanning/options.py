@@ -13,7 +13,7 @@ from persample._version import __version__
 from persample.batches import BatchDim
 from persample.gradients.projection import METHODS, Method
 from persample.losses import LossFunction, get_name
-from persample.recording.options import Selection, Verify
+from persample.recording.options import Coupled, Selection, Verify
 from persample.scanning.checkpoints import Checkpoints
 from persample.scanning.digest import compute_digest, describe_structure
 from persample.scanning.errors import ScanError
@@ -41,6 +41,7 @@ class ScanOptions:
     classes: Sequence[str] | None
     shard_size: int
     table: TableKind
+    coupled: Coupled = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "float32"):
@@ -68,6 +69,7 @@ class ScanOptions:
             nonfinite=self.nonfinite,
             has_labels=source.has_labels(),
             verify=verify,
+            coupled=self.coupled,
         )
 
     def make_settings(self, source: Source, measurement: Measurement, checkpoints: Checkpoints) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class ScanOptions:
             "learning_rates": checkpoints.learning_rates,
             "classes": source.classes if self.classes is None else list(self.classes),
             "table": self.table,
+            **({} if self.coupled is None else {"coupled": self.coupled}),
             "about": {"persample": __version__, "torch": torch.__version__},
         }
 

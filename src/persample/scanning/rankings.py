@@ -69,7 +69,8 @@ def _compute_confident(store: Store) -> Array:
 METHODS: Mapping[str, _Method] = {
     "normalised_self_influence": _Method(_compute_normalised_self_influence, _has("self_influence")),
     "whitened_self_influence": _Method(
-        _compute_whitened_self_influence, lambda store: store.read_settings()["project"] is not None
+        _compute_whitened_self_influence,
+        lambda store: store.read_settings()["project"] is not None and "coupled" not in store.read_settings(),
     ),
     "confident": _Method(_compute_confident, _has("suggested")),
 }

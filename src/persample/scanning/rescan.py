@@ -70,6 +70,8 @@ def rescan(
     settings, directory = base.settings, Path(out)
     if directory.exists() and any(directory.iterdir()):
         raise ScanError(f"{directory} exists. Choose an empty or a new directory for the new scan.")
+    if "coupled" in settings:
+        raise ScanError("A scan of coupled samples cannot take other data: its rows depend on the batches.")
     batch_size, shard_size = settings["batch_size"], settings["shard_size"]
     old = Source(before, batch_size, collate)
     new = Source(data, batch_size, collate, ids)

@@ -93,7 +93,9 @@ class Scan:
     def __repr__(self) -> str:
         columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
-        return f"Scan of {len(self)} examples: {columns}" + (f"; projected to {dim}" if dim else "")
+        coupled = self.settings.get("coupled")
+        end = (f"; projected to {dim}" if dim else "") + (f"; {coupled} of coupled samples" if coupled else "")
+        return f"Scan of {len(self)} examples: {columns}{end}"
 
     def _repr_html_(self) -> str:
         """The scan in a notebook: what was measured, and the first examples by default."""
@@ -387,6 +389,11 @@ class Scan:
 
     def _check_method(self, method: Method) -> None:
         influence.check_method(method)
+        if self.settings.get("coupled") is not None:
+            raise ScanError(
+                "Influence is not available: the scan has contributions of examples to the gradients of their batches "
+                "(coupled='contributions'), and an example without its batch would have others."
+            )
         if method == "trak":
             influence.check_label_loss(self.settings["loss"])
 

@@ -18,7 +18,7 @@ from persample._internal.dtypes import widen
 from persample.batches import BatchDim
 from persample.gradients.projection import Method
 from persample.losses import LossFunction
-from persample.recording.options import Selection, Verify
+from persample.recording.options import Coupled, Selection, Verify
 from persample.scanning.alignment import average_rows, write_alignment
 from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
@@ -63,6 +63,7 @@ def scan(
     shard_size: int = 1024,
     table: TableKind = "parquet",
     verify: Verify = "first",
+    coupled: Coupled = None,
     resume: bool = True,
     device: torch.device | str | None = None,
     progress: bool | None = None,
@@ -116,6 +117,11 @@ def scan(
     `verify` is as in `record`: by default, two examples of the first batch run alone, and their outputs and losses are
     compared with those of the batch. False turns both comparisons off.
 
+    `coupled="contributions"` scans losses in which samples influence each other, such as contrastive ones, as in
+    `record`: norms and stored rows are then of an example's contributions to the gradient of its batch, and depend on
+    the batch. The loss function must return one loss per sample. `scan.json` and `repr` say so. There is no influence,
+    and no rescan.
+
     The model is in evaluation mode during the scan, on `device` if given, and is restored afterwards. An example with a
     loss or gradient that is not finite raises an error, or is kept in the table with `nonfinite="keep"`.
 
@@ -142,6 +148,7 @@ def scan(
         classes=classes,
         shard_size=shard_size,
         table=table,
+        coupled=coupled,
     )
     source = Source(data, batch_size, collate, ids)
     if source.size == 0:

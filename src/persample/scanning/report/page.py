@@ -134,6 +134,7 @@ class Page:
             ("Parameters", f"{sum(sizes):,}"),
             ("Checkpoints", f"{len(settings['checkpoints']):,}"),
             ("Loss", settings["loss"]),
+            *([("Rows", settings["coupled"])] if "coupled" in settings else []),
             ("Scanned", f"{when.day} {when:%B %Y}"),
         ]
 
