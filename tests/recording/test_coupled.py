@@ -195,6 +195,30 @@ def make_triplets() -> Case:
     return make_encoder(), compute_loss
 
 
+def make_masked() -> Case:
+    """Samples that are divided by a number of all samples before a weight meets them."""
+    model = make(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Linear(5, D))
+    x, mask = draw(B, D), torch.tensor([1.0, 0.0, 1.0, 1.0]).double()
+
+    def compute_loss(model: Any, x: Tensor) -> Tensor:
+        h = model[1](model[0](x)) * mask[:, None]
+        losses = model[2](h / mask.sum()).square().sum(1)
+        return (losses * mask).sum() / mask.sum() + F.cross_entropy(model(x), torch.tensor([0, -100, 1, 2]))
+
+    return Whole(model, compute_loss), lambda m: m(x)
+
+
+class Whole(nn.Module):
+    """Computes its loss inside its forward."""
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model, self.compute_loss = model, compute_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute_loss(self.model, x)
+
+
 def make_ratio() -> Case:
     """Functions that are not linear in a sum over the samples, after the last weight."""
     x = draw(B, D)
@@ -205,7 +229,7 @@ WITH_ROWS = {
     make.__name__.removeprefix("make_"): make
     for make in (
         make_cnn, make_resnet, make_mlp, make_square, make_infonce, make_head_on_similarities, make_simclr, make_supcon,
-        make_barlow_twins, make_triplets, make_ratio,
+        make_barlow_twins, make_triplets, make_masked, make_ratio,
     )
 }  # fmt: skip
 
@@ -346,6 +370,10 @@ def compute_gradient(model: nn.Module, compute_loss: Callable[[nn.Module], Tenso
     return dict(zip(dict(model.named_parameters()), found, strict=True))
 
 
+def is_mean(grads: Any) -> bool:
+    return grads.loss_reduction.startswith("mean")
+
+
 def assert_sums_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     scale = max(float(want.abs().max()) for want in expected.values())
@@ -366,7 +394,7 @@ def test_rows_add_up_to_the_gradient_of_the_batch(case: Callable[[], Case]) -> N
         torch.manual_seed(7)
         with record(model, coupled=CONTRIBUTIONS, keep_grad=step == 1) as grads:
             compute_loss(model).backward()
-        assert_sums_close(grads.mean() if grads.loss_reduction == "mean" else grads.sum(), want)
+        assert_sums_close(grads.mean() if is_mean(grads) else grads.sum(), want)
         if step == 1:
             assert_sums_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
         assert "contributions" in repr(grads) and grads.coupled == "contributions"
@@ -388,7 +416,7 @@ def test_rows_are_what_passes_through_own_activations(case: Callable[[], Case]) 
         again = compute_loss(model)
         again.backward()
     torch.testing.assert_close(again, loss)
-    scale = B if grads.loss_reduction == "mean" else 1
+    scale = B if is_mean(grads) else 1
     expected = {name: g * scale for name, g in zip(dict(model.named_parameters()), found, strict=True)}
     largest = max(float(g.abs().max()) for g in expected.values())
     for name, rows in grads.dense().items():  # the bias before a batch norm has a gradient of rounding errors
@@ -526,6 +554,7 @@ def test_the_default_refuses_and_names_the_ways_out() -> None:
     [
         ({"coupled": "yes"}, "coupled must be 'contributions' or None"),
         ({"coupled": CONTRIBUTIONS, "verify": "always"}, "differ by design"),
+        ({"coupled": CONTRIBUTIONS, "divisor": "own"}, "would not add up"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:

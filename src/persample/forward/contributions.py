@@ -20,6 +20,7 @@ from persample.errors import ROWS_ADVICE, SamplesMixed, get_op_name
 from persample.forward.roots import NoteLoss, mark_statistic
 from persample.layouts import (
     Call,
+    Divided,
     Layout,
     Lost,
     Motion,
@@ -90,6 +91,7 @@ def find_owners(call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
     motion = find_motion(call, results)
     if not any(map(_is_mixed, motion.results)):
         return call, _own_motion(motion)
+    call = _undivide(call)
     for i, where in enumerate(call.where):
         if isinstance(where, (Layout, Scattered)):
             alone = replace(call, where=tuple(where if j == i else None for j in range(len(call.where))))
@@ -128,13 +130,20 @@ def own_tensor(tensor: Tensor, where: Where | None, batch: int) -> Where | None:
     return Layout(dims[0]) if dims else Reduced(where.cause, where.place)
 
 
+def _undivide(call: Call) -> Call:
+    """The call as if no samples had been divided by a number of all samples: each row is still its sample's."""
+    if not any(isinstance(where, Divided) for where in call.where):
+        return call
+    return replace(call, where=tuple(where.layout if isinstance(where, Divided) else where for where in call.where))
+
+
 def prepare_use(call: Call, place: str) -> Call:
     """A use of a weight with owners for the rows of its activations.
 
     Raises:
         SamplesMixed: no activation has rows of samples.
     """
-    call = own_rows(call)
+    call = _undivide(own_rows(call))
     if not any(isinstance(where, (Layout, Scattered)) for where in call.where):
         mixed = next(where for where in call.where if isinstance(where, (Reduced, Lost)))
         raise SamplesMixed(

@@ -116,6 +116,11 @@ class Options:
                 f"verify={self.verify!r} compares samples alone with those of the batch, which differ by design with "
                 "coupled='contributions'. Leave it out."
             )
+        if self.coupled and self.divisor == "own":
+            raise PerSampleError(
+                "divisor='own' divides each sample's part by its own number, so that contributions would not add up to "
+                "the gradient of the batch. Leave it out with coupled='contributions'."
+            )
         if self.coupled and self.isolate:
             raise PerSampleError(
                 "coupled='contributions' is not available in private training: a contribution depends on all samples, "

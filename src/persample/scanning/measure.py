@@ -276,7 +276,9 @@ class Measurement:
             batch_size=len(ids),
             parameters=list(self.parameters),
             loss_reduction="sum",
-            divisor="own",  # rows must not depend on which examples are in a batch
+            divisor="own"
+            if self._coupled is None
+            else "batch",  # rows must not depend on which examples are in a batch
             keep="everything" if self._keeps_terms else "norms",
             verify=self._verify,
             coupled=self._coupled,
