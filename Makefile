@@ -1,12 +1,13 @@
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.demo-stamp
 STAMP := $(VENV)/.stamp
 BENCH_STAMP := $(VENV)/.bench-stamp
 
 .PHONY: demo test coverage lint docs package check-package bench clean
 
 # Flip labels of digits, find them, and write demo/report.html.
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/persample demo --out demo
 
 # Two workers with one thread each; the tests in two processes run in one worker, which starts these processes once.
@@ -51,11 +52,16 @@ clean:
 	rm -rf build dist demo site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first, by its exact version: a range could pull another build with gigabytes of CUDA.
-$(STAMP): pyproject.toml constraints.txt
+# What the demo needs. torch first, by its exact version: a range could pull another build with gigabytes of CUDA.
+$(DEMO_STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,demo,lint]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
+	touch $@
+
+# What the tests need, in the same environment.
+$(STAMP): $(DEMO_STAMP)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,lint]'
 	touch $@
 
 # The peers; torch stays as it is. BackPACK requires torchvision, which would pull another torch and is not needed here:
