@@ -1,3 +1,4 @@
+PYTHON := python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO_STAMP := $(VENV)/.demo-stamp
@@ -54,7 +55,7 @@ clean:
 
 # What the demo needs. torch first, by its exact version: a range could pull another build with gigabytes of CUDA.
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || python3 -m venv $(VENV)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[demo]'
 	touch $@
