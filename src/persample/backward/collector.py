@@ -54,12 +54,14 @@ class Collector:
         finished: Callable[[], None] = _do_nothing,
         early: bool = False,
         deliver_stack: DeliverStack | None = None,
+        deliver_shared: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         self.parameters = {id(p): p for p in parameters}
         self.deliver = deliver
         self.finished = finished
         self.early = early
         self.deliver_stack = deliver_stack
+        self.deliver_shared = deliver_shared  # takes gradients of parameters that belong to no sample
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf that every tapped result depends on
         # The node is part of every pass that reaches weights. The second way works without grad mode, and takes longer.
         view = self.anchor.view_as(self.anchor)
@@ -77,6 +79,7 @@ class Collector:
         self._use_counts: defaultdict[int, int] = defaultdict(int)
         self._entangled: set[int] = set()  # parameters that are also used through a derived weight
         self._arrived: dict[int, Arrived] = {}
+        self._shared: list[tuple[Tensor, Tensor]] = []  # weights, and their gradients that belong to no sample
         self._pass_number = 1  # of the running or the next backward pass
         self._has_ended = False  # whether the end of the running backward pass was noted
         self._collecting: Arrived | None = None  # what has arrived in a pass that has just ended
@@ -121,6 +124,11 @@ class Collector:
         if self.early and is_complete and id(weight) in self.parameters and id(weight) not in self._entangled:
             self.deliver(*arrived.pop(id(weight)))
 
+    def receive_shared(self, weight: Tensor, grad: Tensor) -> None:
+        """Take a gradient that belongs to no sample, such as that of a penalty on the weights."""
+        self.note_pass()
+        self._shared.append((weight, grad))
+
     def note_pass(self) -> Arrived:
         """Deliver what arrives in the running backward pass when it has ended; returns what has arrived so far."""
         backward_pass = _torch.get_backward_pass()
@@ -153,6 +161,7 @@ class Collector:
                 self._collecting = None
         self.is_pulling_back = True
         try:
+            self._deliver_all_shared()
             for weight, terms in list(arrived.values()):
                 if id(weight) not in self.parameters:
                     sources = self._take_sources(weight)
@@ -166,6 +175,17 @@ class Collector:
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
         self.finished()
+
+    def _deliver_all_shared(self) -> None:
+        shared, self._shared = self._shared, []
+        if self.deliver_shared is None:
+            return
+        for weight, grad in shared:
+            is_parameter = id(weight) in self.parameters
+            leaves = [weight] if is_parameter else [leaf for leaf in find_leaves(weight) if id(leaf) in self.parameters]
+            found = (grad,) if is_parameter else torch.autograd.grad(weight, leaves, grad, retain_graph=True)
+            for parameter, own in zip(leaves, found, strict=True):
+                self.deliver_shared(parameter, own)
 
     def _pull_back(self, weight: Tensor, terms: Sequence[Term]) -> Iterable[tuple[Tensor, Term]]:
         if self.positions is None:

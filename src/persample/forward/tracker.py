@@ -40,6 +40,7 @@ from persample.errors import (
     raise_or_complain,
 )
 from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
+from persample.forward.beside_sums import is_beside_sum, run_beside_sum
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
 from persample.forward.contributions import find_coupled_motion, find_owners, own_tensor, prepare_use
@@ -69,6 +70,7 @@ from persample.forward.tried import TriedFunctions
 from persample.forward.use import can_repeat, check_not_mixed, repeat_use, run_use
 from persample.forward.written import UPDATING, Written
 from persample.layouts import (
+    BILINEAR,
     BY_SHAPE,
     CACHE,
     MOVES,
@@ -84,6 +86,7 @@ from persample.layouts import (
     Reduced,
     Scale,
     Scattered,
+    Summed,
     Where,
     find_layout_of_ids,
     find_listed_total,
@@ -222,6 +225,7 @@ class Tracker(TorchFunctionMode):
         self._depth = 0
         self._whole_modules: WholeModules | None = None
         self.modules: list[nn.Module] | None = None  # for `start`, if the caller has just searched the model
+        self._summed: TensorMap[Summed] = TensorMap()  # sums over the samples
         self._of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
         # The layout of a tensor, and whether the tensor required grad when the layout was found.
         self._known: TensorMap[tuple[Where | None, bool]] = TensorMap()
@@ -302,6 +306,7 @@ class Tracker(TorchFunctionMode):
 
     def end_audit(self) -> None:
         """Let the functions that follow pass without an audit: the forward pass has ended."""
+        self._summed = TensorMap()  # it keeps activations
         audit, self._audit = self._audit, None  # it refers to the tracker: break the cycle
         self._audit_node = ANY_SEQUENCE
         if audit is not None:
@@ -617,6 +622,8 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
                     self.set_layout(result, simple)
+                    if type(simple) is Reduced and self._counted.holds_divisors:
+                        self._summed[result] = replace(self._make_summed(call), made=simple)
                     if quick is not None:
                         self._keep_quick_call(quick, call, result)
                 return result
@@ -792,6 +799,8 @@ class Tracker(TorchFunctionMode):
             hook = follow_tensor_hook(call.args[1], call.where[0], self.place(), self)
             return call.func(call.args[0], hook)
         if weights and has_samples and torch.is_grad_enabled():
+            if self._counted.holds_divisors and is_beside_sum(call):
+                return self._run_beside_sum(call, weights)
             return self._run_use(call, weights)
         self._save_buffers(call)
         func, args, kwargs = call.func, call.args, call.kwargs
@@ -871,6 +880,26 @@ class Tracker(TorchFunctionMode):
         self._audit_node = following
         return True
 
+    def _run_beside_sum(self, call: Call, weights: dict[int, Tensor]) -> Any:
+        summed = self._make_summed(call)
+        result = run_beside_sum(call, weights, self)
+        if call.func not in BILINEAR:
+            self._follow(call, result, summed)
+            return result
+        where = next(where for where in call.where if isinstance(where, Reduced))
+        self.set_layout(result, where)
+        self._summed[result] = replace(summed, made=where)
+        return result
+
+    def _make_summed(self, call: Call) -> Summed:
+        """How a call is about to make a sum over the samples; `made` is to be set."""
+        versions = tuple([0 if t.is_inference() else t._version for t in call.tensors])
+        return Summed(call, versions, tuple(map(self._summed.get, call.tensors)))
+
+    def get_summed(self, tensor: Tensor) -> Summed | None:
+        """How a sum over the samples was computed, in this pass."""
+        return self._summed.get(tensor)
+
     def _run_use(self, call: Call, weights: dict[int, Tensor]) -> Any:
         self._save_buffers(call)
         if self.is_coupled:
@@ -910,8 +939,8 @@ class Tracker(TorchFunctionMode):
         with self:
             return make_inline(call.func)(*call.args, **call.kwargs, **dropped)
 
-    def _follow(self, call: Call, result: Any) -> None:
-        """Find the layout of each result."""
+    def _follow(self, call: Call, result: Any, summed: Summed | None = None) -> None:
+        """Find the layout of each result. `summed`: how the call adds up samples, if it changes its arguments."""
         results = find_results(result, call.args) if result is not None or call.is_inplace else ()
         if not results or call.func in _UNCHANGING:
             return
@@ -928,6 +957,8 @@ class Tracker(TorchFunctionMode):
                 self._update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
             if layout is not None or made._base is not None:
                 self.set_layout(made, layout)
+                if type(layout) is Reduced and made.requires_grad and self._counted.holds_divisors:
+                    self._summed[made] = replace(summed or self._make_summed(call), made=layout)
             elif not self.is_inside:
                 self.add_constant(made)
 

@@ -55,6 +55,7 @@ class RecordedGradients(ABC):
         self._unit_options = units
         self._units: Units | None = None  # of this batch; without, each sample has its own row
         self._split_units: SplitUnits | None = None  # if other processes have samples of the same units
+        self._shared: dict[str, Tensor] = {}  # by name: gradients that belong to no sample
         self._held: dict[str, Term] = {}  # by name, with a row for each sample: until the pass has ended, if so
         if type(processes) is Processes:
             self._parameters = dict(parameters)
@@ -108,6 +109,12 @@ class RecordedGradients(ABC):
             self._receive(name, self._merge(term))
         else:
             self._held[name] = add_terms([self._held[name], term]) if name in self._held else term
+
+    def receive_shared(self, parameter: Tensor, grad: Tensor) -> None:
+        """Take a gradient of a parameter that belongs to no sample."""
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self._shared[name] = self._shared[name] + grad if name in self._shared else grad.detach().clone()
 
     @abstractmethod
     def _receive(self, name: str, term: Term) -> None: ...
@@ -228,6 +235,25 @@ class RecordedGradients(ABC):
         """
         return str(self._reduction)
 
+    def shared(self) -> dict[str, Tensor]:
+        """`{name: shape}`: the gradient of what the loss adds to the samples' parts, such as a penalty on the weights.
+
+        It belongs to no sample, so it is in no row. The gradient that `backward` computes is `sum()`, or `mean()` of a
+        mean loss, and this.
+
+        >>> import persample
+        >>> model = torch.nn.Linear(3, 2)
+        >>> with persample.record(model) as grads:
+        ...     (model(torch.randn(5, 3)).square().mean() + model.weight.square().sum()).backward()
+        >>> torch.equal(grads.shared()["weight"], 2 * model.weight)
+        True
+        """
+        self._check_done()
+        return {
+            name: self._shared[name] if name in self._shared else torch.zeros_like(p)
+            for name, p in self._parameters.items()
+        }
+
     @property
     def has_own_means(self) -> bool:
         """Whether the parts of a mean were divided by the samples' own numbers, so that rows do not add up to it."""
@@ -344,7 +370,8 @@ class RecordedGradients(ABC):
         return f"{self.row_count} units of {self.batch_size} samples ({self._units.reduction})"
 
     def _describe_reduction(self) -> str:
-        return f"loss_reduction='{self._reduction}'{'' if self._reduction.given else ' as found'}"
+        apart = ", a part of the loss that belongs to no sample in shared()" if self._shared else ""
+        return f"loss_reduction='{self._reduction}'{'' if self._reduction.given else ' as found'}{apart}"
 
     @property
     def _device(self) -> torch.device:

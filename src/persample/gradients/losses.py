@@ -68,6 +68,10 @@ class LossGradients:
         """Take one term for several parameters."""
         self._current.receive_stack(parameters, term)
 
+    def receive_shared(self, parameter: Tensor, grad: Tensor) -> None:
+        """Take a gradient of a parameter that belongs to no sample."""
+        self._current.receive_shared(parameter, grad)
+
     def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
         """Take how the loss that the running backward pass starts from combines the samples."""
         self._current.note_loss(loss, reaches_weights)

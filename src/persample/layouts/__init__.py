@@ -26,7 +26,7 @@ from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, mark_simple
-from persample.layouts.functions import INDEX_DTYPES, MOVES, PICKS, WRITES
+from persample.layouts.functions import DIVISIONS, INDEX_DTYPES, MOVES, PICKS, WRITES
 from persample.layouts.layout import (
     Divided,
     Layout,
@@ -50,14 +50,18 @@ from persample.layouts.layout import (
     take_sample,
 )
 from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
-from persample.layouts.reductions import make_reduced
+from persample.layouts.reductions import BILINEAR, LINEAR, make_reduced
 
 __all__ = [
+    "BILINEAR",
     "BY_SHAPE",
     "CACHE",
     "DECLARATIONS",
+    "DIVISIONS",
     "INDEX_DTYPES",
+    "LINEAR",
     "MOVES",
     "PICKS",
     "POINTWISE",
@@ -72,11 +76,13 @@ __all__ = [
     "Layout",
     "Lost",
     "Motion",
+    "NoParts",
     "Owners",
     "Reduced",
     "Reduction",
     "Scale",
     "Scattered",
+    "Summed",
     "Totals",
     "Where",
     "describe_divisors",

@@ -71,6 +71,18 @@ _POINTWISE_LOSSES = {
     F.soft_margin_loss,
 }  # fmt: skip
 
+# Losses whose result is a sum of the entries that they return without a reduction, or such a sum over a number.
+ENTRYWISE_LOSSES: set[Any] = {
+    *_POINTWISE_LOSSES, *_MEANS_OVER_VALID_TARGETS, F.multi_margin_loss, F.multilabel_margin_loss,
+    F.multilabel_soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss,
+}  # fmt: skip
+
+# Add up entries or their products, or average them.
+SUMS_OF_SAMPLES: set[Any] = {
+    torch.sum, T.sum, torch.mean, T.mean, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum,
+    torch.matmul, T.matmul, T.__matmul__,
+}  # fmt: skip
+
 # Functions of ADDITIVE, by name, that do not divide by a number of rows.
 _PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum", "matmul", "__matmul__", "count_nonzero"}
 

@@ -178,6 +178,7 @@ class Recording:
             partial(call_in_full_precision, finish),
             early=isinstance(grads, (StreamedNorms, StreamedClip)),
             deliver_stack=None if options.keep_grad else grads.receive_stack,
+            deliver_shared=partial(_deliver_shared, grads, self.processes, options.keep_grad),
         )
         self.collector.complain = complain
         self._note_empty_passes()
@@ -621,6 +622,15 @@ def _deliver(
     has_positions = isinstance(grads, (PerSampleGradients, LossGradients)) and grads.has_positions
     for group in group_by_rows(terms) if has_positions else [terms]:
         _deliver_term(grads, processes, keep_grad, complain, parameter, add_terms(group))
+
+
+def _deliver_shared(grads: Gradients, processes: Processes, keep_grad: bool, parameter: Tensor, shared: Tensor) -> None:
+    """Pass what belongs to no sample to the gradients."""
+    if isinstance(grads, StreamedClip) and grads.is_first_of_two:
+        return
+    grads.receive_shared(parameter, shared)
+    if keep_grad:
+        processes.add_to_grad(parameter, shared)
 
 
 def _deliver_term(

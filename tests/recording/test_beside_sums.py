@@ -1,0 +1,159 @@
+"""Weights beside a sum over the samples: learned variances multiply each sample's part, and penalties stay apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from persample import SamplesMixed, record
+from persample.testing.oracle import assert_rows_close, loop_gradients
+
+B, T, D, C = 4, 3, 3, 5
+torch.manual_seed(0)
+X, TARGET = torch.randn(B, T, D).double(), torch.randn(B, T, C).double()
+LABELS = torch.randint(0, C, (B, T))
+BATCH = (X, TARGET, LABELS)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, C)
+        self.s = nn.Parameter(torch.tensor(0.3))
+        self.v = nn.Parameter(torch.tensor([0.2, -0.4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def mse(m: Any, b: Any, **options: Any) -> Tensor:
+    return F.mse_loss(m(b[0]), b[1], **options)
+
+
+def classes(m: Any, b: Any) -> Tensor:
+    return F.cross_entropy(m(b[0]).flatten(0, 1), b[2].flatten())
+
+
+def penalty(m: Model) -> Tensor:
+    return sum((p.square().sum() for p in m.parameters()), torch.zeros(()).double())
+
+
+def add_in_place(loss: Tensor, more: Tensor) -> Tensor:
+    loss += more
+    return loss
+
+
+# name: the loss, and the same without what belongs to no sample
+LOSSES: dict[str, tuple[Loss, Loss]] = {
+    "a learned variance": (
+        lambda m, b: torch.exp(-m.s) * mse(m, b) + m.s, lambda m, b: torch.exp(-m.s) * mse(m, b)
+    ),
+    "of a sum": (
+        lambda m, b: mse(m, b, reduction="sum") * torch.exp(-m.s) + m.s,
+        lambda m, b: mse(m, b, reduction="sum") * torch.exp(-m.s),
+    ),
+    "two tasks": (
+        lambda m, b: (-m.v[0]).exp() * mse(m, b) + m.v[0] + (-m.v[1]).exp() * classes(m, b) + m.v[1],
+        lambda m, b: (-m.v[0]).exp() * mse(m, b) + (-m.v[1]).exp() * classes(m, b),
+    ),
+    "a vector of tasks": (
+        lambda m, b: ((-m.v).exp() * torch.stack([mse(m, b), classes(m, b)]) + m.v).sum(),
+        lambda m, b: ((-m.v).exp() * torch.stack([mse(m, b), classes(m, b)])).sum(),
+    ),
+    "a quotient": (
+        lambda m, b: (m(b[0]) - b[1]).square().sum(-1).mean() / (2 * m.s.square()) + m.s.log(),
+        lambda m, b: (m(b[0]) - b[1]).square().sum(-1).mean() / (2 * m.s.square()),
+    ),
+    "a parameter itself": (lambda m, b: m.s * mse(m, b), lambda m, b: m.s * mse(m, b)),
+    "nested": (
+        lambda m, b: m.s.sigmoid() * (m.v[0] * mse(m, b) + m.v[1] * classes(m, b)),
+        lambda m, b: m.s.sigmoid() * (m.v[0] * mse(m, b) + m.v[1] * classes(m, b)),
+    ),
+    "a sum in two steps": (
+        lambda m, b: m.s.exp() * (m(b[0]) - b[1]).square().mean(0).sum(),
+        lambda m, b: m.s.exp() * (m(b[0]) - b[1]).square().mean(0).sum(),
+    ),
+    "batchmean": (
+        lambda m, b: m.s.exp() * F.kl_div(m(b[0]).log_softmax(-1), b[1].softmax(-1), reduction="batchmean"),
+        lambda m, b: m.s.exp() * F.kl_div(m(b[0]).log_softmax(-1), b[1].softmax(-1), reduction="batchmean"),
+    ),
+    "a product": (lambda m, b: m.s * torch.einsum("btc,btc->", m(b[0]), b[1]),) * 2,
+    "losses one by one": (lambda m, b: m.s * sum(row.square().mean() for row in m(b[0])),) * 2,
+    "a number beside the loss": (lambda m, b: m.s * (mse(m, b) + 3.0), lambda m, b: m.s * mse(m, b)),
+    "L2": (lambda m, b: mse(m, b) + 0.01 * penalty(m), mse),
+    "a penalty first": (lambda m, b: 0.01 * m.linear.weight.norm() + mse(m, b), mse),
+    "a penalty in place": (lambda m, b: add_in_place(mse(m, b), 0.1 * m.linear.weight.norm()), mse),
+    "a penalty subtracted": (lambda m, b: mse(m, b) - 0.1 * m.s, mse),
+    "a penalty, then a factor": (lambda m, b: (mse(m, b) + penalty(m)) / 4, lambda m, b: mse(m, b) / 4),
+}  # fmt: skip
+
+
+CLIP: dict[str, Any] = {"keep": "clip", "max_norm": 0.1}
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_grad": True}, CLIP, {**CLIP, "passes": 2}], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_rows_and_what_belongs_to_no_sample(name: str, options: dict[str, Any]) -> None:
+    loss, of_samples = LOSSES[name]
+    model = Model().double()
+    plain = loss(model, BATCH)
+    total = torch.autograd.grad(plain, [*model.parameters()], allow_unused=True)
+    found = loop_gradients(model, BATCH, of_samples)
+    expected = {key: found.get(key, torch.zeros(B, *p.shape).double()) for key, p in model.named_parameters()}
+    with record(model, **options) as grads:
+        value = loss(model, BATCH)
+        value.backward()
+    assert torch.equal(value, plain)
+    norms = torch.cat([rows.reshape(B, -1) for rows in expected.values()], 1).norm(dim=1)
+    torch.testing.assert_close(grads.norms(), norms)
+    if "keep" not in options:
+        assert_rows_close(grads.dense(), expected)
+    shared = grads.shared()
+    mean = "mean" in grads.loss_reduction
+    for (key, p), whole in zip(model.named_parameters(), total, strict=True):
+        whole = torch.zeros_like(p) if whole is None else whole
+        own = expected[key].mean(0) if mean else expected[key].sum(0)
+        torch.testing.assert_close(shared[key], whole - own, rtol=1e-7, atol=1e-9)
+        if options.get("keep_grad") and whole.any():
+            torch.testing.assert_close(p.grad, whole)
+    assert ("belongs to no sample" in repr(grads)) == any(bool(part.any()) for part in shared.values())
+
+
+def test_several_steps_do_not_add_up() -> None:
+    model = Model().double()
+    for _ in range(2):
+        with record(model) as grads:
+            (mse(model, BATCH) + model.s).backward()
+        assert grads.shared()["s"] == 1
+
+
+REFUSED: dict[str, Loss] = {
+    "a function of a sum": lambda m, b: m.s * mse(m, b).sqrt(),
+    "a sum as a divisor": lambda m, b: m.s / mse(m, b),
+    "ctc": lambda m, b: m.s * F.ctc_loss(
+        m(b[0]).log_softmax(-1).transpose(0, 1), torch.ones(B, 1).long(), torch.full((B,), T), torch.ones(B).long()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_functions_are_refused(name: str) -> None:
+    model = Model().double()
+    with pytest.raises(SamplesMixed), record(model):
+        REFUSED[name](model, BATCH).backward()
+
+
+@pytest.mark.parametrize("name", ["a learned variance", "L2"])
+def test_without_divisors_they_are_refused(name: str) -> None:
+    """As in private training."""
+    model = Model().double()
+    with pytest.raises(SamplesMixed, match="belongs to no single sample"), record(model, divisor="refuse"):
+        LOSSES[name][0](model, BATCH)
