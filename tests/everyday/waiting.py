@@ -41,8 +41,6 @@ WAITING: dict[tuple[str, str], str] = {
     ("Hugging Face tasks: object detection, YOLOS, boxes matched to queries", "monitor"): "coupled",
     ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "record"): "layouts",
     ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "monitor"): "layouts",
-    ("Lightning guides: LightningModule.training_step, autoencoder", "monitor"): "parts",
-    ("Lightning guides: LightningModule with several heads", "monitor"): "parts",
     ("TRL guides: SFT, prompts masked by -100", "record"): "coupled",
     ("TRL guides: SFT, prompts masked by -100", "watch"): "coupled",
     ("TRL guides: SFT, prompts masked by -100", "monitor"): "coupled",

@@ -100,11 +100,26 @@ def test_lightning_logs_the_figures_and_trains_as_usual(name: str) -> None:
     assert "gradients/norm_median" in trainer.logged_metrics
 
 
+def test_lightning_measures_a_module_whose_training_step_calls_a_submodule() -> None:
+    from persample.monitoring.lightning import MonitorCallback
+
+    plain, module = Module(calls_submodule=True), Module(calls_submodule=True)
+    fit(plain)
+    callback = MonitorCallback(every=2)
+    fit(module, callback)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert callback.monitor is not None and [found.step for found in callback.monitor.history] == [0, 2, 4]
+    assert not any(part._forward_pre_hooks for part in module.modules())
+
+
 def test_lightning_says_if_no_step_was_measured() -> None:
     from persample.monitoring.lightning import MonitorCallback
 
-    with pytest.warns(UserWarning, match=r"MonitorCallback\(module='net'\)"):
-        fit(Module(calls_submodule=True), MonitorCallback())
+    module = Module(calls_submodule=True)
+    module.other = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="No step was measured"):
+        fit(module, MonitorCallback(module="other"))
 
 
 def test_a_model_that_cannot_be_measured_is_trained() -> None:

@@ -62,11 +62,11 @@ class Attempt:
             self._watch = Watch(model, receive, options, complain=complain)
             self._end = self._watch.stop
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the call of the model that is about to run."""
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of the model, or of a part of it, that is about to run."""
         if self.other is None:
             try:
-                self._watch.begin(args, kwargs)
+                self._watch.begin(module, args, kwargs)
             except PerSampleError as error:  # before anything has run
                 self._end()
                 if type(self._processes) is not Processes:  # the others may be recording, and wait for this one

@@ -15,8 +15,8 @@ class MonitorCallback(pl.Callback):
 
     Args:
         every: as in `persample.monitor`.
-        module: the name of the submodule that `training_step` calls, such as "net" for `self.net(x)`. By default the
-            LightningModule itself, which is called by `self(x)`.
+        module: the name of a submodule, such as "net", to measure it alone. By default the whole LightningModule;
+            `training_step` may call it or its submodules.
 
     The other options are those of `persample.monitor`. `callback.monitor` is the `Monitor` of the last fit.
     """
@@ -47,8 +47,8 @@ class MonitorCallback(pl.Callback):
         self._stop()
         if self.monitor is not None and not self.monitor.history:
             warnings.warn(
-                "No step was measured, because training_step does not call the LightningModule itself. Name the "
-                "submodule that it calls: MonitorCallback(module='net').",
+                "No step was measured: training_step calls neither the module that is monitored nor a part of it, or "
+                "each step was refused, as the log of persample.monitoring says.",
                 stacklevel=2,
             )
 

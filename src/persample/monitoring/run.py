@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.groups import group_by_module
+from persample._internal.several_models import SeveralModels, combine_models
 from persample._internal.text import describe_value, format_table
 from persample._internal.tree import iterate_tensors
 from persample._version import __version__
@@ -29,8 +30,9 @@ from persample.monitoring.attempt import Attempt, Ids, State, can_share_recordin
 from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.monitoring.turns import TURNS
+from persample.recording.calls import find_parts
 from persample.recording.hooks import ModuleHook
-from persample.recording.options import Constants, Coupled, Options, Selection, Verify, get_trainable
+from persample.recording.options import Constants, Coupled, Model, Options, Selection, Verify, get_trainable
 from persample.recording.session import is_paused, is_recording, leave_ended_modes
 
 _LOGGER = logging.getLogger("persample.monitoring")
@@ -44,7 +46,7 @@ _KEPT_HARDEST = 1000
 
 
 def monitor(
-    model: nn.Module,
+    model: Model,
     *,
     every: int = 20,
     out: str | Path | None = None,
@@ -63,13 +65,14 @@ def monitor(
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
     The loop, the model and `p.grad` stay as they are. A step is a call of the model in training mode and the backward
-    pass behind it. A step that cannot be measured (BatchNorm in training mode, a second backward pass, a penalty on the
-    weights) is skipped, and logged once as a warning of the logger `persample.monitoring`. In a step that something
-    else records (`record`, or a monitor of another model) nothing is measured; the next one is in its place. If that is
-    the same model, as in private training, its recording is used.
+    pass behind it. If the training calls parts of the model instead, as in `model.head(model.body(x))`, a step begins
+    with a call of the part that was called first. A step that cannot be measured (BatchNorm in training mode, a second
+    backward pass, a penalty on the weights) is skipped, and logged once as a warning of the logger
+    `persample.monitoring`. In a step that something else records (`record`, or a monitor of another model) nothing is
+    measured; the next one is in its place. If that is the same model, as in private training, its recording is used.
 
     Args:
-        model: the model that is trained.
+        model: the model that is trained; or several, as for `record`.
         every: how many calls of the model go by until the next one is measured.
         out: a file to which each measured step is written as a line of JSON; `persample monitor FILE` draws it.
         log: a function of `(numbers, step)`, or a `SummaryWriter` of TensorBoard.
@@ -134,7 +137,7 @@ class Monitor:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         *,
         every: int,
         out: str | Path | None,
@@ -145,10 +148,9 @@ class Monitor:
         hardest: int,
         options: Mapping[str, Any],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise PerSampleError(f"Only an nn.Module can be monitored, got {describe_value(model)}.")
         if every < 1 or window < 1:
             raise PerSampleError(f"every and window must be at least 1, got {every} and {window}.")
+        model = combine_models(model)
         self._options = {**options, "keep": "norms", "keep_grad": True, "nonfinite": "keep"}
         names = list(Options(**self._options).select(get_trainable(model)))
         if not names:
@@ -174,25 +176,23 @@ class Monitor:
             layers = {group: sum(sizes[name] for name in part) for group, part in self._groups.items()}
             about = {"persample": __version__, "torch": torch.__version__, "every": every, "layers": layers}
             self._write(about if options["coupled"] is None else {**about, "coupled": options["coupled"]})
-        own = ref(self)
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (watching := own()) is not None:
-                watching._start_call(module, args, kwargs)
-
-        self._hook = model.register_forward_pre_hook(ModuleHook(before), with_kwargs=True, prepend=True)
+        self._several = model if isinstance(model, SeveralModels) else None  # which nothing else keeps
+        self._model = ref(model)
+        # Until the first call, all parts of the model have hooks; then only the module that was called, and the model.
+        self._hooks = self._add_hooks(model, names)
 
     def stop(self) -> None:
         """End the monitoring; the model is as it was before."""
         self._end_attempt()
         if not self.step and not self._history:
             self._warn(
-                "The monitor has seen no call of its model in training mode. Give it the module that is called: the "
-                "compiled model if torch.compile made one, or the submodule if only that is called."
+                "The monitor has seen no call of its model in training mode, nor of a part of it. Give it the module "
+                "that is called: the compiled model if torch.compile made one."
             )
         TURNS.leave(self)
         leave_ended_modes()
-        self._hook.remove()
+        for hook in self._hooks.values():
+            hook.remove()
         if self._open_call_hook is not None:
             self._open_call_hook.remove()
         if self._file is not None:
@@ -275,11 +275,26 @@ class Monitor:
 
     # ---- measuring ----
 
-    def _start_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide about a call of the model that is about to run: is it part of a step, and is the step measured?"""
-        is_training = model.training and torch.is_grad_enabled()
+    def _add_hooks(self, model: nn.Module, names: Sequence[str]) -> WeakKeyDictionary[nn.Module, RemovableHandle]:
+        own = ref(self)
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (watching := own()) is not None:
+                watching._start_call(module, args, kwargs)
+
+        trainable = get_trainable(model)
+        modules = [model, *find_parts(model, {id(trainable[name]) for name in names})]
+        return WeakKeyDictionary(
+            {m: m.register_forward_pre_hook(ModuleHook(before), with_kwargs=True, prepend=True) for m in modules}
+        )
+
+    def _start_call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide about a call that is about to run: is it part of a step, and is the step measured?"""
+        is_training = called.training and torch.is_grad_enabled()
         if not is_training or _torch.get_backward_pass() >= 0 or is_paused():  # or a recomputation, or a verification
             return
+        for module in [m for m in self._hooks if m is not called and m is not self._model()]:
+            self._hooks.pop(module).remove()
         ids, self.ids = self.ids, None
         if self._attempt is not None and (self._attempt.state is not State.WAITING or self._attempt.is_abandoned):
             self._end_attempt()
@@ -291,10 +306,10 @@ class Monitor:
         elif not self._is_due():
             self._calls += 1
             if self._is_due():
-                self._note_open_call(model)
+                self._note_open_call(called)
         elif self._has_open_call:  # this call may belong to the step of the last one
-            self._note_open_call(model)
-        elif self._can_measure(model):
+            self._note_open_call(called)
+        elif (model := self._model()) is not None and self._can_measure(model):
             self._calls += 1
             own = ref(self)
 
@@ -302,7 +317,7 @@ class Monitor:
                 return None if (watching := own()) is None else watching._measure(grads, attempt)
 
             self._attempt = Attempt(model, step, ids, measure_step, self._options)
-            self._attempt.begin(args, kwargs)
+            self._attempt.begin(called, args, kwargs)
 
     def _is_due(self) -> bool:
         return self._calls % self._every == 0
@@ -319,7 +334,7 @@ class Monitor:
         TURNS.wait(self)
         return False
 
-    def _note_open_call(self, model: nn.Module) -> None:
+    def _note_open_call(self, called: nn.Module) -> None:
         """Note that the call that is about to run, and is not measured, waits for its backward pass."""
         if self._open_call_hook is not None:
             self._open_call_hook.remove()
@@ -337,7 +352,7 @@ class Monitor:
                         tensor.register_hook(close)
                         watching._has_open_call = True
 
-        self._open_call_hook = hook = model.register_forward_hook(ModuleHook(after))
+        self._open_call_hook = hook = called.register_forward_hook(ModuleHook(after))
 
     def _end_attempt(self) -> None:
         """Stop the recording of a step that has ended or was given up, and keep its result."""

@@ -58,11 +58,11 @@ class Calls(ABC):
     def add_hooks(self, model: nn.Module, recorded: Set[int]) -> None:
         """Add the hooks. Parts are not reported if they have none of the parameters with these ids."""
         self._hooks = [
-            model.register_forward_pre_hook(ModuleHook(self.before), with_kwargs=True, prepend=True),
+            model.register_forward_pre_hook(ModuleHook(self.before_model), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
         ]
-        hook = PartHook(self._before_part, self._is_inside_entry)
-        for part in _find_parts(model, recorded):
+        hook = PartHook(self.before_part, self._is_inside_entry)
+        for part in find_parts(model, recorded):
             self._hooks.append(part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
     def remove_hooks(self) -> None:
@@ -71,7 +71,7 @@ class Calls(ABC):
             hook.remove()
         self._hooks = []
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report a call of the model that is about to run."""
         if not self._is_reported():
             return
@@ -83,7 +83,8 @@ class Calls(ABC):
             self.interrupt_call()
         self._enter(module, args, kwargs)
 
-    def _before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Report a call of a part that is about to run."""
         if not self._is_reported() or not self._enter(module, args, kwargs):
             return
         handle = module.register_forward_hook(ModuleHook(lambda *given: leave(*given)), always_call=True)
@@ -120,8 +121,8 @@ class Calls(ABC):
         return self.is_inside and (not is_entry or _torch.is_running(module))
 
 
-def _find_parts(model: nn.Module, recorded: Set[int]) -> Iterator[nn.Module]:
-    """The submodules that have parameters which are recorded."""
+def find_parts(model: nn.Module, recorded: Set[int]) -> Iterator[nn.Module]:
+    """The submodules that may be called in place of the model: those with parameters of these ids."""
     if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
         return
     # A scripted module takes no hooks.

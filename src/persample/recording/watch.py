@@ -213,10 +213,10 @@ class Watch(Calls):
     def __exit__(self, *error: Any) -> None:
         self.stop()
 
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Record the call of the model that is about to run. For a hook of the model that starts the watch itself."""
-        if (model := self._model()) is not None:
-            self.before(model, args, kwargs)
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the call of the model, or of a part, that is about to run. For a hook that starts the watch itself."""
+        report = self.before_model if module is self._model() else self.before_part
+        report(module, args, kwargs)
 
     def rest(self) -> None:
         """End the current step. A backward pass from its outputs raises from now on."""
