@@ -291,6 +291,13 @@ class Arguments:
                 if found is not None and not tracker.is_constant(leaf):
                     tracker.add_input(leaf, _make_layout(leaf, tracker.batch, found, dim))
 
+    def list_rows(self, batch_size: int) -> list[tuple[Tensor, int]]:
+        """The tensors with this size in their batch dimension, and that dimension."""
+        if self.reading is not None:
+            return []
+        leaves = [(leaf, dim) for leaf, dim in self._leaves() if isinstance(leaf, Tensor) and dim is not None]
+        return [(t, dim) for t, dim in leaves if t.dim() > dim and t.shape[dim] == batch_size]
+
     def iterate_tensors(self) -> Iterator[Tensor]:
         """The tensors in arguments that have a batch dimension."""
         for leaf, dim in self._leaves():

@@ -20,7 +20,7 @@ from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
 from persample.backward.retained import RetainedUse, find_changed, group_uses, stack_uses, take_gradients
 from persample.errors import Complain
-from persample.terms import Term
+from persample.terms import Term, add_samples
 
 # Takes the terms that a backward pass found for a parameter.
 Deliver = Callable[[Tensor, Sequence[Term]], None]
@@ -68,6 +68,7 @@ class Collector:
         self.anchor_node: Any = (
             view.grad_fn.next_functions[0][0] if view.grad_fn is not None else get_gradient_edge(self.anchor).node
         )
+        self.batch: int | None = None  # if it has grown: terms of earlier passes then have fewer samples
         self.retained: list[RetainedUse] = []
         self.used_parameters: list[Tensor] = []  # one for each use in the first run of a forward pass; not yet counted
         self.factor_bytes = 0  # what the terms of all uses would keep
@@ -118,6 +119,8 @@ class Collector:
         """Take a term that a backward pass found for a parameter, or for a tensor computed from parameters."""
         if self.sources is not None:
             self.sources.setdefault(id(weight), set()).add(source)
+        if self.batch is not None:
+            term = add_samples(term, self.batch)
         arrived = self.note_pass() if self._collecting is None else self._collecting
         arrived.setdefault(id(weight), (weight, []))[1].append(term)
         is_complete = len(arrived[id(weight)][1]) == self._get_use_counts()[id(weight)]
@@ -247,12 +250,15 @@ class Collector:
             for weight in weights:
                 self.sources.setdefault(id(weight), set()).add(plan.source)
         ids = [id(weight) for weight in weights]
-        if self.deliver_stack is not None and several.isdisjoint(ids) and all(map(self.parameters.__contains__, ids)):
+        is_plain = several.isdisjoint(ids) and all(map(self.parameters.__contains__, ids))
+        is_whole = self.batch is None or term.batch == len(weights) * self.batch
+        if self.deliver_stack is not None and is_plain and is_whole:
             self.deliver_stack(weights, term)
             return
         batch = term.batch // len(weights)
         for i, weight in enumerate(weights):
             own = term.some(i * batch, (i + 1) * batch)
+            own = own if self.batch is None else add_samples(own, self.batch)
             arrived.setdefault(id(weight), (weight, []))[1].append(own)
 
     def _take_sources(self, derived: Tensor) -> list[str]:

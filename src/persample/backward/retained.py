@@ -130,6 +130,7 @@ def group_uses(uses: Sequence[tuple[RetainedUse, Tensor]]) -> list[list[tuple[Re
             # Kernels may differ in size with equal results.
             key = (
                 id(retained.plan),
+                retained.batch,
                 grad.shape,
                 grad.dtype,
                 saved[position].dtype,

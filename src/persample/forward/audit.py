@@ -31,7 +31,17 @@ from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
 from persample.forward.repeats import Node
-from persample.layouts import INDEX_DTYPES, Call, Layout, Lost, Motion, Reduced, Where, find_motion
+from persample.layouts import (
+    INDEX_DTYPES,
+    Call,
+    Layout,
+    Lost,
+    Motion,
+    Reduced,
+    Where,
+    add_samples_to_layout,
+    find_motion,
+)
 
 # ---- which passes are audited ----
 
@@ -344,6 +354,12 @@ class Audit(_Mode):
         """Audit the next passes too: something was found that the tracker has not seen."""
         self._has_finding = True
 
+    def grow(self, before: int, batch: int) -> None:
+        """Samples are added to the batch, which had `before` samples."""
+        for memory, _ in self._memories.values():
+            for geometry, known in memory.known.items():
+                known[:] = [add_samples_to_layout(where, geometry[1], before, batch) for where in known]
+
     def advance(self, key: Any) -> None:
         """Note the next function of the sequence."""
         if self._node is None:
@@ -472,6 +488,8 @@ class Audit(_Mode):
         known = memory.known.get(geometry)
         where = found
         is_followed = isinstance(found, Layout) and not memory.cause
+        if known is None and found is None and not memory.cause and self._tracker.is_given(tensor):
+            return None  # the rest of a tensor of which the model has got a part
         if known is None and not is_followed and (memory.cause or _holds_samples(memory, geometry)):
             where = self._find_layout_by_base(tensor, memory)
         elif known is None:  # inputs and targets may be parts of one tensor, also with entries in common

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
@@ -88,6 +89,7 @@ from persample.layouts import (
     Scattered,
     Summed,
     Where,
+    add_samples_to_layout,
     find_layout_of_ids,
     find_listed_total,
     find_motion,
@@ -212,6 +214,7 @@ class Tracker(TorchFunctionMode):
         self.tried = TriedFunctions()
         self.number_of_reads = 0  # of numbers that may depend on several samples
         self.saved_layouts: SavedLayouts = {}
+        self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self._audit: Audit | None = None
         self._checked_nodes: WeakSet[Any] = WeakSet()  # of custom functions
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
@@ -370,6 +373,27 @@ class Tracker(TorchFunctionMode):
             self._counted.totals.update(self.outside.get_early_totals(batch))
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
+
+    def grow(self, batch: int) -> None:
+        """Add samples to the batch. The samples so far keep their numbers."""
+        before, self.batch = self.batch, batch
+        for tensor, (where, had_grad) in list(self._known.items()):
+            self._known[tensor] = (add_samples_to_layout(where, tensor.shape, before, batch), had_grad)
+        for address, where in list(self.saved_layouts.items()):
+            self.saved_layouts[address] = add_samples_to_layout(where, address[2], before, batch)
+        if self._audit is not None:
+            self._audit.grow(before, batch)
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor outside the model shares memory with samples that were given, of which it is the rest."""
+        storage = None if self.is_inside else self._given.get(_torch.find_storage_id(tensor))
+        return storage is not None and not storage.expired()
+
+    def note_given(self, tensor: Tensor) -> None:
+        """Note that a tensor of samples comes from outside, so that other parts of its memory do, too."""
+        storage = _torch.find_storage(tensor)
+        if storage is not None and self.isolation is None:
+            self._given[_torch.find_storage_id(tensor)] = StorageWeakRef(storage)
 
     def add_input(self, tensor: Tensor, layout: Where) -> None:
         """Set the layout of a tensor from outside, unless the tracker has seen where it comes from."""
@@ -1126,6 +1150,7 @@ class Tracker(TorchFunctionMode):
         layout = self.outside.find_layout(tensor, self.batch)
         if layout is not None:
             self._known[tensor] = (layout, False)
+            self.note_given(tensor)
             if self.isolation is not None:
                 self.isolation.note_given(tensor)
         return layout

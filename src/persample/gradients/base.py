@@ -68,6 +68,7 @@ class RecordedGradients(ABC):
         self._enclosing_loss: Reduced | None = None  # of a pass that does not reach weights itself, while it runs
         self._processes = processes
         self._batch_size: int | None = None
+        self._has_parts = False  # whether the batch has come in several parts; the mean of one sample is a mean, too
         self._is_backward_done = False
         self.tried = TriedFunctions()  # filled by the tracker
         self.verification = "not verified: no forward pass has ended"
@@ -90,6 +91,32 @@ class RecordedGradients(ABC):
                 self._units = self._split_units.own
         self._batch_size = batch_size
         return batch_size
+
+    def grow(self, batch_size: int) -> None:
+        """Add samples to the batch: a forward pass has got another part of it."""
+        self.check_can_grow()
+        self._batch_size, self._has_parts = batch_size, True
+
+    def check_can_grow(self) -> None:
+        """Refuse parts of a batch if the whole batch must be known at once."""
+        if need := self._find_need_of_whole_batch():
+            raise PerSampleError(
+                f"This forward pass gets another part of the batch than the last one, and {need}: pass samples= with "
+                "the tensor that has one row for each sample, or the whole batch in one call."
+            )
+
+    def _find_need_of_whole_batch(self) -> str:
+        """Why all samples must be known before the first forward pass, in words; empty if they need not be."""
+        if self._is_backward_done and not self._keeps_rows:
+            return "the rows of the last one are not kept"
+        if self._unit_options is not None:
+            return "units are given"
+        return "" if type(self._processes) is Processes else "several processes share the batch"
+
+    @property
+    def _keeps_rows(self) -> bool:
+        """Whether the rows are kept after a backward pass."""
+        return False
 
     def has_same_units(self, batch_size: int) -> bool:
         """Whether the next batch, of this size, has the units of this one: a function may give others for each."""
@@ -169,7 +196,7 @@ class RecordedGradients(ABC):
         if self._noted_pass is None and self._enclosing_loss is not None:
             self.note_loss(self._enclosing_loss)
             self._noted_pass = None
-        elif self._noted_pass is None and self.batch_size > 1:
+        elif self._noted_pass is None and self.batch_size > 1 and not (self._has_parts and self._scale > 1):
             self._reduction.set_found("sum")
         elif self._noted_pass == _torch.get_backward_pass():  # else a pass inside another one has ended
             self._noted_pass = None

@@ -47,6 +47,16 @@ class LossGradients:
             grads.start(batch_size)
         return batch_size
 
+    def grow(self, batch_size: int) -> None:
+        """Add samples to the batch: a forward pass has got another part of it."""
+        if self._passes:
+            raise PerSampleError(
+                "This forward pass gets another part of the batch than the last one, after a backward pass of one of "
+                "the losses: pass samples= with the tensor that has one row for each sample."
+            )
+        for grads in self._grads:
+            grads.grow(batch_size)
+
     def has_same_units(self, batch_size: int) -> bool:
         """Whether the next batch, of this size, has the units of this one."""
         return self._grads[0].has_same_units(batch_size)

@@ -25,7 +25,7 @@ from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units, combine_units
-from persample.terms import Dense, Term, add_terms, make_groups, merge_samples
+from persample.terms import Dense, Term, add_samples, add_terms, make_groups, merge_samples
 from persample.terms.base import convert_to_double, find_factors
 from persample.terms.kronecker import allocate
 
@@ -69,6 +69,20 @@ class PerSampleGradients(RecordedGradients):
         self._compacted: set[str] = set()  # parameters whose factors were replaced by dense gradients
         self._is_cleared = False  # whether all terms that have arrived were searched for samples to clear
         self.outside = OutsideMemory()
+
+    def grow(self, batch_size: int) -> None:
+        super().grow(batch_size)
+        self._start_answers()
+        self._split_stacks()
+        for name, stack in list(self._stacks.items()):
+            self._keep(Stack([name], add_samples(stack.term, batch_size)))
+
+    def _find_need_of_whole_batch(self) -> str:
+        return "positions are recorded" if self._positions is not None else super()._find_need_of_whole_batch()
+
+    @property
+    def _keeps_rows(self) -> bool:
+        return True
 
     def _receive(self, name: str, term: Term) -> None:
         self._start_answers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -407,6 +407,18 @@ def make_layout(dim: int, ids: tuple[int, ...], batch: int, loose: bool = False)
         if all(n in (-1, m) for n, m in zip(ids, pattern.get_ids(len(ids), batch), strict=True))
     ]
     return matching[0] if len(matching) == 1 or (batch == 1 and matching) else Layout(dim, ids=ids)
+
+
+def add_samples_to_layout(where: Where | None, shape: Sequence[int], before: int, batch: int) -> Where | None:
+    """The layout of a tensor in a batch of which the first `before` samples were all samples until now.
+
+    >>> add_samples_to_layout(Layout(0, inner=2), (4,), 2, 3).ids
+    (0, 0, 1, 1)
+    """
+    if not isinstance(where, Layout) or where.ids is not None or not shape:
+        return where
+    made = make_layout(where.dim, where.get_ids(shape[where.dim], before), batch, where.loose)
+    return replace(made, loose_index=where.loose_index, by_rank=where.by_rank)
 
 
 def iterate_patterns(dim: int, size: int, batch: int) -> Iterator[Layout]:

@@ -386,7 +386,7 @@ def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
         return _count_weights(call, weight)
     if reduced.kind == "mean" and (reduced.uneven or isinstance(where, Scattered)):
         ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
-        return make_number_of_rows(ids[0], first.device)
+        return make_number_of_rows(ids[0], first.device) if ids else None  # else of a sum that is divided
     return None
 
 

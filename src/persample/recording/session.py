@@ -34,9 +34,10 @@ from persample.forward.outside import OutsideTensors
 from persample.forward.tracker import Tracker
 from persample.gradients import LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
-from persample.layouts import Call, Layout
+from persample.layouts import Call, Layout, make_layout
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, select_trainable
+from persample.recording.parts_of_batch import RowsInMemory
 from persample.recording.readings import Readings
 from persample.recording.verification import Verification, start_late_verification, start_verification
 from persample.terms import Term, add_terms
@@ -206,6 +207,7 @@ class Recording:
         if is_alone:
             self.tracker.start_by_use = self._start_by_use
         self._readings = Readings(options.batch_size)
+        self._rows = RowsInMemory()
         self._batch_size: int | None = None  # as soon as it is known
         self._has_declared = False  # whether samples were declared before anything was called
         self.tracker.tried = grads.tried
@@ -291,7 +293,7 @@ class Recording:
                 arguments.check_names(self._get_model())
             if (self._has_declared or (part and self._batch_size)) and arguments.has_known(self.tracker):
                 self._continue_arguments(arguments, part)
-            else:
+            elif not self._add_part(arguments, part):
                 self._start_arguments(arguments, self._find_batch_size(arguments), part)
         self._begin_inside()
 
@@ -304,7 +306,7 @@ class Recording:
             arguments = self._make_arguments(args, kwargs, part)
             if batch is not None and arguments.has_known(self.tracker):
                 self._continue_arguments(arguments, part)
-            else:
+            elif not self._add_part(arguments, part):
                 arguments = arguments.without_constants(self.tracker)
                 sizes = self._find_sizes(arguments)
                 size = self._readings.choose(sizes, declared_size if batch is None else batch, self._name_part(part))
@@ -316,6 +318,47 @@ class Recording:
                     self._start_batch(declared_size if batch is None else batch, ())
         self._begin_inside()
         return True
+
+    def _add_part(self, arguments: Arguments, part: nn.Module | None) -> bool:
+        """Follow a call with another part of the tensors of earlier calls; False if the arguments are no such part.
+
+        The rows of one tensor are different samples. If the user gave the batch size, each call has a whole batch.
+        """
+        is_followed = self.tracker.isolation is None and self.options.coupled is None and tracing.get_trace() is None
+        if self._batch_size is None or self.options.batch_size is not None or not is_followed:
+            return False
+        try:
+            rows = arguments.list_rows(arguments.find_batch_size())
+        except (NoSamplesFound, BatchSizesDiffer):
+            return False
+        numbers = self._rows.find(rows)
+        if numbers is None or numbers == list(range(self._batch_size)):
+            return False
+        if self._is_watched:
+            raise PerSampleError(
+                "Two calls in one step of a watched model get different parts of one tensor. If they are parts of one "
+                "batch, call the model once, or use record(); if each call has a batch of its own, copy the parts "
+                "(clone), or drop the outputs of the first call before the second."
+            )
+        self.processes.start_forward()
+        total = max(self._batch_size, 1 + max(numbers))
+        if total > self._batch_size:
+            self.grads.grow(total)
+            self.tracker.grow(total)
+            self._batch_size = self.collector.batch = total
+            if _PARTS_ADVICE not in self.tracker.advice:
+                self.tracker.advice += _PARTS_ADVICE
+        for tensor, dim in rows:
+            self.tracker.add_input(tensor, make_layout(dim, tuple(numbers), total))
+        self._note_rows(rows, numbers)
+        self._start_verification(arguments, part)
+        return True
+
+    def _note_rows(self, rows: Sequence[tuple[Tensor, int]], numbers: Sequence[int]) -> None:
+        if self.tracker.isolation is None:
+            self._rows.add(rows, numbers)
+            for tensor, _ in rows:
+                self.tracker.note_given(tensor)
 
     def _start_by_use(self, call: Call) -> bool:
         """Find the samples among the tensors of an op that uses weights outside of calls of modules."""
@@ -353,6 +396,7 @@ class Recording:
         arguments = Arguments(_take_samples, (samples,), {}, given if isinstance(given, int) else 0, constants)
         self._start_batch(self._find_batch_size(arguments), arguments.iterate_tensors())
         arguments.add_to(self.tracker, search=False)
+        self._note_rows(arguments.list_rows(self.tracker.batch), range(self.tracker.batch))
         self._has_declared = True
 
     def _start_arguments(self, arguments: Arguments, batch_size: int, part: nn.Module | None) -> None:
@@ -361,6 +405,7 @@ class Recording:
         self._start_batch(batch_size, arguments.iterate_tensors())
         arguments.add_to(self.tracker, search=self.options.batch_size is not None)
         self.tracker.note_integers(arguments.iterate_integers())
+        self._note_rows(arguments.list_rows(batch_size), range(batch_size))
         self._start_verification(arguments, part)
 
     def _continue_arguments(self, arguments: Arguments, part: nn.Module | None) -> None:
@@ -563,7 +608,14 @@ class Recording:
             with _torch.DisableTorchFunction():
                 self.tracker.isolation.end_step(self.tracker)
         self.tracker.run_backward = self.tracker.start_by_use = None
+        self._rows = RowsInMemory()
         self.collector.release()
+
+
+_PARTS_ADVICE = (
+    " The calls of the model get different parts of one tensor, whose rows were read as different samples. If each "
+    "call gets the whole batch, as with pairs, pass batch_size=."
+)
 
 
 def _take_samples(samples: Any) -> None:

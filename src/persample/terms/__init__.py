@@ -8,7 +8,7 @@ from persample.terms.base import Term, is_complex, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense
 from persample.terms.folded import Folded
-from persample.terms.groups import Groups, make_groups, merge_samples
+from persample.terms.groups import Groups, add_samples, make_groups, merge_samples
 from persample.terms.joined import Joined
 from persample.terms.outer import Outer
 from persample.terms.patches import Patches
@@ -28,6 +28,7 @@ __all__ = [
     "Slices",
     "Sum",
     "Term",
+    "add_samples",
     "add_terms",
     "is_complex",
     "make_groups",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import promote, widen
-from persample.terms.base import Term
+from persample.terms.base import Term, find_factors
 from persample.terms.dense import Dense
 from persample.terms.joined import Joined
 
@@ -117,6 +117,14 @@ class Groups:
         weights = self.weights if samples is None else self.weights[samples]
         values, weights = promote(widen(values), weights.to(widen(values).abs().dtype))
         return values * weights.view(-1, *[1] * (values.dim() - 1))
+
+
+def add_samples(term: Term, batch: int) -> Term:
+    """The term with samples that have no gradient after its own, so that there are `batch` in all."""
+    if term.batch == batch:
+        return term
+    device = next(find_factors(term)).device
+    return merge_samples(term, make_groups(torch.arange(term.batch, device=device), batch))
 
 
 def make_groups(rows: Tensor, count: int, weights: Tensor | None = None) -> Groups:

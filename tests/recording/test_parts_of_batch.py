@@ -1,0 +1,256 @@
+"""Parts of one batch in several calls: halves joined by `cat`, chunks, accumulated gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from persample import PerSampleError, record, watch
+from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+
+D, T, C = 3, 4, 4
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(D, 5, batch_first=True), nn.Linear(5, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])  # type: ignore[no-any-return]
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(D, 4, 2), nn.GroupNorm(2, 4), nn.Linear(4, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x.mT)).tanh().mean(-1))  # type: ignore[no-any-return]
+
+
+class Checkpointed(Recurrent):
+    def forward(self, x: Tensor) -> Tensor:
+        h = checkpoint(lambda x: self.lstm(x)[0].tanh(), x, use_reentrant=False)
+        return self.head(h[:, -1])  # type: ignore[no-any-return]
+
+
+class Deep(nn.Module):
+    """Small layers of one shape, which are computed as one, and a weight that is computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(D, D) for _ in range(3)])
+        self.head = weight_norm(nn.Linear(D, C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "recurrent": Recurrent,
+    "convolution": Convolution,
+    "checkpointed": Checkpointed,
+    "deep": Deep,
+}
+
+
+def join_halves(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    half = (len(x) + 1) // 2
+    return F.cross_entropy(torch.cat([model(x[:half]), model(x[half:])]), y)
+
+
+def join_chunks(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(torch.cat([model(part) for part in x.split(2)]), y)
+
+
+def join_first_and_rest(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(torch.cat([model(x[:1]), model(x[1:])]), y)
+
+
+def join_reversed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    last, first = model(x[2:]), model(x[:2])
+    return F.cross_entropy(torch.cat([first, last]), y)
+
+
+def add_sums(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = []
+    for start in range(0, len(x), 2):
+        stop = start + 2
+        losses.append(F.cross_entropy(model(x[start:stop]), y[start:stop], reduction="sum"))
+    return sum(losses) / len(x)  # type: ignore[no-any-return, return-value]
+
+
+def add_single(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = [F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(len(x))]
+    return torch.stack(losses).mean()
+
+
+def overlap(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The second call has a row of the first one again."""
+    first, second = model(x[:2]), model(x[1:])
+    return F.cross_entropy(torch.cat([first[:1], second]), y)
+
+
+LOSSES = [join_halves, join_chunks, join_first_and_rest, add_sums, add_single, overlap]
+
+
+def make(name: str, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    perturb(model)
+    return model, torch.randn(batch, T, D).double(), torch.randint(0, C, (batch,))
+
+
+def find_expected(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    return loop_gradients(model, (x, y), nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("batch", [3, T, 5])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", MODELS)
+def test_parts_in_one_loss(name: str, loss: Callable[..., Tensor], batch: int) -> None:
+    model, x, y = make(name, batch)
+    with record(model) as grads:
+        loss(model, x, y).backward()
+    assert grads.batch_size == batch
+    assert_rows_close(grads.dense(), find_expected(model, x, y))
+
+
+def test_parts_in_another_order() -> None:
+    """Samples are counted in the order of the calls, unless they are declared."""
+    model, x, y = make("deep", 5)
+    with pytest.raises(PerSampleError, match="different orders"), record(model):
+        join_reversed(model, x, y).backward()
+    with record(model, samples=x) as grads:
+        join_reversed(model, x, y).backward()
+    assert_rows_close(grads.dense(), find_expected(model, x, y))
+
+
+@pytest.mark.parametrize("cut_before", [False, True])
+@pytest.mark.parametrize("batch", [2, T, 5])
+@pytest.mark.parametrize("name", MODELS)
+def test_accumulated_gradients(name: str, batch: int, cut_before: bool) -> None:
+    model, x, y = make(name, batch)
+    parts = [*zip(x.split(2), y.split(2), strict=True)] if cut_before else None
+    with record(model, keep_grad=True) as grads:
+        for a, b in parts or zip(x.split(2), y.split(2), strict=True):
+            F.cross_entropy(model(a), b, reduction="sum").backward()
+    expected = find_expected(model, x, y)
+    assert_rows_close(grads.dense(), expected)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[key].sum(0))
+
+
+@pytest.mark.parametrize("batch", [T, 5, 6])
+def test_accumulated_means(batch: int) -> None:
+    """A row is the batch size times the sample's share: the mean of the rows is the gradient that backward computes."""
+    model, x, y = make("deep", batch)
+    parts = len(x.split(2))
+    with record(model, keep_grad=True) as grads:
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            (F.cross_entropy(model(a), b) / parts).backward()
+    shares = torch.cat([torch.full((len(part),), 1 / len(part) / parts, dtype=torch.float64) for part in x.split(2)])
+    expected = {
+        key: rows * (batch * shares).view(-1, *[1] * (rows.dim() - 1))
+        for key, rows in find_expected(model, x, y).items()
+    }
+    assert_rows_close(grads.dense(), expected)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads.mean()[key])
+
+
+def test_answers_between_the_parts() -> None:
+    model, x, y = make("deep", 4)
+    with record(model) as grads:
+        F.cross_entropy(model(x[:2]), y[:2], reduction="sum").backward()
+        before = grads.norms()
+        F.cross_entropy(model(x[2:]), y[2:], reduction="sum").backward()
+    torch.testing.assert_close(grads.norms()[:2], before)
+
+
+@pytest.mark.parametrize("options", [{"keep": "norms"}, {"keep": "clip", "max_norm": 0.1}], ids=str)
+def test_reduced_answers(options: dict[str, Any]) -> None:
+    model, x, y = make("recurrent", 5)
+    with record(model) as grads:
+        join_chunks(model, x, y).backward()
+    with record(model, **options) as reduced:
+        join_chunks(model, x, y).backward()
+    torch.testing.assert_close(reduced.norms(), grads.norms())
+
+
+@pytest.mark.parametrize("options", [{"keep": "norms"}, {"units": [0, 1, 0]}, {"positions": T}], ids=str)
+def test_parts_that_need_the_whole_batch(options: dict[str, Any]) -> None:
+    model, x, y = make("deep", 3)
+    options = {**options, "units": options["units"][:2]} if "units" in options else options
+    with pytest.raises(PerSampleError, match=r"another part of the batch.*samples="), record(model, **options):
+        F.cross_entropy(model(x[:2]), y[:2], reduction="sum").backward()
+        F.cross_entropy(model(x[2:]), y[2:], reduction="sum").backward()
+
+
+def test_units_with_declared_samples() -> None:
+    model, x, y = make("deep", 4)
+    with record(model, samples=x, units=[0, 1, 0, 1]) as grads:
+        for part, labels in zip(x.split(2), y.split(2), strict=True):
+            F.cross_entropy(model(part), labels, reduction="sum").backward()
+    expected = {key: rows.view(2, 2, *rows.shape[1:]).sum(0) for key, rows in find_expected(model, x, y).items()}
+    assert_rows_close(grads.dense(), expected)
+
+
+def test_a_watched_model() -> None:
+    model, x, y = make("convolution", 6)
+    received: list[Any] = []
+    watched = watch(model, received.append)
+    with pytest.raises(PerSampleError, match=r"different parts of one tensor.*record"):
+        join_halves(model, x, y).backward()
+    for part, labels in zip(x.split(2), y.split(2), strict=True):  # each backward pass ends a step
+        F.cross_entropy(model(part), labels).backward()
+    watched.stop()
+    for n, grads in enumerate(received):
+        own = slice(2 * n, 2 * n + 2)
+        assert_rows_close(grads.dense(), find_expected(model, x[own], y[own]))
+    assert len(received) == 3
+
+
+def test_a_slice_of_a_data_set_is_a_batch() -> None:
+    model, x, y = make("deep", 9)
+    with record(model) as grads:
+        F.cross_entropy(model(x[3:6]), y[3:6]).backward()
+    assert_rows_close(grads.dense(), find_expected(model, x[3:6], y[3:6]))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_whole_batches_are_added_up(given: bool) -> None:
+    """In other memory, or if the batch size is given: a pair of calls for each sample."""
+    model, x, _ = make("recurrent", 6)
+    chosen, rejected = x.chunk(2) if given else (x[:3].clone(), x[3:].clone())
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        return -F.logsigmoid(model(pair[0]) - model(pair[1])).sum(1).mean()
+
+    with record(model, batch_size=3 if given else None) as grads:
+        loss(model, (chosen, rejected)).backward()
+    assert_rows_close(grads.dense(), loop_gradients(model, (chosen, rejected), loss))
+
+
+def test_parts_that_are_combined_name_both_readings() -> None:
+    model, x, _ = make("recurrent", 6)
+    with pytest.raises(PerSampleError, match="whole batch, as with pairs, pass batch_size="), record(model):
+        chosen, rejected = x.chunk(2)
+        (model(chosen) - model(rejected)).square().sum().backward()
+
+
+def test_parts_that_are_mixed_are_refused() -> None:
+    model, x, y = make("recurrent", 4)
+    with pytest.raises(PerSampleError, match="mixed"), record(model):
+        outputs = torch.cat([model(x[:2]), model(x[2:])])
+        F.cross_entropy(outputs - outputs.mean(0), y).backward()
