@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 import persample
 from persample import PerSampleError, SamplesMixed, record
+from persample.private import PrivateOptimizer
+from persample.recording.options import Options
 from persample.testing.oracle import assert_rows_close, perturb
 
 B, D = 4, 3
@@ -561,4 +563,21 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
     with pytest.raises(PerSampleError, match=message), record(nn.Linear(2, 2), **options):
         pass
     with pytest.raises(PerSampleError, match="not available in private training"):
-        persample.recording.options.Options(coupled=CONTRIBUTIONS, isolate=True)
+        Options(coupled=CONTRIBUTIONS, isolate=True)
+
+
+def test_private_training_refuses_it() -> None:
+    model = nn.Linear(D, 2)
+    with pytest.raises(PerSampleError, match="not available in private training"):
+        PrivateOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), module=model, noise_multiplier=1.0, max_grad_norm=1.0,
+            expected_batch_size=B, recording={"coupled": CONTRIBUTIONS},
+        )  # fmt: skip
+    model, compute_loss = make_cnn()
+    PrivateOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), module=model, noise_multiplier=1.0, max_grad_norm=1.0,
+        expected_batch_size=B,
+    )  # fmt: skip
+    with pytest.raises(SamplesMixed) as refused:
+        compute_loss(model)
+    assert "coupled" not in str(refused.value) and "persample.rows" not in str(refused.value)

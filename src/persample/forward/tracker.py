@@ -507,7 +507,7 @@ class Tracker(TorchFunctionMode):
         """Raise: a nested tensor was met."""
         raise PerSampleError(
             f"A nested tensor is used in {self.place()}. Samples in nested tensors are not followed. Use padded "
-            "tensors with a mask, or packed sequences."
+            f"tensors with a mask, or packed sequences. {ROWS_ADVICE}"
         )
 
     def is_weight(self, tensor: Tensor) -> bool:

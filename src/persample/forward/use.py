@@ -19,7 +19,7 @@ from persample.backward.entry_moves import is_entry_move
 from persample.backward.recorded_use import Plan, RecordedUse
 from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap
-from persample.errors import PerSampleError, SamplesMixed, get_op_name
+from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
 from persample.layouts import WRITES, Call, Layout, Motion, Reduced
 from persample.rules import Rule, get_rules
@@ -66,7 +66,8 @@ def run_use(
     if is_random:
         raise PerSampleError(
             f"{get_op_name(call.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The "
-            "same numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does."
+            "same numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does. "
+            f"{ROWS_ADVICE}"
         )
 
     results = find_results(result, call.args)

@@ -111,6 +111,11 @@ class Options:
     def _check_coupled(self) -> None:
         if self.coupled not in (None, "contributions"):
             raise PerSampleError(f"coupled must be 'contributions' or None, got {self.coupled!r}.")
+        if self.coupled and self.isolate:
+            raise PerSampleError(
+                "coupled='contributions' is not available in private training: a contribution depends on all samples, "
+                "so that no bound holds for it. Keep the samples separate."
+            )
         if self.coupled and self.verify:
             raise PerSampleError(
                 f"verify={self.verify!r} compares samples alone with those of the batch, which differ by design with "
@@ -120,11 +125,6 @@ class Options:
             raise PerSampleError(
                 "divisor='own' divides each sample's part by its own number, so that contributions would not add up to "
                 "the gradient of the batch. Leave it out with coupled='contributions'."
-            )
-        if self.coupled and self.isolate:
-            raise PerSampleError(
-                "coupled='contributions' is not available in private training: a contribution depends on all samples, "
-                "so that no bound holds for it. Keep the samples separate."
             )
 
     def list_constants(self) -> list[Tensor | str]:

@@ -198,7 +198,7 @@ class Recording:
             is_coupled=options.coupled is not None,
             divisors=options.divisor_mode,
         )
-        if isolation is None:
+        if isolation is None and tracing.get_trace() is None:  # a compiled step has no such option
             self.tracker.advice = get_advice(self.tracker.advice, options.coupled is not None)
         # FSDP frees weights that a use without a tap would keep, and a traced step has no values.
         self.tracker.can_retain = is_alone and tracing.get_trace() is None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import put_in_tensors
-from persample.errors import PerSampleError, get_op_name, raise_if_out_of_memory
+from persample.errors import ROWS_ADVICE, PerSampleError, get_op_name, raise_if_out_of_memory
 
 
 def compute_generic_gradients(
@@ -67,7 +67,8 @@ def compute_generic_gradients(
             raise_if_out_of_memory(error)
             raise PerSampleError(
                 f"{get_op_name(func)} has no rule, so it is called with each sample as a batch of one. That "
-                f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one."
+                f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one. "
+                f"{ROWS_ADVICE}"
             ) from error
 
 
@@ -92,7 +93,8 @@ def _loop_over_samples(
             raise PerSampleError(
                 f"{get_op_name(func)} returns shapes {[tuple(r.shape) for r in results]} for one sample alone, but "
                 f"{[tuple(g.shape) for g in sample_grads]} for the same sample in the batch, so the gradients of its "
-                "weights cannot be computed per sample. Add a rule for it with persample.register_rule."
+                "weights cannot be computed per sample. Add a rule for it with persample.register_rule. "
+                f"{ROWS_ADVICE}"
             )
         rows.append(torch.autograd.grad(results, leaves, sample_grads))
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]
