@@ -354,12 +354,38 @@ def make_sequences() -> Case:
     return model, lambda m: m(x).square().mean()
 
 
+class Weighted(nn.Module):
+    """Losses weighted by learned variances, and a penalty on the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(D, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, B))
+        self.scales = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def make_weighted() -> Case:
+    model, x = Weighted().double(), draw(B, D)
+    perturb(model)
+
+    def compute_loss(model: Any) -> Tensor:
+        logits = model(x) @ model(x).T
+        losses = [F.cross_entropy(logits, torch.arange(B)), logits.tanh().mean()]
+        weighted = sum(loss * torch.exp(-scale) + scale for loss, scale in zip(losses, model.scales, strict=True))
+        return weighted + 0.1 * model.body[0].weight.square().sum() + logits.square().mean().sqrt()
+
+    return model, compute_loss
+
+
 WITH_SUMS = {
     **WITH_ROWS,
     **{
         make.__name__.removeprefix("make_"): make
         for make in (
             make_clip, make_experts, make_statistics, make_bilinear, make_attention_across_the_batch, make_sequences,
+            make_weighted,
         )
     },
 }  # fmt: skip
@@ -374,6 +400,12 @@ def compute_gradient(model: nn.Module, compute_loss: Callable[[nn.Module], Tenso
 
 def is_mean(grads: Any) -> bool:
     return grads.loss_reduction.startswith("mean")
+
+
+def add_up(grads: Any) -> dict[str, Tensor]:
+    """The gradient that the rows stand for, with what belongs to no sample."""
+    total, shared = grads.mean() if is_mean(grads) else grads.sum(), grads.shared()
+    return {name: part + shared[name] for name, part in total.items()}
 
 
 def assert_sums_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -396,7 +428,7 @@ def test_rows_add_up_to_the_gradient_of_the_batch(case: Callable[[], Case]) -> N
         torch.manual_seed(7)
         with record(model, coupled=CONTRIBUTIONS, keep_grad=step == 1) as grads:
             compute_loss(model).backward()
-        assert_sums_close(grads.mean() if is_mean(grads) else grads.sum(), want)
+        assert_sums_close(add_up(grads), want)
         if step == 1:
             assert_sums_close({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, want)
         assert "contributions" in repr(grads) and grads.coupled == "contributions"
@@ -529,12 +561,12 @@ class Folded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
-        return h * (self.weight / (h.var(0) + 1e-3).sqrt())
+        return h * (self.weight * (h.var(0) + 1e-3).rsqrt())
 
 
 def test_a_weight_that_meets_no_rows_is_refused() -> None:
     model, x = Folded(), torch.randn(B, D)
-    refused = pytest.raises(SamplesMixed, match=r"div, in Folded.*no single sample: var.*no sample owns")
+    refused = pytest.raises(SamplesMixed, match=r"mul, in Folded.*no single sample: var.*no sample owns")
     with refused, record(model, coupled=CONTRIBUTIONS):
         model(x).sum().backward()
 

@@ -8,7 +8,7 @@ to the gradient of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from persample import _torch
 from persample.errors import ROWS_ADVICE, SamplesMixed, get_op_name
 from persample.forward.roots import NoteLoss, mark_statistic
 from persample.layouts import (
+    BILINEAR,
     Call,
     Divided,
     Layout,
@@ -49,6 +50,11 @@ _ADVICE = f"Apply weights to the samples' rows in calls that do not combine thes
 def get_advice(advice: str, is_coupled: bool) -> str:
     """What to do about samples that are mixed, given what would keep them apart."""
     return _ADVICE if is_coupled else f"{advice} {COUPLED_ADVICE}"
+
+
+@dataclass(frozen=True)
+class Statistic(Reduced):
+    """A tensor in which samples are mixed, and that belongs to none: it has no parts that add up to it."""
 
 
 class FirstLoss:
@@ -127,7 +133,7 @@ def own_tensor(tensor: Tensor, where: Where | None, batch: int) -> Where | None:
     if batch == 1:
         return Layout(0, ids=(0,) * (len(tensor) if tensor.dim() else 1))
     dims = [dim for dim, size in enumerate(tensor.shape) if size == batch]
-    return Layout(dims[0]) if dims else Reduced(where.cause, where.place)
+    return Layout(dims[0]) if dims else Statistic(where.cause, where.place)
 
 
 def _undivide(call: Call) -> Call:
@@ -135,6 +141,11 @@ def _undivide(call: Call) -> Call:
     if not any(isinstance(where, Divided) for where in call.where):
         return call
     return replace(call, where=tuple(where.layout if isinstance(where, Divided) else where for where in call.where))
+
+
+def scales_statistic(call: Call) -> bool:
+    """Whether a call multiplies or divides what belongs to no sample, and has no parts that do."""
+    return call.func in BILINEAR and any(isinstance(where, Statistic) for where in call.where)
 
 
 def prepare_use(call: Call, place: str) -> Call:
@@ -193,4 +204,4 @@ def _place(result: Tensor, where: Where | None, call: Call) -> Where | None:
             return move_layout(own, dims[0])
     kinds = {each.kind for each in call.where if isinstance(each, Reduced)}
     kind = "mean" if kinds - {"sum"} else make_reduced(call).kind
-    return Reduced(where.cause, where.place, kind)
+    return Statistic(where.cause, where.place, kind)

@@ -44,7 +44,7 @@ from persample.forward.audit import ANY_SEQUENCE, Audit, get_history
 from persample.forward.beside_sums import is_beside_sum, run_beside_sum
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, prepare_reentrant, save_layout
-from persample.forward.contributions import find_coupled_motion, find_owners, own_tensor, prepare_use
+from persample.forward.contributions import find_coupled_motion, find_owners, own_tensor, prepare_use, scales_statistic
 from persample.forward.fastpath import WholeModules
 from persample.forward.gradient_hooks import check_custom_backward, follow_module_hooks, follow_tensor_hook
 from persample.forward.inline import is_composite, make_inline
@@ -823,7 +823,7 @@ class Tracker(TorchFunctionMode):
             hook = follow_tensor_hook(call.args[1], call.where[0], self.place(), self)
             return call.func(call.args[0], hook)
         if weights and has_samples and torch.is_grad_enabled():
-            if self._counted.holds_divisors and is_beside_sum(call):
+            if self._counted.holds_divisors and is_beside_sum(call) and not scales_statistic(call):
                 return self._run_beside_sum(call, weights)
             return self._run_use(call, weights)
         self._save_buffers(call)
