@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from persample import _torch
 from persample._internal.free_memory import find_free_memory
 from persample._internal.graph import find_leaves, find_nodes
-from persample._internal.model_table import read_model
+from persample._internal.several_models import SeveralModels, combine_models
 from persample.backward.tap import is_tap
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.gradients import LossReduction, NonFinite, PerSampleGradients, UnitIds, UnitReduction
-from persample.recording.options import Options, Selection, select_trainable
+from persample.recording.options import Model, Options, Selection, get_trainable
 from persample.recording.session import is_recording
 from persample.terms import Dense
 
@@ -26,12 +26,10 @@ _UNKNOWN = 2**30
 # Gradients of activations that a backward pass keeps at a time, in sizes of the largest one.
 _KEPT_AT_A_TIME = 4
 
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-
 
 def rows(
     losses: Tensor,
-    model: Models,
+    model: Model,
     *,
     parameters: Selection | None = None,
     nonfinite: NonFinite = "raise",
@@ -65,7 +63,7 @@ def rows(
     Raises:
         PerSampleError: the losses are no vector with a graph, or were computed in a recording.
 
-    >>> model, x = nn.Linear(2, 1), torch.randn(4, 2, requires_grad=True)
+    >>> model, x = torch.nn.Linear(2, 1), torch.randn(4, 2, requires_grad=True)
     >>> (slopes,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
     >>> grads = rows(slopes.square().sum(1), model)
     >>> grads.norms().shape, grads.clip(1.0)["weight"].shape
@@ -91,17 +89,12 @@ def rows(
     return grads
 
 
-def _find_trainable(model: Models) -> dict[str, Tensor]:
-    models = [model] if isinstance(model, nn.Module) else list(model.values() if isinstance(model, Mapping) else model)
-    for each in models:
-        if not isinstance(each, nn.Module):
-            raise PerSampleError(f"rows() needs an nn.Module, or a list or dict of them, got {type(each).__name__}.")
+def _find_trainable(model: Model) -> dict[str, Tensor]:
+    whole = combine_models(model)
+    for each in whole.children() if isinstance(whole, SeveralModels) else [whole]:
         if type(find_processes(each)) is not Processes:
             raise PerSampleError("rows() is not available under several processes. Pass it the model of one process.")
-    if isinstance(model, nn.Module):
-        return select_trainable(read_model(model)[1])
-    whole = nn.ModuleDict(model) if isinstance(model, Mapping) else nn.ModuleList(models)  # for the names
-    return select_trainable(dict(whole.named_parameters()))
+    return get_trainable(whole)
 
 
 def _check_losses(losses: Tensor, trainable: Mapping[str, Tensor]) -> None:
