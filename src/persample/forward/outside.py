@@ -156,15 +156,20 @@ class OutsideTensors:
 
     def _is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor was declared, or belongs to the model or to a module that is running."""
-        if self.is_declared(tensor) or isinstance(tensor, nn.Parameter):
+        if self.is_declared(tensor):
             return True
+        if self.is_held(tensor):
+            self._constants[tensor] = True
+            return True
+        return False
+
+    def is_held(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, a buffer or an attribute of the model, or of a module that is running."""
         base = tensor if tensor._base is None else tensor._base
         model = None if self._model is None else self._model()
-        is_own = model is not None and _has_buffer(model, base)
-        if not is_own and not any(_holds(module, base) for module in _torch.iterate_running_modules()):
-            return False
-        self._constants[tensor] = True
-        return True
+        if isinstance(tensor, nn.Parameter) or (model is not None and _has_buffer(model, base)):
+            return True
+        return any(_holds(module, base) for module in _torch.iterate_running_modules())
 
     def note_size(self, found: Any) -> None:
         """Note what a function has returned that reads the shape of a tensor outside the model."""

@@ -222,6 +222,8 @@ class Tracker(TorchFunctionMode):
         self._buffers_before: dict[int | None, Tensor] = {}
         sites = _SCALES.setdefault(model, {}) if model is not None else {}
         self._counted = CountedSizes("refuse" if tracing.get_trace() is not None else divisors, sites)
+        if outside is not None:
+            self._counted.is_held = outside.is_held
         self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
         self._has_read_values = False  # whether the model has read values of samples, other than counts
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
@@ -774,7 +776,7 @@ class Tracker(TorchFunctionMode):
         args: tuple[Any, ...]
         if call.func in _TYPED and len(call.tensors) > 1:
             func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
-        elif call.func in _SHAPED:
+        elif call.func in _SHAPED and not (call.func is Tensor.expand_as and self.is_weight(call.tensors[0])):
             func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
         elif self.outside is not None and call.func in CLASS_WEIGHTS:
             return self.outside.read_class_weights(call)

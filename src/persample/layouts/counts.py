@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -67,6 +67,7 @@ class CountedSizes:
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
         self.given_integers: set[int] = set()  # among the arguments of the model
+        self.is_held: Callable[[Tensor], bool] = lambda tensor: True  # whether a tensor is a part of the model
         self._seen: set[Any] = set()
         self._ends: dict[int, set[int]] = {}  # by the number of rows: where groups ended that were selected
         self.packed_orders: list[PackedOrder] = []

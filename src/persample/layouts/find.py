@@ -48,7 +48,8 @@ def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     trace = tracing.get_trace()
     motion = _find_motion(call, results) if trace is None else _find_traced_motion(call, results, trace)
     where = motion.results[0] if len(motion.results) == 1 else None
-    if isinstance(where, Reduced) and not where.divisors and (held := add_divisors(call, where)) is not where:
+    is_of_samples = not any(isinstance(own, Reduced) for own in call.where)
+    if isinstance(where, Reduced) and is_of_samples and (held := add_divisors(call, where)) is not where:
         return Motion((held,), motion.aligned, depends_on_values=True)
     return motion
 

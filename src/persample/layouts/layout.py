@@ -92,6 +92,7 @@ class Reduced:
         kind: "sum", or "mean" if the sum was divided by the batch size; "mixed" if it is a sum in one part and a mean
             in another, or if that is ambiguous. `cause` then says why.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
+        sizes: the sizes of what was added up, without that of the dimension of the samples.
         uneven: if samples had different numbers of rows in the sum: the numbers of rows and of entries in all.
         counts: nothing that was added up requires grad: a number of targets, the sum of a mask or of weights, or a
             function of such numbers. It may be the divisor of a loss.
@@ -105,6 +106,7 @@ class Reduced:
     place: str = ""
     kind: Reduction = "sum"
     entries: int = 0
+    sizes: tuple[int, ...] = ()
     uneven: tuple[int, ...] = ()
     counts: bool = False
     is_share: bool = False

@@ -94,7 +94,14 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     entries = _count_entries(call, results) if call.tensors and _has_pattern(call.where[0]) else 0
     cause = f"{get_op_name(call.func)} {verb} the samples"
     counts = call.func in _COUNTING and not any(tensor.requires_grad for tensor in call.tensors)
-    return Reduced(cause, kind=kind, entries=entries, uneven=_find_uneven_rows(call), counts=counts)
+    where = call.where[0] if call.tensors else None
+    sizes = ()
+    if isinstance(where, Layout) and where.ids is None:
+        shape = call.tensors[0].shape
+        rows = shape[where.dim] // call.batch if shape and call.batch else 1
+        sizes = tuple(size for size in (*shape[: where.dim], rows, *shape[where.dim + 1 :]) if size > 1)
+    uneven = _find_uneven_rows(call)
+    return Reduced(cause, kind=kind, entries=entries, sizes=sizes, uneven=uneven, counts=counts)
 
 
 def _find_uneven_rows(call: Call) -> tuple[int, ...]:
@@ -384,7 +391,7 @@ def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
         return make_sum_of_entries(first != 0 if get_op_name(call.func) == "count_nonzero" else first, where)
     if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.func in WEIGHTED_MEANS:
         return _count_weights(call, weight)
-    if reduced.kind == "mean" and (reduced.uneven or isinstance(where, Scattered)):
+    if reduced.kind == "mean" and call.func is not F.ctc_loss and (reduced.uneven or isinstance(where, Scattered)):
         ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
         return make_number_of_rows(ids[0], first.device) if ids else None  # else of a sum that is divided
     return None

@@ -81,7 +81,8 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
     """What a number means, as far as this call shows."""
     is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
     divisor = number if is_division else 1 / number
-    if is_division and found.kind == "sum" and number in sizes:
+    is_size = number in sizes or (call.counted.holds_divisors and _is_product_of_sizes(found, number / call.batch))
+    if is_division and found.kind == "sum" and is_size:
         return _Reading("size")
     if found.kind == "sum" and divisor != 1:
         total = _find_total(call, found, divisor)
@@ -94,6 +95,14 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
     if _is_close_to_any(number, statistics) or _is_close_to_any(divisor, statistics):
         return _Reading("statistic")
     return _Reading("unclear" if _may_be_size(call, found, number) else "factor")
+
+
+def _is_product_of_sizes(found: Reduced, number: float) -> bool:
+    """Whether a number is a product of sizes of what was added up: of `(B, T, C)`, the number of tokens of a sample."""
+    products = {1}
+    for size in found.sizes:
+        products |= {size * product for product in products}
+    return number in products
 
 
 def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | None]:
@@ -112,9 +121,11 @@ def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | No
 
 
 def _is_given_count(call: Call, divisor: float) -> bool:
-    """Whether a divisor is an integer that the model was given, or an integer in a tensor."""
-    is_tensor = any(not t.dim() and not t.is_floating_point() for t in call.tensors)
-    return is_tensor or divisor in call.counted.given_integers
+    """Whether a divisor is an integer that the model was given, or one in a tensor that is no part of the model."""
+    if divisor in call.counted.given_integers:
+        return True
+    numbers = [tensor for tensor, where in zip(call.tensors, call.where, strict=True) if where is None]
+    return bool(numbers) and float(divisor).is_integer() and not any(map(call.counted.is_held, numbers))
 
 
 def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
