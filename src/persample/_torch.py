@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from persample._version import TESTED_TORCH
 from persample.errors import PerSampleError
@@ -54,8 +54,8 @@ class _Missing:
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise PerSampleError(
             f"{self.__dict__['feature']} needs {self.__dict__['path']}, a private name of torch that torch "
-            f"{torch.__version__} does not have. Install a version of torch that persample was tested with: "
-            f"{', '.join(TESTED_TORCH)}."
+            f"{torch.__version__} does not have. Install another version: docs/reference/versions.md lists the names "
+            f"that the tested versions have ({', '.join(TESTED_TORCH)})."
         )
 
     __call__ = __enter__ = __getattr__ = __mro_entries__ = _raise
@@ -279,6 +279,25 @@ def clone_lazily(tensor: Tensor) -> Tensor:
     """A copy of a tensor on the CPU that takes memory when one of both is written to."""
     clone = getattr(tensor, "_lazy_clone", None)
     return tensor.clone() if clone is None or type(tensor) is not Tensor or tensor.device.type != "cpu" else clone()
+
+
+def _hand_over_backward() -> None:
+    """Have function modes see calls of `torch.autograd.backward`, which torch 2.10 hides from them."""
+    original = torch.autograd.backward
+    if "handle_torch_function" in original.__code__.co_names:
+        return
+
+    @wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        roots = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        if has_torch_function(roots):
+            return handle_torch_function(backward, roots, tensors, *args, **kwargs)
+        return original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+
+
+_hand_over_backward()
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -700,6 +719,9 @@ def get_uncompiled(function: Any) -> Any:
 # ---- several processes ----
 
 _FSDP = "Recording under fully_shard"
+_COLLECT = "torch.distributed.fsdp._common_utils.collect_grad_tensors"
+_REPLACE = "torch.distributed.fsdp._common_utils.replace_grad_tensors"
+_HOOK = "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
 
 
 def get_default_store() -> Any:
@@ -718,8 +740,19 @@ def get_fsdp_states(model: nn.Module) -> list[Any]:
     if implementation is None:
         return []
     find_state = _read(implementation, "_get_module_fsdp_state", _FSDP)
-    states = [find_state(module) for module in model.modules()]
-    return list({id(state): state for state in states if state is not None}.values())
+    states = {id(state): state for state in map(find_state, model.modules()) if state is not None}
+    for state in states.values():
+        _require_fsdp(state)
+    return list(states.values())
+
+
+def _require_fsdp(state: Any) -> None:
+    """Raise before anything is recorded if a name is missing that is needed later, or only after an error."""
+    for name in ("_fsdp_param_groups", "_reset_iter_state", "_root_post_backward_final_callback"):
+        _read(state, name, _FSDP)
+    for path in (_COLLECT, _REPLACE, _HOOK):
+        if isinstance(missing := _find(path, _FSDP), _Missing):
+            missing()
 
 
 def get_fsdp_groups(state: Any) -> list[Any]:
@@ -759,18 +792,17 @@ def set_fsdp_hook_registration(group: Any, register: Callable[..., Any] | None) 
 
 def attach_fsdp_hook(group: Any, tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """The tensors, passed through the node by which a group notices the end of its module's backward."""
-    path = "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
-    return _find(path, _FSDP).apply(group, *tensors)
+    return _find(_HOOK, _FSDP).apply(group, *tensors)
 
 
 def get_grad_tensors(value: Any) -> list[Tensor]:
     """The tensors with gradients in a module's arguments, in the order that `fully_shard` uses."""
-    return list(_find("torch.distributed.fsdp._common_utils.collect_grad_tensors", _FSDP)(value))
+    return list(_find(_COLLECT, _FSDP)(value))
 
 
 def replace_grad_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     """The same arguments with other tensors in these places."""
-    return _find("torch.distributed.fsdp._common_utils.replace_grad_tensors", _FSDP)(value, iter(tensors))
+    return _find(_REPLACE, _FSDP)(value, iter(tensors))
 
 
 def reset_fsdp_after_error(context: Any) -> None:
