@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
-from persample import record
+import persample
+from persample import PerSampleError, record, watch
+from persample.errors import SamplesMixed
 
 B, D, T = 5, 3, 4
 
@@ -336,3 +339,238 @@ def test_rows_equal_a_loop(name: str) -> None:
             p.grad = None
     for model in list_models(models):
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+# ---- where the batch is ----
+
+
+class Words(nn.Module):
+    """Adds positions to words, by modules or by the weights themselves."""
+
+    def __init__(self, is_raw: bool) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(7, D), nn.Embedding(9, D), nn.Linear(D, 2)
+        self.is_raw = is_raw
+
+    def look_up(self, table: nn.Module, ids: Tensor) -> Tensor:
+        return F.embedding(ids, table.weight) if self.is_raw else table(ids)
+
+
+def compute_words(model: Words, x: Tensor, y: Tensor, places: Tensor | None, positions_first: bool) -> Tensor:
+    places = torch.arange(x.shape[1]) if places is None else places
+    parts = [(model.words, x), (model.positions, places)]
+    found = [model.look_up(*part) for part in (reversed(parts) if positions_first else parts)]
+    return F.cross_entropy(model.head((found[0] + found[1]).mean(1)), y)
+
+
+@pytest.mark.parametrize("positions_first", [True, False])
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_a_call_that_may_have_samples_or_not(is_raw: bool, positions_first: bool) -> None:
+    torch.manual_seed(0)
+    model = perturb(Words(is_raw))
+    x, y, places = torch.randint(7, (B, T)), torch.randint(2, (B,)), torch.arange(T)
+
+    def step(model: Words, x: Tensor, y: Tensor, given: Tensor | None = None) -> Tensor:
+        return compute_words(model, x, y, given, positions_first)
+
+    rows = compute_rows(Case(lambda: None, floats(), step), model, (x, y))
+    for given, options in (
+        (None, {}),
+        (places, {"samples": x}),
+        (places, {"samples": {"x": [x], "y": y}}),
+        (places, {"batch_size": B}),
+        (places, {"constants": places}),
+    ):
+        with record(model, **options) as grads:
+            step(model, x, y, given).backward()
+        compare(grads, rows)
+    message = r"ambiguous in a call of .* (4|5) samples, as .* or (4|5) samples\?"
+    with pytest.raises(PerSampleError, match=message), record(model):
+        step(model, x, y, places).backward()
+    x, y = x[:T], y[:T]  # as many positions as samples
+    with record(model, constants=places) as grads:
+        step(model, x, y, places).backward()
+    assert len(grads) == T
+
+
+def test_two_arguments_of_different_sizes_are_refused() -> None:
+    model = nn.ModuleDict({"pair": nn.Bilinear(D, D, 2)}).double()
+    x, other = torch.randn(B, D).double(), torch.randn(T, D).double()
+    with pytest.raises(PerSampleError, match="ambiguous"), record(model):
+        model["pair"](x, other)
+    message = r"ambiguous in a call of bilinear with weights.* 4 samples, or 5 samples"
+    with pytest.raises(PerSampleError, match=message), record(model):
+        F.bilinear(x, other, model["pair"].weight)
+
+
+def test_samples_that_do_not_fit_are_refused() -> None:
+    model = nn.Linear(D, 2)
+    wrong = torch.ones(5, D), torch.ones(4)
+    with pytest.raises(PerSampleError, match="different sizes"), record(model, samples=wrong):
+        pass
+    with (
+        pytest.raises(PerSampleError, match="4 samples in a recording that has one of 5"),
+        record(model, samples=torch.ones(5, D)),
+    ):
+        model(torch.ones(4, D))
+    assert not model._forward_pre_hooks
+
+
+def test_a_batch_of_other_data_is_refused() -> None:
+    models = perturb(make_gan())
+    with pytest.raises(PerSampleError, match="7 samples in a recording that has one of 5"), record(models):
+        models[0](torch.randn(B, 2).double())
+        models[1](torch.randn(7, D).double())
+    with (
+        pytest.raises(PerSampleError, match=r"ambiguous.* 5 samples, as in the first call.* 7 samples"),
+        record(models),
+    ):
+        models[0][0](torch.randn(B, 2).double())
+        models[1][0](torch.randn(7, D).double())
+
+
+def test_noise_that_is_drawn_in_the_block() -> None:
+    torch.manual_seed(0)
+    models, vae = perturb(make_gan()), perturb(VAE())
+    for draw in (lambda: torch.randn(B, 2).double() * 2, lambda: torch.empty(B, 2).double().normal_()):
+        torch.manual_seed(1)
+        z = draw()
+        rows = compute_rows(Case(make_gan, floats(), lambda m, z: F.softplus(-m[1](m[0](z))).mean()), models, (z,))
+        torch.manual_seed(1)
+        with record(models) as grads:
+            F.softplus(-models[1](models[0](draw()))).mean().backward()
+        compare(grads, rows)
+    with record(vae) as grads:
+        vae.decode(torch.randn(B, D).double()).square().sum(1).mean().backward()
+    assert (grads.norms() > 0).all() and grads.loss_reduction == "mean"
+
+
+def test_packed_sequences_of_a_part() -> None:
+    torch.manual_seed(0)
+    model = perturb(nn.ModuleDict({"rnn": nn.LSTM(D, 6, batch_first=True), "head": nn.Linear(6, 2)}))
+    lengths = torch.tensor([3, 1, 4, 2, 4])
+
+    def step(model: nn.ModuleDict, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return F.cross_entropy(model["head"](model["rnn"](packed)[1][0][-1]), y)
+
+    samples = (*floats((T, D))(B), lengths, torch.randint(2, (B,)))
+    with record(model) as grads:
+        step(model, *samples).backward()
+    compare(grads, compute_rows(Case(lambda: None, floats(), step), model, samples))
+
+
+def test_verification_of_parts() -> None:
+    model = perturb(Autoencoder())
+    x = torch.randn(B, 4 * D).double()
+    with record(model) as grads:
+        model.decode(model.encode(x)).square().mean().backward()
+    assert "verified" in grads.verification
+    message = "only calls of modules can be verified"
+    with pytest.raises(PerSampleError, match=message), record(model, verify="always"):
+        model.decode(x[:, :D])
+    raw = perturb(Raw())
+    with record(raw) as grads:
+        raw.score(torch.randn(B, D).double()).sum().backward()
+    assert grads.verification.startswith("not verified: weights are used outside")
+
+
+def test_parts_that_mix_samples_are_refused() -> None:
+    raw = perturb(Raw())
+    x = torch.randn(B, D).double()
+    with pytest.raises(SamplesMixed), record(raw):
+        raw.score(x - x.mean(0)).sum().backward()
+    with pytest.raises(SamplesMixed), record(raw):
+        raw.score(x).softmax(0)[0].sum().backward()
+
+
+# ---- gradients inside a block ----
+
+
+def step_fgsm(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+    return F.cross_entropy(model((x + 0.1 * slope.sign()).detach()), y)
+
+
+def step_attack_on_parts(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(model[2](model[0](x)), y), x)
+    return F.cross_entropy(model[2](model[0]((x + 0.1 * slope.sign()).detach())), y)
+
+
+def step_weighted_by_slope(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+    return (F.cross_entropy(out, y, reduction="none") * (1 + slope.norm(dim=1))).mean()
+
+
+@pytest.mark.parametrize("step", [step_fgsm, step_attack_on_parts, step_weighted_by_slope])
+def test_gradients_of_inputs_beside_a_recording(step: Callable[..., Tensor]) -> None:
+    torch.manual_seed(0)
+    model = perturb(two_layers())
+    for batch in (B, D):
+        samples = make_classes(batch)
+        with record(model) as grads:
+            step(model, *samples).backward()
+        compare(grads, compute_rows(Case(two_layers, floats(), step), model, samples))
+
+
+def test_autograd_grad_of_parameters_says_what_to_call() -> None:
+    model = two_layers()
+    for options, advice in (({}, r"Call backward\(\).*grads.mean\(\)"), ({"create_graph": True}, "persample.rows")):
+        message = f"gradient of '0.weight' and 3 other parameters.*{advice}"
+        with pytest.raises(PerSampleError, match=message), record(model):
+            torch.autograd.grad(model(torch.ones(B, D)).sum(), list(model.parameters()), **options)
+
+
+# ---- other front ends ----
+
+
+@pytest.mark.parametrize(
+    "name", ["methods", "forward", "VAE", "dict", "seq2seq", "siamese", "triplet", "language model"]
+)
+@pytest.mark.parametrize("options", [{}, {"keep": "norms"}], ids=str)
+def test_watched_parts(name: str, options: dict[str, Any]) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    models, found = perturb(case.make()), []
+    batches = [case.samples(batch) for batch in (B, T, B)]
+    expected = [compute_rows(case, models, samples) for samples in batches]
+    with watch(models, found.append, options):
+        for samples, rows in zip(batches, expected, strict=True):
+            run_steps(case.step, models, samples)
+            norms = torch.cat([part.flatten(1) for part in rows.values()], 1).norm(dim=1)
+            torch.testing.assert_close(found.pop().norms(), norms)
+
+
+def test_several_models_are_watched_and_monitored() -> None:
+    case = CASES["actor-critic, two modules"]
+    torch.manual_seed(0)
+    models, found = perturb(case.make()), []
+    batches = [case.samples(batch) for batch in (B, T)]
+    expected = [compute_rows(case, models, samples) for samples in batches]
+    with watch(models, found.append):
+        for samples in batches:
+            run_steps(case.step, models, samples)
+    for grads, rows in zip(found, expected, strict=True):
+        compare(grads, rows)
+    with persample.monitor(models, every=1) as watching:
+        for samples in batches:
+            run_steps(case.step, models, samples)
+    for measured, rows in zip(watching.history, expected, strict=True):
+        norms = torch.cat([part.flatten(1) for part in rows.values()], 1).norm(dim=1)
+        assert measured.norms["most"] == pytest.approx(float(norms.max()))
+    assert not any(part._forward_pre_hooks for model in models.values() for part in model.modules())
+
+
+def test_what_is_no_model_is_refused() -> None:
+    for wrong, message in (
+        ([], "list or dict of them"),
+        (3, "got int"),
+        ([nn.Linear(2, 2), 3], "got int as '1'"),
+        ({"a.b": nn.Linear(2, 2)}, "cannot be named 'a.b'"),
+    ):
+        with pytest.raises(PerSampleError, match=message), record(wrong):
+            pass

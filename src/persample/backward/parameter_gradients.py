@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,8 +13,24 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.graph import preserve_grads
 from persample._internal.tree import find_tensors
+from persample.errors import ROWS_ADVICE, PerSampleError
 
 _SIGNATURE = inspect.signature(torch.autograd.grad)
+
+
+def make_refusal(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> PerSampleError:
+    """The error for a call of `autograd.grad` that asks for these parameters inside a block."""
+    options = _SIGNATURE.bind(*args, **kwargs).arguments
+    others = f" and {len(names) - 1} other parameters" if len(names) > 1 else ""
+    message = (
+        f"torch.autograd.grad asks for the gradient of '{names[0]}'{others} inside a recording, which keeps gradients "
+        "of parameters per sample. Call backward() on the outputs instead: afterwards grads.sum(), or grads.mean() for "
+        "a mean loss, has the same gradients by name, and grads.dense() has their rows. keep_grad=True also adds them "
+        "to p.grad. Gradients of other tensors, such as the model's inputs, may be asked for in a call of their own."
+    )
+    if options.get("create_graph"):
+        message += f" For gradients of these gradients (create_graph=True): {ROWS_ADVICE}"
+    return PerSampleError(message)
 
 
 def compute_parameter_gradients(

@@ -223,8 +223,8 @@ class OutsideTensors:
         for tensor in tensors:
             sizes = self.find_early_sizes(tensor)
             is_open = tensor in self._drawn or not self._is_constant(tensor)
-            if not sizes and tensor.dim() and tensor.grad_fn is None and is_open:
-                sizes = [tensor.shape[self._get_batch_dim(tensor)]]
+            if tensor.dim() and (sizes or tensor.grad_fn is None) and is_open:
+                sizes.append(tensor.shape[self._get_batch_dim(tensor)])
             found |= dict.fromkeys(sizes, tensor)
         return found
 

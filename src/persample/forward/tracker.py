@@ -27,7 +27,7 @@ from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
 from persample.backward.collector import Collector
-from persample.backward.parameter_gradients import compute_parameter_gradients
+from persample.backward.parameter_gradients import compute_parameter_gradients, make_refusal
 from persample.backward.tap import is_tap
 from persample.distributed import Processes
 from persample.errors import (
@@ -997,10 +997,7 @@ class Tracker(TorchFunctionMode):
                 found = compute_parameter_gradients(run_backward, self.collector.parameters, args, kwargs)
                 if found is not None:
                     return found
-            raise PerSampleError(
-                "autograd.grad asks for gradients of parameters inside a recording, which keeps them per sample. Call "
-                "backward() and read the recorded gradients."
-            )
+            raise make_refusal(self.name_parameters(inputs), args, kwargs)
         if self.has_ended:
             return torch.autograd.grad(*args, **kwargs)
         try:
@@ -1132,13 +1129,17 @@ class Tracker(TorchFunctionMode):
     def _find_parameters_behind(self, tensor: Tensor) -> list[Tensor]:
         return [leaf for leaf in find_leaves(tensor) if id(leaf) in self.collector.parameters]
 
+    def name_parameters(self, value: Any) -> list[str]:
+        """The names of the parameters among some tensors."""
+        names = {} if self.model is None else {id(p): name for name, p in self.model.named_parameters()}
+        return [names.get(id(t), "?") for t in find_tensors(value) if id(t) in self.collector.parameters]
+
     def _refuse_hidden_weight(self, tensor: Tensor) -> None:
         hidden = self._find_parameters_behind(tensor)
         if hidden:
-            names = {} if self.model is None else {id(p): name for name, p in self.model.named_parameters()}
             raise PerSampleError(
                 f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {self.place()}, uses the parameter "
-                f"'{names.get(id(hidden[0]), '?')}' together with samples: its gradient arrives as a sum over the "
+                f"'{self.name_parameters(hidden)[0]}' together with samples: its gradient arrives as a sum over the "
                 "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
                 f"register a rule for it with persample.register_rule. {ROWS_ADVICE}"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from persample.errors import PerSampleError
 
@@ -21,15 +21,15 @@ class Readings:
 
     def __init__(self, given: int | None) -> None:
         self._given = given  # by the user
-        self._first = ""  # what was chosen by the first call of a part, in words
+        self._first: tuple[int, Callable[[], str]] | None = None  # what the first call of a part has told
 
-    def choose(self, sizes: Collection[int], batch: int | None, place: str) -> int | None:
+    def choose(self, sizes: Collection[int], batch: int | None, place: Callable[[], str]) -> int | None:
         """The batch size, None if a call shows no samples.
 
         Args:
             sizes: the sizes that the tensors of the call may have in their batch dimensions.
             batch: the batch size of the recording, None if it is not known.
-            place: what is called, in words.
+            place: returns what is called, in words, for errors.
 
         Raises:
             PerSampleError: two sizes fit.
@@ -41,10 +41,12 @@ class Readings:
         if known is not None and (not self._first or not several or several == [1]):
             return None
         if known is not None or len(several) > 1:
-            first = self._first or f"{several.pop(0)} samples"
+            first, first_place = self._first or (several.pop(0), None)
+            before = f" as in the first call, of {first_place()}," if first_place is not None else ""
             raise PerSampleError(
-                f"The size of the batch is ambiguous in a call of {place}: {first}, or {several[0]} samples. {_ADVICE}"
+                f"The size of the batch is ambiguous in a call of {place()}: {first} samples,{before} or {several[0]} "
+                f"samples? {_ADVICE}"
             )
         if several:
-            self._first = f"{several[0]} samples, as in the first call, of {place}"
+            self._first = several[0], place
         return several[0] if several else None

@@ -308,14 +308,14 @@ class Recording:
                 self._continue_arguments(arguments, part)
             elif not self._add_part(arguments, part):
                 arguments = arguments.without_constants(self.tracker)
-                sizes = self._find_sizes(arguments)
-                size = self._readings.choose(sizes, declared_size if batch is None else batch, self._name_part(part))
+                known = declared_size if batch is None else batch
+                size = self._readings.choose(self._find_sizes(arguments), known, partial(_name_part, ref(part)))
                 if size is not None:
                     self._start_arguments(arguments, size, part)
-                elif batch is None and declared_size is None:
+                elif known is None:
                     return False
                 else:
-                    self._start_batch(declared_size if batch is None else batch, ())
+                    self._start_batch(known, ())
         self._begin_inside()
         return True
 
@@ -366,19 +366,20 @@ class Recording:
         assert outside is not None
         with _torch.DisableTorchFunction():
             found = outside.find_sizes(call.tensors)
-            place = f"{get_op_name(call.func)} with weights, in {self.tracker.place()}"
-            batch = self._readings.choose(found, self._batch_size, place) if found else None
+            place = f"{get_op_name(call.func)} with weights, outside of calls of modules"
+            batch = self._readings.choose(found, self._batch_size, lambda: place) if found else None
             if batch is None:
                 return False
             if self._batch_size is not None:
                 raise PerSampleError(
                     f"A tensor of shape {tuple(found[batch].shape)} that requires grad, and has the size of the batch, "
-                    f"is used in {place}. Pass it in samples= if it has one row for each sample, or in constants=."
+                    f"is used in a call of {place}. Pass it in samples= if it has one row for each sample, or else in "
+                    "constants=."
                 )
             if self.options.verify == "always":
                 raise PerSampleError(
-                    f"The option verify='always' is given, but {place} is not part of a call of a module, which alone "
-                    "can be verified."
+                    f"The option verify='always' is given, but only calls of modules can be verified, and there is a "
+                    f"call of {place}."
                 )
             self._start_batch(batch, call.tensors)
             for tensor in call.tensors:
@@ -403,7 +404,10 @@ class Recording:
         if arguments.reading is not None and arguments.reading.is_structural and self.tracker.outside is not None:
             self.tracker.outside.forget_early()
         self._start_batch(batch_size, arguments.iterate_tensors())
-        arguments.add_to(self.tracker, search=self.options.batch_size is not None)
+        if part is not None and arguments.has_known(self.tracker):  # made of tensors from outside, inside the block
+            arguments.add_unknown_to(self.tracker)
+        else:
+            arguments.add_to(self.tracker, search=self.options.batch_size is not None)
         self.tracker.note_integers(arguments.iterate_integers())
         self._note_rows(arguments.list_rows(batch_size), range(batch_size))
         self._start_verification(arguments, part)
@@ -413,8 +417,7 @@ class Recording:
         self.tracker.note_integers(arguments.iterate_integers())
         self._start_verification(arguments, part)
 
-    def _start_batch(self, batch_size: int | None, tensors: Iterable[Tensor]) -> None:
-        assert batch_size is not None
+    def _start_batch(self, batch_size: int, tensors: Iterable[Tensor]) -> None:
         self.processes.start_forward()
         self._batch_size = self.grads.start(batch_size)
         self.tracker.start_batch(batch_size, tensors)
@@ -430,9 +433,6 @@ class Recording:
         outside = self.tracker.outside
         assert outside is not None
         return found.union(*[outside.find_early_sizes(tensor) for tensor in arguments.iterate_tensors()])
-
-    def _name_part(self, part: nn.Module) -> str:
-        return f"a submodule ({type(part).__name__})"
 
     def _begin_inside(self) -> None:
         if self.tracker.isolation is not None:
@@ -514,12 +514,12 @@ class Recording:
         with _torch.DisableTorchFunction():
             return self._make_arguments(args, kwargs, part).has_known(self.tracker)
 
-    def has_same_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
-        """Whether the arguments of a submodule may have the samples of this step."""
+    def can_continue_with(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module) -> bool:
+        """Whether the arguments of a submodule have no samples, or as many as this step, with the same units."""
         with _torch.DisableTorchFunction():
             size = self._batch_size
             sizes = self._find_sizes(self._make_arguments(args, kwargs, part).without_constants(self.tracker))
-        return size is not None and size in sizes and self.grads.has_same_units(size)
+        return size is not None and (not sizes or (size in sizes and self.grads.has_same_units(size)))
 
     def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of samples in the arguments of a call of the model."""
@@ -561,7 +561,7 @@ class Recording:
         if any(id(t) in self.collector.parameters for t in inputs):  # which are not in the graph of the loss
             raise PerSampleError(
                 "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
-                " Call backward() without inputs, and set requires_grad to False for the other parameters."
+                " Call backward() without inputs, and name the parameters that count in record(parameters=[...])."
             )
         self._check_gradients(args, kwargs)
         self.tracker.end_audit()
@@ -620,6 +620,11 @@ _PARTS_ADVICE = (
 
 def _take_samples(samples: Any) -> None:
     """Has the signature that names the tensors of the option `samples`."""
+
+
+def _name_part(part: ref[nn.Module]) -> str:
+    """A submodule in words."""
+    return f"{type(part()).__name__}, a part of the model"
 
 
 def _is_graph_kept(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -319,7 +319,7 @@ class Watch(Calls):
         if self._find_declared(args, kwargs):
             return False
         is_first = self._first_part is not None and self._first_part() is part
-        return not is_first or recording.has_same_batch_size(args, kwargs, part)
+        return not is_first or recording.can_continue_with(args, kwargs, part)
 
     def _find_declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
         """The declared batches that have tensors in the arguments of a call."""
