@@ -423,6 +423,7 @@ def ema_teacher(model: nn.Module, x: Tensor) -> Tensor:
     classifier,
     lambda size: (torch.randn(size, 4), torch.randn(size, 4), torch.randint(3, (size,))),
     is_pair=True,
+    options={"unit_reduction": "mean"},
     front_ends=(RECORD,),
 )
 def labelled_and_unlabelled(model: nn.Module, batch: Batch) -> Tensor:

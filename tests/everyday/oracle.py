@@ -31,7 +31,7 @@ class Expected:
     def norms(self) -> Tensor:
         if not self.rows:
             return torch.ones(1)
-        return torch.stack([rows.flatten(1).norm(dim=1) for rows in self.rows.values()]).norm(dim=0)
+        return torch.stack([rows.reshape(self.size, -1).norm(dim=1) for rows in self.rows.values()]).norm(dim=0)
 
     @property
     def combined(self) -> Gradients:
