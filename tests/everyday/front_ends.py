@@ -80,6 +80,18 @@ def run_record(loop: Loop, case: Case, path: Path) -> None:
         with persample.record(case[0], **loop.get_options(expected.size)) as grads:
             run_step(loop.step, case[0], batch)
         (check_contributions(grads, expected) if loop.contributions else check_grads(loop, grads, expected))
+    if loop.count is not None:
+        check_own_means(loop, case)
+
+
+def check_own_means(loop: Loop, case: Case) -> None:
+    """With `divisor="own"`, the rows are those of each sample alone."""
+    (model, batches), size = case, loop.sizes[0]
+    alone = [compute_expected(loop, model, loop.take(batches[0], n), 1, seed=0).rows for n in range(size)]
+    with persample.record(model, divisor="own", **loop.get_options(size)) as grads:
+        run_step(loop.step, model, batches[0])
+    rows = grads.dense()
+    assert_rows_close(rows, {name: torch.cat([row[name] for row in alone]) for name in rows}, loop.tolerance)
 
 
 def run_watch(loop: Loop, case: Case, path: Path) -> None:
@@ -122,7 +134,9 @@ def run_scan(loop: Loop, case: Case, path: Path) -> None:
             model, loop.step, samples, out=path / str(number), collate=join_samples, **options, **reduction
         )
         norms = torch.cat([expected.norms for expected in alone])
-        torch.testing.assert_close(torch.as_tensor(found.column("norm")), norms, rtol=max(1e-6, loop.tolerance), atol=1e-9)
+        torch.testing.assert_close(
+            torch.as_tensor(found.column("norm")), norms, rtol=max(1e-6, loop.tolerance), atol=1e-9
+        )
 
 
 def run_private(loop: Loop, case: Case, path: Path) -> None:

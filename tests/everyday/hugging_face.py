@@ -72,7 +72,7 @@ tasks(
     causal,
     tolerance=ROUNDS,
     count=count_next,
-    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE, SCAN),
     refused=COUNTED,
 )(own_loss)
 tasks("causal language model, Llama", make("LlamaForCausalLM"), causal, tolerance=ROUNDS, count=count_next)(own_loss)
@@ -113,7 +113,7 @@ tasks(
     "causal language model, num_items_in_batch over accumulated batches",
     make("LlamaForCausalLM"),
     lambda size: {**causal(size), "num_items_in_batch": torch.tensor(6 * size + 24)},
-    count=lambda batch: 1,
+    share=lambda model, sample, batch: own_loss(model, sample),
     tolerance=ROUNDS,
 )
 def with_items(model: nn.Module, batch: Batch) -> Tensor:
@@ -145,7 +145,7 @@ tasks(
     make("BertForMaskedLM"),
     masked,
     count=count_labels,
-    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE, SCAN),
     refused=COUNTED,
 )(own_loss)
 tasks("masked language model, RoBERTa", make("RobertaForMaskedLM"), masked, count=count_labels, front_ends=(RECORD,))(
@@ -355,7 +355,7 @@ tasks(
     make_segformer,
     segmented,
     count=lambda batch: (batch["labels"] != 255).sum(),
-    front_ends=(RECORD, MONITOR),
+    front_ends=(RECORD, MONITOR, SCAN),
 )(own_loss)
 tasks(
     "semantic segmentation, Segformer, BatchNorm in training mode",

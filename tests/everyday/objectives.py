@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, USUAL, WATCH, Batch, Origin
+from tests.everyday.loop import ALL, MONITOR, PRIVATE, RECORD, ROWS, SCAN, USUAL, WATCH, Batch, Origin
 from tests.everyday.pytorch_examples import labelled, mlp, vectors
 
 losses = Origin("Losses of papers")
@@ -136,7 +136,7 @@ def sum_class_weights(batch: Batch) -> Tensor:
     classifier,
     labelled,
     count=sum_class_weights,
-    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE, SCAN),
     refused={"private": "weight|mean over|average"},
 )
 def class_weights(model: nn.Module, batch: Batch) -> Tensor:
@@ -214,7 +214,7 @@ def sequence_mask(size: int) -> tuple[Tensor, Tensor, Tensor]:
     regression,
     sequence_mask,
     count=lambda batch: batch[2].sum(),
-    front_ends=(RECORD, WATCH, MONITOR),
+    front_ends=(RECORD, WATCH, MONITOR, SCAN),
 )
 def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
     x, y, mask = batch

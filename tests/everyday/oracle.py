@@ -86,7 +86,8 @@ def compute_expected(loop: Loop, model: Model, batch: Batch, size: int, seed: in
 def _find_share(loop: Loop, sample: Batch, batch: Batch, size: int) -> tuple[float, Step]:
     """The loss of a sample alone, and the factor that makes it the batch size times its share of the batch's loss."""
     if loop.count is not None:
-        return float(loop.count(sample)) / float(loop.count(batch)) * size, loop.own or loop.step
+        own = float(loop.count(sample))
+        return own and own / float(loop.count(batch)) * size, loop.own or loop.step
     if loop.share is not None:
         return size, partial(_compute_share, loop.share, whole=batch)
     return 1.0, loop.own or loop.step

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.everyday.hugging_face import ROUNDS, count_next, make, own_loss, padded, tokens
-from tests.everyday.loop import MONITOR, PRIVATE, RECORD, WATCH, Batch, Origin
+from tests.everyday.loop import MONITOR, PRIVATE, RECORD, SCAN, WATCH, Batch, Origin
 
 guides = Origin("TRL guides")
 
@@ -31,7 +31,7 @@ guides(
     prompted,
     count=count_next,
     tolerance=ROUNDS,
-    front_ends=(RECORD, WATCH, MONITOR, PRIVATE),
+    front_ends=(RECORD, WATCH, MONITOR, PRIVATE, SCAN),
     refused={"private": "targets|mean over|average"},
 )(own_loss)
 

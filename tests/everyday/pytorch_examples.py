@@ -318,14 +318,31 @@ def gaussian_policy(model: nn.Module, batch: Batch) -> Tensor:
     return -(model(states).log_prob(actions).sum(-1) * advantages).mean()
 
 
-@examples("PPO with a clipped ratio and an entropy bonus", Gaussian, continuous_episode, front_ends=USUAL)
-def ppo_control(model: nn.Module, batch: Batch) -> Tensor:
+def surrogate(model: nn.Module, batch: Batch) -> Tensor:
+    states, actions, advantages = batch
+    log_prob = model(states).log_prob(actions).sum(-1)
+    ratio = (log_prob - log_prob.detach() + 0.1 * torch.sign(advantages)).exp()
+    return -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+@examples(
+    "PPO with a clipped ratio and an entropy bonus on the learned deviation",
+    Gaussian,
+    continuous_episode,
+    own=surrogate,
+)
+def ppo_control(model: Any, batch: Batch) -> Tensor:
+    return surrogate(model, batch) - 0.01 * Normal(torch.zeros(2), model.log_std.exp()).entropy().sum(-1)
+
+
+@examples("PPO, entropy of the policy at each state", Gaussian, continuous_episode, own=surrogate)
+def ppo_entropy(model: nn.Module, batch: Batch) -> Tensor:
     states, actions, advantages = batch
     policy = model(states)
     log_prob = policy.log_prob(actions).sum(-1)
-    ratio = (log_prob - log_prob.detach() + 0.3 * torch.sign(advantages)).exp()
-    surrogate = torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return -surrogate.mean() - 0.01 * policy.entropy().sum(-1).mean()
+    ratio = (log_prob - log_prob.detach() + 0.1 * torch.sign(advantages)).exp()
+    policy_loss = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    return policy_loss - 0.01 * policy.entropy().sum(-1).mean()
 
 
 @examples("DQN with a target network", lambda: mlp(4, 3), lambda size: (*episode(size), torch.randn(size, 4)))
