@@ -90,7 +90,7 @@ def make_batch_norm() -> Losses:
 
 
 class _Cube(torch.autograd.Function):
-    """A function that `vmap` cannot run: its backward reads a number."""
+    """A function of the user's, which could hide weights."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -99,9 +99,16 @@ class _Cube(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        assert float(grad.sum()) is not None
         (x,) = ctx.saved_tensors
         return 3 * x**2 * grad
+
+
+def make_branching() -> Losses:
+    """A hook that `vmap` cannot run."""
+    model = make_mlp()
+    hidden = model[:2](torch.randn(B, D, dtype=torch.float64))
+    hidden.register_hook(lambda grad: 2 * grad if grad.sum() > 0 else grad)
+    return model, model[2](hidden).square().sum(1)
 
 
 def make_custom() -> Losses:
@@ -120,6 +127,12 @@ def make_checkpointed() -> Losses:
     return model, F.dropout(hidden, 0.4).square().sum(1)
 
 
+def make_hidden() -> Losses:
+    """A reentrant checkpoint: its weights are not in the graph."""
+    model, x = make_mlp(5), torch.randn(B, D, dtype=torch.float64, requires_grad=True)
+    return model, checkpoint(model, x, use_reentrant=True).square().sum(1)
+
+
 def make_complex() -> Losses:
     model = nn.Linear(D, 2, dtype=torch.complex128)
     return model, model(torch.randn(B, D, dtype=torch.complex128)).abs().sum(1)
@@ -128,8 +141,8 @@ def make_complex() -> Losses:
 CASES = {
     make.__name__.removeprefix("make_"): make
     for make in (
-        make_pinn, make_critic, make_hamiltonian, make_graphs, make_contrastive, make_batch_norm, make_custom,
-        make_sparse, make_checkpointed, make_complex,
+        make_pinn, make_critic, make_hamiltonian, make_graphs, make_contrastive, make_batch_norm, make_branching,
+        make_custom, make_sparse, make_checkpointed, make_hidden, make_complex,
     )
 }  # fmt: skip
 
@@ -137,9 +150,14 @@ CASES = {
 def compute_loop(model: nn.Module, losses: Tensor) -> dict[str, Tensor]:
     rows_by_entry = []
     for n in range(len(losses)):
-        found = torch.autograd.grad(losses[n], list(model.parameters()), retain_graph=True, allow_unused=True)
-        pairs = zip(model.named_parameters(), found, strict=True)
-        rows_by_entry.append({k: torch.zeros_like(p) if g is None else g.to_dense() for (k, p), g in pairs})
+        before = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        losses[n].backward(retain_graph=True)
+        rows_by_entry.append(
+            {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in model.named_parameters()}
+        )
+        for p, grad in zip(model.parameters(), before, strict=True):
+            p.grad = grad
     return {name: torch.stack([row[name] for row in rows_by_entry]).detach() for name in rows_by_entry[0]}
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import CheckpointFunction
 
 from persample import _torch
 from persample._internal.free_memory import find_free_memory
-from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.graph import find_leaves, find_nodes, preserve_grads
+from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.several_models import SeveralModels, combine_models
 from persample.backward.tap import is_tap
 from persample.distributed import Processes, find_processes
@@ -45,7 +49,8 @@ def rows(
     has no way: losses that contain gradients (PINNs, WGAN-GP, Hamiltonian networks), graphs that share a dimension,
     and samples that influence each other, as by BatchNorm in training mode or in a contrastive loss. The row of a
     sample is then the gradient of its entry of the losses, through the activations of all samples. The passes are
-    batched by `torch.func.vmap` if all functions in the graph allow it, and run one after the other if not.
+    batched by `torch.func.vmap` if all functions in the graph allow it, and run one after the other if not, or if the
+    graph has an `autograd.Function` of yours, which may run a backward pass of its own.
 
     Call it outside of any recording. `.grad` is not touched.
 
@@ -81,8 +86,9 @@ def rows(
     _check_losses(losses, trainable)
     grads = PerSampleGradients(recorded, LossReduction(), Processes(), nonfinite, options.unit_options)
     grads.start(len(losses))
-    found = _compute_rows(losses, list(recorded.values()), memory, retain_graph)
-    for p, values in zip(recorded.values(), found, strict=True):
+    passes = _Passes(losses, list(recorded.values()), trainable)
+    passes.run(memory, retain_graph)
+    for p, values in zip(recorded.values(), passes.rows, strict=True):
         grads.receive(p, Dense(values))
     grads.finish()
     grads.verification = f"the gradients of {len(losses)} losses, by a backward pass for each"
@@ -118,60 +124,92 @@ def _check_losses(losses: Tensor, trainable: Mapping[str, Tensor]) -> None:
             "the block, or of a watched model's step."
         )
     own = {id(p) for p in trainable.values()}
-    if not any(id(leaf) in own for leaf in find_leaves(losses)):
+    if any(map(_may_hide_weights, find_nodes(losses))):
+        refuse_parameter_hooks(trainable)  # they would run once for each row
+    elif not any(id(leaf) in own for leaf in find_leaves(losses)):
         raise PerSampleError("The losses depend on no parameter of the model that requires grad.")
 
 
-def _compute_rows(losses: Tensor, wanted: list[Tensor], memory: int | None, retain_graph: bool) -> list[Tensor]:
-    """`(B, *shape)` for each of the wanted tensors."""
-    found = [p.new_zeros(len(losses), *p.shape) for p in wanted]
-    if not wanted or not len(losses):
-        return found
-    # If the graph is to be freed, the last pass does that. It is not batched, because a batched pass may fail half-way.
-    last = len(losses) if retain_graph else len(losses) - 1
-    block = _find_block_size(losses, wanted, memory)
-    done = 0
-    while done < last:
-        end = min(done + block, last)
-        if block == 1 or not _run_batched(losses, wanted, done, end, found):
-            block, end = 1, done + 1
-            _run_one(losses, wanted, done, found, retain_graph=True)
-        done = end
-    if not retain_graph:
-        _run_one(losses, wanted, last, found, retain_graph=False)
-    return found
+class _Passes:
+    """The backward passes over the graph of the losses; `rows` is `(B, *shape)` for each of the wanted tensors."""
+
+    def __init__(self, losses: Tensor, wanted: list[Tensor], trainable: Mapping[str, Tensor]) -> None:
+        self.rows = [p.new_zeros(len(losses), *p.shape) for p in wanted]
+        self._losses, self._wanted, self._trainable = losses, wanted, trainable
+        self._may_hide_weights = any(map(_may_hide_weights, find_nodes(losses)))
+
+    def run(self, memory: int | None, retain_graph: bool) -> None:
+        """Compute all rows."""
+        if not self._wanted or not len(self._losses):
+            return
+        # If the graph is to be freed, the last pass does that. It is not batched: a batched pass may fail half-way.
+        last = len(self._losses) if retain_graph else len(self._losses) - 1
+        block = 1 if self._may_hide_weights else self._find_block_size(memory)
+        done = 0
+        while done < last:
+            end = min(done + block, last)
+            if block == 1 or not self._run_batched(done, end):
+                block, end = 1, done + 1
+                self._run_one(done, retain_graph=True)
+            done = end
+        if not retain_graph:
+            self._run_one(last, retain_graph=False)
+
+    def _find_block_size(self, memory: int | None) -> int:
+        """The number of passes at a time."""
+        if memory is None:
+            free = find_free_memory(p.device for p in self._wanted)
+            memory = _UNKNOWN if free is None else free // 2
+        largest = max(map(_torch.count_gradient_bytes, find_nodes(self._losses)), default=0)
+        return max(1, memory // max(1, sum(p.nbytes for p in self._wanted) + _KEPT_AT_A_TIME * largest))
+
+    def _run_batched(self, start: int, end: int) -> bool:
+        """Compute some rows at once; False if a function in the graph does not allow that, or if memory is short."""
+        losses = self._losses
+        chosen = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)[start:end]
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "There is a performance drop")  # vmap's own loop is fine here
+                parts = torch.autograd.grad(
+                    losses, self._wanted, chosen, retain_graph=True, allow_unused=True, is_grads_batched=True
+                )
+        except Exception:  # the passes run one by one then, and raise what is not due to vmap
+            return False
+        self._keep(slice(start, end), parts)
+        return True
+
+    def _run_one(self, row: int, retain_graph: bool) -> None:
+        chosen = torch.zeros_like(self._losses)
+        chosen[row] = 1
+        if self._may_hide_weights:
+            self._keep(row, self._run_backward(chosen, retain_graph))
+        else:
+            options: dict[str, Any] = {"retain_graph": retain_graph, "allow_unused": True}
+            self._keep(row, torch.autograd.grad(self._losses, self._wanted, chosen, **options))
+
+    def _run_backward(self, chosen: Tensor, retain_graph: bool) -> list[Tensor | None]:
+        """The gradients by `backward`, with `.grad` of all leaves put aside: other ways do not reach hidden weights."""
+        leaves = list(self._trainable.values())
+        before = [leaf.grad for leaf in leaves]
+        try:
+            for leaf in leaves:
+                leaf.grad = None
+            with preserve_grads(self._losses, but={*map(id, leaves)}):
+                self._losses.backward(chosen, retain_graph=retain_graph)
+            return [p.grad for p in self._wanted]
+        finally:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = grad
+
+    def _keep(self, index: int | slice, parts: Sequence[Tensor | None]) -> None:
+        for rows_of_p, part in zip(self.rows, parts, strict=True):
+            if part is not None:
+                rows_of_p[index] = part.to_dense() if part.layout is not torch.strided else part
 
 
-def _find_block_size(losses: Tensor, wanted: list[Tensor], memory: int | None) -> int:
-    """The number of passes at a time."""
-    if memory is None:
-        free = find_free_memory(p.device for p in wanted)
-        memory = _UNKNOWN if free is None else free // 2
-    largest = max(map(_torch.count_gradient_bytes, find_nodes(losses)), default=0)
-    return max(1, memory // max(1, sum(p.nbytes for p in wanted) + _KEPT_AT_A_TIME * largest))
-
-
-def _run_batched(losses: Tensor, wanted: list[Tensor], start: int, end: int, found: list[Tensor]) -> bool:
-    """Compute some rows at once; False if a function in the graph does not allow that, or if memory is short."""
-    chosen = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)[start:end]
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "There is a performance drop")  # the fallback loop of vmap is fine here
-            parts = torch.autograd.grad(
-                losses, wanted, chosen, retain_graph=True, allow_unused=True, is_grads_batched=True
-            )
-    except Exception:  # the passes run one by one then, and raise what is not due to vmap
+def _may_hide_weights(node: Any) -> bool:
+    """Whether a node may run a backward pass of its own, to weights that are not in the graph: a custom function."""
+    if not isinstance(node, BackwardCFunction):
         return False
-    for rows_of_p, part in zip(found, parts, strict=True):
-        if part is not None:
-            rows_of_p[start:end] = part
-    return True
-
-
-def _run_one(losses: Tensor, wanted: list[Tensor], row: int, found: list[Tensor], retain_graph: bool) -> None:
-    chosen = torch.zeros_like(losses)
-    chosen[row] = 1
-    parts = torch.autograd.grad(losses, wanted, chosen, retain_graph=retain_graph, allow_unused=True)
-    for rows_of_p, part in zip(found, parts, strict=True):
-        if part is not None:
-            rows_of_p[row] = part.to_dense() if part.layout is not torch.strided else part
+    function = _torch.get_custom_function(node)
+    return function is CheckpointFunction or function.__module__.partition(".")[0] != "torch"
