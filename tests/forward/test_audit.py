@@ -494,7 +494,7 @@ SEPARATE: dict[str, Forward] = {
     "vmap, sorted": lambda m, h, x: h * torch.vmap(lambda row: row.sort().values.cumsum(0))(x),
     "vmap, gathered": lambda m, h, x: torch.vmap(lambda row, i: row.gather(0, i))(h, x.argsort(1)),
     "vmap, products": lambda m, h, x: h * torch.vmap(lambda row: torch.outer(row, row).softmax(1).logsumexp(0))(x),
-    "vmap, indexed": lambda m, h, x: h * torch.vmap(lambda i: x[torch.arange(B), i.expand(B)], 0, 1)(torch.arange(D)),
+    "vmap, indexed": lambda m, h, x: h * torch.vmap(lambda i: x[:, i[None]][:, 0], 0, 1)(torch.arange(D)),
     "vmap, indexed by samples": lambda m, h, x: h * torch.vmap(lambda row: row[row.argsort()])(x),
     "a jacobian of each sample": lambda m, h, x: (torch.vmap(torch.func.jacrev(torch.sin))(x) @ h[:, :, None])[..., 0],
     "a hessian of each sample": lambda m, h, x: h * torch.vmap(torch.func.hessian(lambda z: z.sin().prod()))(x).sum(1),
