@@ -182,7 +182,8 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
     counts = [where for where in sums if where.counts]
     if not others and not any(isinstance(where, Layout) for where in call.where):
         if call.func in LINEAR and call.func not in BILINEAR:
-            return _combine_sums(call, sums)
+            combined = _combine_sums(call, sums)
+            return replace(combined, divisors=(COMPUTED,)) if _adds_number(call) else combined
         is_divided = call.func in DIVISIONS and call.where[0] is None
         is_inverse = is_divided or call.func in REVERSED_DIVISIONS or "reciprocal" in get_op_name(call.func)
         is_same = is_inverse or get_op_name(call.func) in _BOUNDS or call.func in BILINEAR
@@ -240,6 +241,15 @@ def leave_divided(call: Call, motion: Motion) -> Motion:
         return where
 
     return Motion(tuple(map(divide, motion.results)), motion.aligned, depends_on_values=True)
+
+
+def _adds_number(call: Call) -> bool:
+    """Whether a call adds more than an epsilon to what was counted, or subtracts what was counted from a number."""
+    numbers = [arg for arg in call.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+    name = get_op_name(call.func)
+    has_constants = any(where is None for where in call.where) and name not in ("stack", "to", "float", "double")
+    is_sum = call.func in SUMS and name not in ("sum", "mean")
+    return is_sum and (has_constants or any(abs(number) > 1e-3 for number in numbers))
 
 
 def _name(count: Reduced) -> str:
