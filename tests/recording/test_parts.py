@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import persample
 from persample import PerSampleError, record, watch
+from persample._internal.state import ModuleState
 from persample.errors import SamplesMixed
 
 B, D, T = 5, 3, 4
@@ -574,3 +575,45 @@ def test_what_is_no_model_is_refused() -> None:
     ):
         with pytest.raises(PerSampleError, match=message), record(wrong):
             pass
+
+
+# ---- weights beside tensors that are no batch ----
+
+
+def compute_distance(model: nn.Module, before: dict[str, Tensor]) -> Tensor:
+    terms = [F.mse_loss(p, before[name]) + (p - before[name]).square().sum() for name, p in model.named_parameters()]
+    assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    return sum(terms)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_pretrained_weights_are_no_samples(is_first: bool) -> None:
+    """Also if as many rows of them as samples."""
+    torch.manual_seed(0)
+    model = perturb(two_layers())
+    before = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    for batch in (B, 7):
+        x, y = make_classes(batch)
+
+        def step(m: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(m[2](m[0](x).tanh()), y)
+
+        with record(model) as grads:
+            distance = compute_distance(model, before) if is_first else None
+            loss = step(model, x, y)
+            (loss + (compute_distance(model, before) if distance is None else distance)).backward()
+        compare(grads, compute_rows(Case(two_layers, floats(), step), model, (x, y)))
+        shared = torch.autograd.grad(compute_distance(model, before), list(model.parameters()))
+        for found, expected in zip(grads.shared().values(), shared, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_the_state_of_a_model_does_not_hold_the_recording() -> None:
+    """It would be restored after the extra passes of a verification."""
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 2)
+    plain = ModuleState(model)
+    with record(model):
+        inside = ModuleState(model)
+    hooks = 10 * sum(1 for _ in model.modules())  # the dicts of hooks, with what is in them
+    assert len(inside._containers) <= len(plain._containers) + hooks
+    assert not any(isinstance(content, dict) and "collector" in content for _, content in inside._containers)

@@ -51,10 +51,12 @@ _MOST_ELEMENTS = 1000
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 
-# Objects of these packages are not looked into: loggers, pools, and trainers, which hold the data and the optimizer.
+# Objects of these packages are not looked into: loggers, pools, trainers, which hold the data and the optimizer, and what
+# a recording adds to a model.
 _OPAQUE = {
     "torch", "builtins", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "lightning",
     "pytorch_lightning", "lightning_fabric", "accelerate", "wandb", "tensorboard", "tokenizers", "weakref",
+    "persample",
 }  # fmt: skip
 
 # What a run may change and nobody can restore.

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -97,6 +98,7 @@ from persample.layouts import (
     find_simple_layout,
     find_size_free_layout,
     get_argument,
+    is_pointwise,
     make_call,
     make_sample_ids,
     make_strided_ids,
@@ -120,6 +122,12 @@ _SHAPED: dict[Any, Any] = {
 
 # Functions that return whether two tensors are equal as a whole.
 _COMPARING = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+
+# Functions of the entries of two tensors of one shape, besides the pointwise ones.
+_ENTRYWISE: set[Any] = {
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.pairwise_distance,
+    torch.dist, Tensor.dist, torch.dot, Tensor.dot, torch.vdot, Tensor.vdot, Tensor.copy_,
+}  # fmt: skip
 
 # Functions that replace the memory of their first argument.
 _REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
@@ -884,7 +892,11 @@ class Tracker(TorchFunctionMode):
         """Whether an op of weights outside of calls of modules has tensors of samples, as is known from now on."""
         if self.start_by_use is None or self.is_inside or not torch.is_grad_enabled():
             return False
-        others = [i for i in range(len(call.tensors)) if i not in weights]
+        if call.func in _COMPARING or call.func in READS:
+            return False
+        # A tensor that is combined with a weight entry by entry is no batch: pretrained weights, a running average.
+        shapes = {w.shape for w in weights.values()} if is_pointwise(call.func) or call.func in _ENTRYWISE else set()
+        others = [i for i, t in enumerate(call.tensors) if i not in weights and t.shape not in shapes]
         return bool(others) and self.start_by_use(replace(call, tensors=tuple(call.tensors[i] for i in others)))
 
     def _note_decision(self, call: Call, result: bool) -> None:

@@ -17,6 +17,7 @@ from persample.layouts.algebra import (
     find_declared_motion,
     find_size_free_layout,
     get_argument,
+    is_pointwise,
 )
 from persample.layouts.algebra.engine import move as move_layout
 from persample.layouts.by_index import Indexing
@@ -100,6 +101,7 @@ __all__ = [
     "get_argument",
     "has_different_orders",
     "has_equal_shares",
+    "is_pointwise",
     "join_samples",
     "make_call",
     "make_layout",
