@@ -51,8 +51,8 @@ _MOST_ELEMENTS = 1000
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, set, deque)
 
-# Objects of these packages are not looked into: loggers, pools, trainers, which hold the data and the optimizer, and what
-# a recording adds to a model.
+# Objects of these packages are not looked into: loggers, pools, trainers, which hold the data and the optimizer; and
+# what a recording adds to a model.
 _OPAQUE = {
     "torch", "builtins", "logging", "threading", "multiprocessing", "concurrent", "asyncio", "lightning",
     "pytorch_lightning", "lightning_fabric", "accelerate", "wandb", "tensorboard", "tokenizers", "weakref",
