@@ -335,7 +335,7 @@ def ppo_control(model: Any, batch: Batch) -> Tensor:
     return surrogate(model, batch) - 0.01 * Normal(torch.zeros(2), model.log_std.exp()).entropy().sum(-1)
 
 
-@examples("PPO, entropy of the policy at each state", Gaussian, continuous_episode, own=surrogate)
+@examples("PPO, entropy of the policy at each state", Gaussian, continuous_episode)
 def ppo_entropy(model: nn.Module, batch: Batch) -> Tensor:
     states, actions, advantages = batch
     policy = model(states)
