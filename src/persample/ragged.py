@@ -36,6 +36,7 @@ class Reading:
         is_list: the arguments are lists with one entry for each sample.
         can_cut: whether the arguments can be cut to one sample.
         is_structural: the structure of the arguments decides, and sizes do not.
+        constants: the names of arguments that are the same for all samples.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Reading:
     is_list: bool = False
     can_cut: bool = True
     is_structural: bool = False
+    constants: Sequence[str] = ()
 
 
 def find_structured_reading(named: Named, batch_size: int | None) -> Reading | None:
@@ -109,7 +111,9 @@ def _read_vectors(named: Named) -> Reading | None:
     vectors = [value for _, value in named if isinstance(value, Tensor) and value.dim() == 1 and len(value) != batch]
     if not vectors or any(t.dim() == 1 and len(t) != batch and not any(t is v for v in vectors) for t in tensors):
         return None
-    return Reading(batch, {id(tensor): Layout(0) for tensor in tensors if tensor.dim() and tensor.shape[0] == batch})
+    layouts = {id(tensor): Layout(0) for tensor in tensors if tensor.dim() and tensor.shape[0] == batch}
+    names = [name for name, value in named if name is not None and any(value is vector for vector in vectors)]
+    return Reading(batch, layouts, constants=names)
 
 
 # ---- bags ----

@@ -24,6 +24,7 @@ from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
 from persample.forward.places import RANDOM
+from persample.forward.remembered import RememberedConstants
 from persample.layouts import (
     INDEX_DTYPES,
     PICKS,
@@ -64,11 +65,18 @@ class OutsideTensors:
         batch_dim: the batch dimension of tensors from outside; for tensors that have fewer dimensions it is 0.
         constants: tensors that are the same for all samples.
         is_block: whether all code from the preparation of the batch to the loss is seen.
+        remembered: which tensors were constants in batches of other sizes; None: sizes alone decide.
     """
 
     def __init__(
-        self, model: nn.Module | None, batch_dim: int = 0, constants: Iterable[Tensor] = (), is_block: bool = False
+        self,
+        model: nn.Module | None,
+        batch_dim: int = 0,
+        constants: Iterable[Tensor] = (),
+        is_block: bool = False,
+        remembered: RememberedConstants | None = None,
     ) -> None:
+        self.remembered = remembered
         self._model = None if model is None else ref(model)  # the tracker must not keep its model
         self._batch_dim = batch_dim
         self._constants: TensorMap[bool] = TensorMap()
@@ -92,7 +100,12 @@ class OutsideTensors:
         if tensor in self._constants:
             return None
         dim = self.find_dim(tensor, batch)
+        if dim is None and self.remembered is not None and tensor.dim():
+            self.remembered.note_constant(tensor)
         if dim is None or self._is_constant(tensor):
+            return None
+        if self.remembered is not None and self.remembered.is_constant(tensor):
+            self._constants[tensor] = True
             return None
         self._assumed[tuple(tensor.shape), dim] = None
         self._taken[tensor] = True

@@ -387,6 +387,8 @@ class Tracker(TorchFunctionMode):
     def grow(self, batch: int) -> None:
         """Add samples to the batch. The samples so far keep their numbers."""
         before, self.batch = self.batch, batch
+        if self.outside is not None and self.outside.remembered is not None:
+            self.outside.remembered.forget_step()
         for tensor, (where, had_grad) in list(self._known.items()):
             self._known[tensor] = (add_samples_to_layout(where, tensor.shape, before, batch), had_grad)
         for address, where in list(self.saved_layouts.items()):

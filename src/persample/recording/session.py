@@ -31,6 +31,7 @@ from persample.forward.contributions import CONTRIBUTIONS, FirstLoss, get_advice
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outside import OutsideTensors
+from persample.forward.remembered import get_remembered_constants
 from persample.forward.tracker import Tracker
 from persample.gradients import LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.gradients.streamed import run_backward_twice
@@ -153,6 +154,10 @@ class Recording:
             _refuse_computed_parameters(trainable)
         refuse_parameter_hooks(trainable if options.keep_grad else self.recorded)
         self.grads = grads = self._make_gradients()
+        self._remembered = None
+        if isolation is None and tracing.get_trace() is None:
+            self._remembered = get_remembered_constants(model)
+            self._remembered.start_step()
         self._failed = failed
         # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
         is_alone = type(self.processes) is Processes
@@ -260,7 +265,11 @@ class Recording:
         dim = batch_dim if isinstance(batch_dim, int) else 0
         # A reduction that is given decides what numbers mean that may be sizes.
         return OutsideTensors(
-            self._get_model(), dim, tensors, is_block=not self._is_watched and self.options.loss_reduction is None
+            self._get_model(),
+            dim,
+            tensors,
+            is_block=not self._is_watched and self.options.loss_reduction is None,
+            remembered=self._remembered,
         )
 
     # ---- the forward pass ----
@@ -410,6 +419,9 @@ class Recording:
             arguments.add_to(self.tracker, search=self.options.batch_size is not None)
         self.tracker.note_integers(arguments.iterate_integers())
         self._note_rows(arguments.list_rows(batch_size), range(batch_size))
+        if self._remembered is not None and arguments.reading is not None:
+            for name in arguments.reading.constants:
+                self._remembered.note_name(part or self._get_model(), name)
         self._start_verification(arguments, part)
 
     def _continue_arguments(self, arguments: Arguments, part: nn.Module | None) -> None:
@@ -529,6 +541,8 @@ class Recording:
     def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> Arguments:
         forward = (part or self.processes.get_called_module(self._get_model())).forward
         constants = tuple(self.options.list_constants())
+        if self._remembered is not None and self.options.batch_size is None:
+            constants += tuple(self._remembered.list_names(part or self._get_model()))
         return Arguments(
             forward,
             args,
