@@ -1,0 +1,289 @@
+"""Compare the row of a sample with the gradient of that sample alone.
+
+Outputs may agree where gradients are mixed: behind a gate that is zero, in the backward of a custom function, in a hook
+on a gradient. So a verified call keeps the graph of a sample that was run alone. When the backward pass has ended, the
+sample's rows of the outputs' gradients are pulled back through that graph by plain autograd. What this gives for each
+parameter, added up over the calls, must be the row that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from persample import _torch
+from persample.errors import SamplesMixed
+from persample.layouts import Layout, take_sample
+from persample.recording.verification.status import NotVerified, shorten
+from persample.terms import Term
+
+# A node of the graph, and which of its results is meant.
+Edge = tuple[Any, int]
+
+# Gradients by the names of the parameters.
+Row = dict[str, Tensor]
+
+# More nodes between a loss and the outputs of a model are not looked at.
+_MOST_NODES = 20_000
+
+
+@dataclass
+class Output:
+    """An output of a call of the model, in which the samples lie in known places.
+
+    Attributes:
+        edge: where its gradient arrives in the graph.
+        alone: the output of the sample alone, by precision, with its graph.
+        gradient: the sample's rows of its gradient, when the backward pass has reached it.
+    """
+
+    edge: Edge
+    layout: Layout
+    alone: Tensor
+    position: int
+    gradient: Tensor | None = None
+
+
+@dataclass
+class VerifiedCall:
+    """A call of the model whose outputs were verified, and what is needed to compare the row of a sample.
+
+    Attributes:
+        run_precisely: runs the sample alone in float64; gives its outputs by position and the parameters by name.
+        check: raises `NotVerified` if an argument may hold several samples and was not divided among them.
+        rounding: the eps of the least precise dtype of the run.
+        remember: called when the row was compared or cannot be compared, but not if it is refused.
+    """
+
+    sample: int
+    batch: int
+    outputs: list[Output]
+    arguments: list[Tensor]
+    run_precisely: Callable[[], tuple[dict[int, Tensor], Mapping[str, Tensor]]]
+    check: Callable[[], None]
+    advice: str
+    rounding: float
+    remember: Callable[[], None]
+    handles: list[Any] = field(default_factory=list)
+
+    def watch_gradients(self) -> None:
+        """Keep the sample's rows of the gradients that arrive at the outputs."""
+        for output in self.outputs:
+            node, number = output.edge
+            self.handles.append(node.register_prehook(_keep(output, number, self.sample, self.batch)))
+
+    def pull_back(self, parameters: Mapping[str, Tensor], alone: Mapping[int, Tensor]) -> Row:
+        """The gradients of the parameters from the sample's rows of the outputs' gradients."""
+        pairs = [(alone[o.position], o.gradient) for o in self.outputs if o.gradient is not None]
+        pairs = [(tensor, gradient.to(tensor.dtype).reshape(tensor.shape)) for tensor, gradient in pairs]
+        handles = []
+        if len(pairs) > 1:  # an output may depend on another one, and its gradient is part of that of the other
+            handles = [tensor.register_hook(lambda _, own=gradient: own) for tensor, gradient in pairs]
+        try:
+            found = torch.autograd.grad(
+                [tensor for tensor, _ in pairs],
+                list(parameters.values()),
+                [gradient for _, gradient in pairs],
+                allow_unused=True,
+            )
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {name: g.double() for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _keep(output: Output, number: int, sample: int, batch: int) -> Callable[[Sequence[Tensor | None]], None]:
+    def keep(gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                own = take_sample(gradient, output.layout, sample, batch).clone()
+                output.gradient = own if output.gradient is None else output.gradient + own
+
+    return keep
+
+
+class RowCheck:
+    """Compares a row of one recording, in the first backward pass after calls that were verified.
+
+    Args:
+        parameters: the recorded parameters, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.calls: list[VerifiedCall] = []
+        self.is_noting = False  # what is delivered now belongs to the row
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._row: Row = {}
+
+    def add(self, call: VerifiedCall) -> None:
+        """Add a call that was verified."""
+        call.watch_gradients()
+        self.calls.append(call)
+
+    def forget(self) -> None:
+        """Forget the calls: their pass has ended, or there will be none."""
+        for call in self.calls:
+            for handle in call.handles:
+                handle.remove()
+            call.outputs.clear()
+        self.calls, self.is_noting, self._row = [], False, {}
+
+    # ---- what is recorded ----
+
+    def follow(self, deliver: Callable[[Tensor, Sequence[Term]], None]) -> Callable[[Tensor, Sequence[Term]], None]:
+        """`deliver`, which also notes the row."""
+
+        def note_and_deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
+            if self.is_noting:
+                self._note(parameter, terms, 0)
+            deliver(parameter, terms)
+
+        return note_and_deliver
+
+    def follow_stack(self, deliver: Callable[[Sequence[Tensor], Term], None]) -> Callable[[Sequence[Tensor], Term], None]:
+        """`deliver` for a term of several parameters, which also notes their rows."""
+
+        def note_and_deliver(parameters: Sequence[Tensor], term: Term) -> None:
+            if self.is_noting:
+                for i, parameter in enumerate(parameters):
+                    self._note(parameter, [term], i)
+            deliver(parameters, term)
+
+        return note_and_deliver
+
+    def _note(self, parameter: Tensor, terms: Iterable[Term], place: int) -> None:
+        name, call = self._names.get(id(parameter)), self.calls[0]
+        if name is None:
+            return
+        start = place * call.batch + call.sample
+        with _torch.DisableTorchFunction(), torch.no_grad():
+            for term in terms:
+                own = term.some(start, start + 1).dense()[0].double()
+                self._row[name] = self._row[name] + own if name in self._row else own
+
+    # ---- the backward pass ----
+
+    def begin(self, roots: Iterable[Tensor], anchor: Any, uses: Iterable[Any]) -> None:
+        """Before a backward pass from `roots`: see whether its gradients reach weights through the outputs alone.
+
+        `anchor` and `uses` are the nodes of uses of weights.
+        """
+        ends = [(t.grad_fn, t.output_nr) for t in roots if t.grad_fn is not None]
+        arguments = [t for call in self.calls for t in call.arguments]
+        ends += [(t.grad_fn, t.output_nr) for t in arguments if t.grad_fn is not None]
+        outputs = {edge for call in self.calls for edge in (output.edge for output in call.outputs)}
+        is_given = any(id(t) in self._names for t in arguments)
+        if is_given or _reaches(ends, {anchor, *uses}, outputs):
+            raise NotVerified("the loss or an argument uses weights in other ways than by the outputs of verified calls")
+        if any(call.sample != self.calls[0].sample for call in self.calls):
+            raise NotVerified("the calls of the model have different samples")
+        self.is_noting = True
+
+    def compare(self) -> str:
+        """After the backward pass: compare the row that was recorded with that of the sample alone.
+
+        Raises:
+            SamplesMixed: the row differs.
+            NotVerified: no gradient has arrived, or the sample alone has none.
+        """
+        calls = [call for call in self.calls if any(o.gradient is not None for o in call.outputs)]
+        if not calls:
+            raise NotVerified("no gradient has reached the outputs of the model")
+        expected = _add(self._pull_back(call, {o.position: o.alone for o in call.outputs}) for call in calls)
+        name, relative = self._find_difference(expected, calls)
+        if name is not None and not self._is_rounding(name, expected, relative, calls):
+            self._refuse(name, expected, relative)
+        for call in self.calls:
+            call.remember()
+        return f"row {calls[0].sample} is the gradient of the sample alone"
+
+    def _pull_back(self, call: VerifiedCall, alone: Mapping[int, Tensor], names: Mapping[str, Tensor] | None = None) -> Row:
+        try:
+            return call.pull_back(self.parameters if names is None else names, alone)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise NotVerified(f"the backward pass of sample {call.sample} alone raises {shorten(error)}") from error
+
+    def _find_difference(self, expected: Row, calls: list[VerifiedCall]) -> tuple[str | None, float]:
+        """The parameter whose row differs most, relative to the row, and by how much; None if all agree."""
+        rounding = max(call.rounding for call in calls)
+        largest = max((float(g.abs().max()) for g in (*expected.values(), *self._row.values()) if g.numel()), default=0.0)
+        worst: tuple[str | None, float] = None, rounding**0.5 / 4
+        for name, own, other in self._pairs(expected):
+            scale = float(torch.maximum(own.abs().max(), other.abs().max()))
+            difference = float((own - other).abs().max())
+            if not own.isfinite().all() or not other.isfinite().all():
+                raise NotVerified("gradients are not finite")
+            if difference > 100 * rounding * largest and difference > worst[1] * scale:
+                worst = name, difference / scale
+        return worst
+
+    def _pairs(self, expected: Row) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, parameter in self.parameters.items():
+            own, other = self._row.get(name), expected.get(name)
+            if parameter.numel() and (own is not None or other is not None):
+                zero = torch.zeros((), dtype=torch.double, device=parameter.device).expand(parameter.shape)
+                yield name, zero if own is None else own, zero if other is None else other
+
+    def _is_rounding(self, name: str, expected: Row, relative: float, calls: list[VerifiedCall]) -> bool:
+        """Whether the row of the sample alone differs as much from that in float64."""
+        for call in calls:
+            call.check()
+        try:
+            precise: list[Row] = []
+            for call in calls:
+                outputs, parameters = call.run_precisely()
+                precise.append(self._pull_back(call, outputs, parameters))
+        except Exception:  # the model computes in one dtype only
+            return relative <= max(call.rounding for call in calls) ** 0.25
+        (_, own, alone), exact = next(p for p in self._pairs(expected) if p[0] == name), _add(precise).get(name)
+        noise = alone if exact is None else alone - exact
+        return float((own - alone).abs().max()) <= 10 * float(noise.abs().max())
+
+    def _refuse(self, name: str, expected: Row, relative: float) -> None:
+        call = self.calls[0]
+        own, alone = next((a, b) for other, a, b in self._pairs(expected) if other == name)
+        raise SamplesMixed(
+            f"The gradient of a sample depends on the other samples, although its outputs do not: the row of sample "
+            f"{call.sample} for '{name}', in its batch of {call.batch}, differs by up to "
+            f"{float((own - alone).abs().max()):.3g} from the gradient of the same sample alone (relative to the size "
+            f"of its entries: {relative:.2g}). The cause may be samples that meet behind a factor that is zero, the "
+            "backward of a custom autograd.Function, a hook on a gradient, or a rule of your own. "
+            f"{call.advice} The option verify=False turns this check off."
+        )
+
+
+def _add(rows: Iterable[Row]) -> Row:
+    total: Row = {}
+    for row in rows:
+        for name, gradient in row.items():
+            total[name] = total[name] + gradient if name in total else gradient
+    return total
+
+
+def _reaches(ends: Iterable[Edge], targets: set[Any], stops: set[Edge]) -> bool:
+    """Whether a graph, searched from `ends` but not behind `stops`, has one of the target nodes."""
+    waiting, seen = [edge for edge in ends if edge not in stops], set()
+    while waiting:
+        node, _ = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in targets or len(seen) > _MOST_NODES:
+            return True
+        waiting += [edge for edge in node.next_functions if edge[0] is not None and edge not in stops]
+    return False
+
+
+def find_edge(output: Tensor) -> Edge:
+    """Where the gradient of an output arrives."""
+    edge = get_gradient_edge(output)
+    return edge.node, edge.output_nr
