@@ -395,6 +395,12 @@ def get_gradient_hooks(parameter: Tensor) -> tuple[dict[int, Any] | None, ...]:
     return parameter._backward_hooks, parameter._post_accumulate_grad_hooks
 
 
+def forget_gradient_hooks(result: Tensor) -> None:
+    """Remove the hooks on the gradient of a tensor that is no leaf."""
+    if hooks := result._backward_hooks:
+        hooks.clear()
+
+
 def has_gradient_hooks(parameters: Iterable[Any]) -> bool:
     """Whether any of some leaves has a hook on its gradient."""
     return any([p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters])

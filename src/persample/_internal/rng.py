@@ -125,6 +125,10 @@ class RngState:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def is_current(self) -> bool:
+        """Whether the generators have these states now."""
+        return self == RngState([generator for generator, _ in self._own])
+
     def _same_numpy(self, other: RngState) -> bool:
         if self._numpy is None or other._numpy is None:
             return self._numpy is other._numpy

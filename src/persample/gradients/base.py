@@ -72,6 +72,12 @@ class RecordedGradients(ABC):
         self._is_backward_done = False
         self.tried = TriedFunctions()  # filled by the tracker
         self.verification = "not verified: no forward pass has ended"
+        self.row_verification = ""  # whether a row was compared with the gradient of the sample alone
+
+    def _describe_verification(self) -> list[str]:
+        """The last lines of `repr`."""
+        rows = self.row_verification if self.verification.startswith("verified") else ""
+        return [*([f"  {rows}"] if rows.startswith("no row") else []), f"  {self.verification})"]
 
     # ---- filling ----
 

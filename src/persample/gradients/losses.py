@@ -141,6 +141,16 @@ class LossGradients:
         for grads in self._grads:
             grads.verification = verification
 
+    @property
+    def row_verification(self) -> str:
+        """Whether a row was compared with the gradient of the sample alone."""
+        return self._grads[0].row_verification
+
+    @row_verification.setter
+    def row_verification(self, verification: str) -> None:
+        for grads in self._grads:
+            grads.row_verification = verification
+
     def explain(self) -> Explanation:
         """What was kept for each parameter by the first loss."""
         return self._grads[0].explain()

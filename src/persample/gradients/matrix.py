@@ -130,7 +130,7 @@ class PerSampleGradients(RecordedGradients):
         lines = [f"PerSampleGradients({described}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
-        return "\n".join([*lines, f"  {self.verification})"])
+        return "\n".join([*lines, *self._describe_verification()])
 
     # ---- answers ----
 
@@ -497,7 +497,7 @@ class PerSampleGradients(RecordedGradients):
                     terms.append(merge_samples(term, groups.scale(recording._scale)))
             if terms:
                 found._receive(name, add_terms(terms))
-        found.verification = self.verification
+        found.verification, found.row_verification = self.verification, self.row_verification
         return found
 
     @torch.no_grad()

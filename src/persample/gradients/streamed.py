@@ -86,7 +86,7 @@ class _Streamed(RecordedGradients):
         lines = [f"{type(self).__name__}({described}{self._describe_nonfinite(len(self._squares.nonfinite))}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
-        return "\n".join([*lines, f"  {self.verification})"])
+        return "\n".join([*lines, *self._describe_verification()])
 
     def _describe_term(self, name: str) -> str:
         return "norms only" if name in self._used else "not used"

@@ -40,7 +40,13 @@ from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, select_trainable
 from persample.recording.parts_of_batch import RowsInMemory
 from persample.recording.readings import Readings
-from persample.recording.verification import Verification, start_late_verification, start_verification
+from persample.recording.verification import (
+    NotVerified,
+    RowCheck,
+    Verification,
+    start_late_verification,
+    start_verification,
+)
 from persample.terms import Term, add_terms
 
 Gradients = PerSampleGradients | StreamedNorms | StreamedClip | LossGradients
@@ -178,12 +184,13 @@ class Recording:
 
         used = trainable.values() if is_alone else map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad, complain)
+        self._rows = rows = RowCheck(self.recorded)
         self.collector = Collector(
             used,
-            deliver,
+            rows.follow(deliver),
             partial(call_in_full_precision, finish),
             early=isinstance(grads, (StreamedNorms, StreamedClip)),
-            deliver_stack=None if options.keep_grad else grads.receive_stack,
+            deliver_stack=None if options.keep_grad else rows.follow_stack(grads.receive_stack),
             deliver_shared=partial(_deliver_shared, grads, self.processes, options.keep_grad),
         )
         self.collector.complain = complain
@@ -473,9 +480,13 @@ class Recording:
             self.is_verifying = True
             try:
                 with self.tracker.pause():
+                    verification.has_row = self.options.positions is None
                     self._note_status(verification.finish(output, self.options))
             finally:
                 self.is_verifying = False
+            self.grads.row_verification = verification.no_row
+            if verification.row is not None:
+                self._rows.add(verification.row)
 
     def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
         """Prepare the verification of a call that has just run and may have done something new."""
@@ -579,6 +590,7 @@ class Recording:
             )
         self._check_gradients(args, kwargs)
         self.tracker.end_audit()
+        is_first = self._begin_row(args[0], inputs) if self._rows.calls else False
         self.collector.prepare_backward()
         is_graph_kept = _is_graph_kept(func, args, kwargs)
         if len(args) > 1 or kwargs:
@@ -587,10 +599,13 @@ class Recording:
         try:
             with self._end.wait(), nullcontext() if self._has_hooks else self._unrecorded:
                 if func is Tensor.backward and self._choose_passes() == 2:
-                    return run_backward_twice(self.collector.anchor, func, args, kwargs)
-                result = func(*args, **kwargs)
-                if _get_inputs(func, args, kwargs) is None:
-                    self.collector.end_without_tap()
+                    result = run_backward_twice(self.collector.anchor, func, args, kwargs)
+                else:
+                    result = func(*args, **kwargs)
+                    if _get_inputs(func, args, kwargs) is None:
+                        self.collector.end_without_tap()
+                if is_first:
+                    self._compare_row()
                 return result
         except BaseException as error:
             self._failed(error)
@@ -598,6 +613,36 @@ class Recording:
             raise
         finally:
             self.collector.forget_gradients(is_graph_kept)
+
+    def _begin_row(self, roots: Any, inputs: list[Tensor]) -> bool:
+        """Prepare to compare a row after the backward pass that is about to run; False if it cannot be compared."""
+        if self._rows.is_noting:  # a pass inside of a pass
+            return False
+        nodes = [self.collector.anchor_node, *(retained.node for retained in self.collector.retained)]
+        try:
+            if inputs:
+                raise NotVerified("the backward pass has inputs=")
+            self._rows.begin(find_tensors(roots), nodes)
+        except NotVerified as reason:
+            self._end_row(f"no row was compared: {reason}")
+            return False
+        return True
+
+    def _compare_row(self) -> None:
+        """Compare the row of a sample with its gradient alone, after the first backward pass."""
+        self.is_verifying = self.collector.is_pulling_back = True
+        try:
+            with self.tracker.pause():
+                self._end_row(self._rows.compare())
+        except NotVerified as reason:
+            self._end_row(f"no row was compared: {reason}")
+        finally:
+            self._rows.forget()
+            self.is_verifying = self.collector.is_pulling_back = False
+
+    def _end_row(self, status: str) -> None:
+        self.grads.row_verification = status
+        self._rows.end()
 
     def _check_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In private training: check what the code around the model has done, and the gradients that it passes on."""

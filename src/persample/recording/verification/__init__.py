@@ -5,7 +5,8 @@ declarations. It takes two forward passes of one sample, in the first recording 
 """
 
 from persample.recording.verification.one_pass import Verification
+from persample.recording.verification.rows import RowCheck
 from persample.recording.verification.start import start_late_verification, start_verification
 from persample.recording.verification.status import NotVerified
 
-__all__ = ["NotVerified", "Verification", "start_late_verification", "start_verification"]
+__all__ = ["NotVerified", "RowCheck", "Verification", "start_late_verification", "start_verification"]

@@ -36,6 +36,9 @@ class Comparison:
         self.batch = verification.batch
         self._whole: Call = (verification.arguments.args, verification.arguments.kwargs)
         self._needs_copies = False  # a sample alone raises
+        self._row_sample = None if runs.is_random or not verification.has_row else list(verification.samples)[-1]
+        self.row: dict[int, Tensor] = {}  # the outputs of that sample alone, with their graph
+        self.row_inputs: list[Tensor] = []  # the leaves of that graph that are no parameters
 
     def run(self) -> str:
         """Compare each sample; return what was found, in words."""
@@ -54,6 +57,7 @@ class Comparison:
             compared |= found is not None
             if found is not None and found.relative > self._tight:
                 self._judge(sample, call, found)
+                self.row = {}  # its gradient may differ as much
         if not compared:
             self.verification.is_telling = self._is_finite()
             raise NotVerified("the outputs of a sample alone have another form, or are not finite")
@@ -164,7 +168,11 @@ class Comparison:
 
     def _compare_alone(self, sample: int, call: Call) -> Difference | None:
         try:
-            outputs = self.runs.run(call)
+            if sample == self._row_sample and not self.row:
+                outputs = self.row = self.runs.run_with_graph(call)
+                self.row_inputs = self.runs.inputs
+            else:
+                outputs = self.runs.run(call)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # batch norm and fixed shapes need several samples
@@ -223,15 +231,21 @@ class Comparison:
 
     def _check_divided(self) -> None:
         """Raise if an argument may hold several samples and was not divided among them."""
+        if found := self.find_undivided():
+            raise NotVerified(found)
+
+    def find_undivided(self) -> str:
+        """What is said of an argument that may hold several samples and was not divided among them; else ''."""
         arguments = self.verification.arguments
         if _has_list((arguments.args, arguments.kwargs), self.batch):
-            raise NotVerified("a list in the arguments may hold one item for each sample")
+            return "a list in the arguments may hold one item for each sample"
         undivided = arguments.find_undivided(self.batch, self.verification.find_layout)
-        if undivided is not None:
-            raise NotVerified(
-                f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
-                "samples; if it is the same for all samples, pass it in constants="
-            )
+        if undivided is None:
+            return ""
+        return (
+            f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
+            "samples; if it is the same for all samples, pass it in constants="
+        )
 
     def _compare_batch(self, sample: int, outputs: dict[int, Tensor]) -> Difference | None:
         """The difference of a sample's rows between the batch and another run with as many samples; None if unknown."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.copies import CannotCopy
 from persample._internal.rng import RngState
-from persample._internal.state import ModuleState, keep_tensors
+from persample._internal.state import ModuleState
 from persample._internal.tree import iterate_tensors
 from persample.batches import Arguments, Call
 from persample.errors import PerSampleError
@@ -21,7 +22,8 @@ from persample.layouts import Layout, Reduced
 from persample.recording.options import Options
 from persample.recording.verification.comparison import Comparison
 from persample.recording.verification.differences import Part, make_part
-from persample.recording.verification.runs import Runs
+from persample.recording.verification.rows import VerifiedCall, make_outputs
+from persample.recording.verification.runs import Runs, open_extra_passes
 from persample.recording.verification.status import NotVerified, describe, shorten
 
 # How many samples are run alone, besides the last one, if the model has read values of samples.
@@ -40,6 +42,8 @@ class Verification:
         is_random: whether the pass draws random numbers, if it has already run.
 
     Attributes:
+        has_row: whether a row of the gradients can be compared after the backward pass.
+        row: what is needed for that, after `finish`; `no_row` says why it is missing.
         is_telling: False if the outputs are not finite or, in private training, if all samples are equal.
     """
 
@@ -59,6 +63,9 @@ class Verification:
         self.batch = tracker.batch
         self.outputs = 0  # how many tensors the forward pass returned
         self.is_telling = True
+        self.has_row = True
+        self.row: VerifiedCall | None = None
+        self.no_row = ""
         self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
         self.find_layout, self.advice = tracker.find_layout, tracker.advice
         self._tracker, self._remember, self._is_random = tracker, remember, is_random
@@ -99,16 +106,48 @@ class Verification:
                     raise NotVerified("no output has a part for each sample, or is a sum over them")
                 if self._tracker.has_read_samples and not self.has_changed_arguments:  # each may take another branch
                     self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
-            with self._open_extra_passes() as runs:
+            with open_extra_passes(self.model, (self.before, self.random_before), self._is_random) as runs:
                 comparison = Comparison(self, runs, parts)
                 status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
+                self._keep_row(comparison, output, runs)
         except NotVerified as reason:
             status = describe(reason, options, is_late=self._remember is None)
         except torch.OutOfMemoryError:
             return "not verified: out of memory"  # not remembered
         if self.is_telling and self._remember is not None:
-            self._remember(status)
+            if self.row is None:
+                self._remember(status)
+            else:
+                self.row.remember = partial(self._remember, status)
         return status
+
+    def _keep_row(self, comparison: Comparison, output: Any, runs: Runs) -> None:
+        """Keep what is needed to compare the row of a sample after the backward pass."""
+        outputs = list(iterate_tensors(output))
+        parts = [(outputs[p.position], p.layout, comparison.row.get(p.position), p.position) for p in comparison.parts]
+        found = [
+            (o, where, own, n)
+            for o, where, own, n in parts
+            if own is not None and own.requires_grad and o.requires_grad
+        ]
+        if not found:
+            cause = "the forward pass draws random numbers" if runs.is_random else "no output has rows with gradients"
+            self.no_row = f"no row was compared: {cause}"
+            return
+        sample = list(self.samples)[-1]
+        given = iterate_tensors((self.arguments.args, self.arguments.kwargs))
+        self.row = VerifiedCall(
+            sample=sample,
+            batch=self.batch,
+            outputs=make_outputs(found),
+            arguments=[tensor for tensor in given if tensor.requires_grad],
+            call=self.samples[sample],
+            inputs=comparison.row_inputs,
+            model=ref(self.model),
+            ambiguity=comparison.find_undivided(),
+            advice=self.advice,
+            rounding=runs.rounding,
+        )
 
     def _find_parts(self, output: Any) -> list[Part]:
         """The outputs in which the samples lie in known places."""
@@ -139,26 +178,3 @@ class Verification:
     def has_changed_arguments(self) -> bool:
         """Whether the forward pass has changed its arguments in place."""
         return any(tensor._version != version for tensor, version in self._versions)
-
-    @contextmanager
-    def _open_extra_passes(self) -> Iterator[Runs]:
-        """Restores everything that the extra passes change: state of the model, random numbers, settings of torch."""
-        after = ModuleState(self.model)
-        random_after = RngState(self.before.generators)
-        had_cache = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # casts of the extra passes must not be used by others
-        try:
-            with ExitStack() as stack:
-                if _torch.get_saved_tensor_hooks() is not None:  # a checkpoint counts what is saved
-                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_return_same, _return_same))
-                writes = stack.enter_context(keep_tensors(after))
-                yield Runs(self, writes, is_random=self._is_random or random_after != self.random_before)
-        finally:
-            torch.set_autocast_cache_enabled(had_cache)
-            after.restore()
-            if RngState(self.before.generators) != random_after:
-                random_after.restore()
-
-
-def _return_same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
+from persample._internal.dtypes import to_double
+from persample.batches import Call
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
+from persample.recording.verification.runs import open_extra_passes
 from persample.recording.verification.status import NotVerified, shorten
 from persample.terms import Term
 
@@ -32,20 +36,25 @@ Row = dict[str, Tensor]
 _MOST_NODES = 20_000
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass
 class Output:
     """An output of a call of the model, in which the samples lie in known places.
 
     Attributes:
-        edge: where its gradient arrives in the graph.
         alone: the output of the sample alone, by precision, with its graph.
+        is_inner: whether another output depends on it in the graph of the batch, so that its gradient includes what
+            comes from that one. The results of one fused op do not depend on each other.
         gradient: the sample's rows of its gradient, when the backward pass has reached it.
     """
 
-    edge: Edge
     layout: Layout
     alone: Tensor
     position: int
+    is_inner: bool = False
     gradient: Tensor | None = None
 
 
@@ -54,47 +63,54 @@ class VerifiedCall:
     """A call of the model whose outputs were verified, and what is needed to compare the row of a sample.
 
     Attributes:
-        run_precisely: runs the sample alone in float64; gives its outputs by position and the parameters by name.
-        check: raises `NotVerified` if an argument may hold several samples and was not divided among them.
+        outputs: the outputs, by where their gradients arrive in the graph. Hooks of the graph hold an output, but not
+            this object: it holds nodes of the graph, and torch cannot free such a cycle.
+        arguments: tensors that require grad.
+        call: the arguments of the sample alone.
+        inputs: copies of them that require grad, in the graph of the outputs.
+        ambiguity: what is said of an argument that may hold several samples and was not divided among them, or ''.
         rounding: the eps of the least precise dtype of the run.
         remember: called when the row was compared or cannot be compared, but not if it is refused.
     """
 
     sample: int
     batch: int
-    outputs: list[Output]
+    outputs: dict[Edge, Output]
     arguments: list[Tensor]
-    run_precisely: Callable[[], tuple[dict[int, Tensor], Mapping[str, Tensor]]]
-    check: Callable[[], None]
+    call: Call
+    inputs: list[Tensor]
+    model: ref[nn.Module]
+    ambiguity: str
     advice: str
     rounding: float
-    remember: Callable[[], None]
+    remember: Callable[[], None] = _do_nothing
     handles: list[Any] = field(default_factory=list)
 
     def watch_gradients(self) -> None:
         """Keep the sample's rows of the gradients that arrive at the outputs."""
-        for output in self.outputs:
-            node, number = output.edge
+        for (node, number), output in self.outputs.items():
             self.handles.append(node.register_prehook(_keep(output, number, self.sample, self.batch)))
 
-    def pull_back(self, parameters: Mapping[str, Tensor], alone: Mapping[int, Tensor]) -> Row:
-        """The gradients of the parameters from the sample's rows of the outputs' gradients."""
-        pairs = [(alone[o.position], o.gradient) for o in self.outputs if o.gradient is not None]
-        pairs = [(tensor, gradient.to(tensor.dtype).reshape(tensor.shape)) for tensor, gradient in pairs]
-        handles = []
-        if len(pairs) > 1:  # an output may depend on another one, and its gradient is part of that of the other
-            handles = [tensor.register_hook(lambda _, own=gradient: own) for tensor, gradient in pairs]
+    def pull_back(self, parameters: Mapping[str, Tensor], alone: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Row:
+        """The gradients of the parameters from the sample's rows of the outputs' gradients.
+
+        Those of the inputs are computed as well: where they are not, `group_norm` of torch 2.13 may crash.
+        """
+        tensors, gradients, handles = [], [], []
+        for output in self.outputs.values():
+            if output.gradient is not None:
+                tensor = alone[output.position]
+                gradient = output.gradient.to(tensor.dtype).reshape(tensor.shape)
+                tensors.append(tensor)
+                gradients.append(gradient)
+                if output.is_inner:
+                    handles.append(tensor.register_hook(lambda _, own=gradient: own))
         try:
-            found = torch.autograd.grad(
-                [tensor for tensor, _ in pairs],
-                list(parameters.values()),
-                [gradient for _, gradient in pairs],
-                allow_unused=True,
-            )
+            found = torch.autograd.grad(tensors, [*parameters.values(), *inputs], gradients, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: g.double() for name, g in zip(parameters, found, strict=True) if g is not None}
+        return {name: to_double(g) for name, g in zip(parameters, found, strict=False) if g is not None}
 
 
 def _keep(output: Output, number: int, sample: int, batch: int) -> Callable[[Sequence[Tensor | None]], None]:
@@ -127,8 +143,14 @@ class RowCheck:
         call.watch_gradients()
         self.calls.append(call)
 
+    def end(self) -> None:
+        """Remember that the calls were verified, and forget them: their row was compared, or cannot be compared."""
+        for call in self.calls:
+            call.remember()
+        self.forget()
+
     def forget(self) -> None:
-        """Forget the calls: their pass has ended, or there will be none."""
+        """Forget the calls. Other calls like them will be verified again."""
         for call in self.calls:
             for handle in call.handles:
                 handle.remove()
@@ -138,22 +160,26 @@ class RowCheck:
     # ---- what is recorded ----
 
     def follow(self, deliver: Callable[[Tensor, Sequence[Term]], None]) -> Callable[[Tensor, Sequence[Term]], None]:
-        """`deliver`, which also notes the row."""
+        """`deliver`, which also notes the row. It does not keep this object."""
+        weak = ref(self)
 
         def note_and_deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
-            if self.is_noting:
-                self._note(parameter, terms, 0)
+            if (check := weak()) is not None and check.is_noting:
+                check._note(parameter, terms, 0)
             deliver(parameter, terms)
 
         return note_and_deliver
 
-    def follow_stack(self, deliver: Callable[[Sequence[Tensor], Term], None]) -> Callable[[Sequence[Tensor], Term], None]:
+    def follow_stack(
+        self, deliver: Callable[[Sequence[Tensor], Term], None]
+    ) -> Callable[[Sequence[Tensor], Term], None]:
         """`deliver` for a term of several parameters, which also notes their rows."""
+        weak = ref(self)
 
         def note_and_deliver(parameters: Sequence[Tensor], term: Term) -> None:
-            if self.is_noting:
+            if (check := weak()) is not None and check.is_noting:
                 for i, parameter in enumerate(parameters):
-                    self._note(parameter, [term], i)
+                    check._note(parameter, [term], i)
             deliver(parameters, term)
 
         return note_and_deliver
@@ -165,23 +191,25 @@ class RowCheck:
         start = place * call.batch + call.sample
         with _torch.DisableTorchFunction(), torch.no_grad():
             for term in terms:
-                own = term.some(start, start + 1).dense()[0].double()
+                own = to_double(term.some(start, start + 1).dense()[0])
                 self._row[name] = self._row[name] + own if name in self._row else own
 
     # ---- the backward pass ----
 
-    def begin(self, roots: Iterable[Tensor], anchor: Any, uses: Iterable[Any]) -> None:
+    def begin(self, roots: Iterable[Tensor], uses: Iterable[Any]) -> None:
         """Before a backward pass from `roots`: see whether its gradients reach weights through the outputs alone.
 
-        `anchor` and `uses` are the nodes of uses of weights.
+        `uses` are the nodes of uses of weights.
         """
         ends = [(t.grad_fn, t.output_nr) for t in roots if t.grad_fn is not None]
         arguments = [t for call in self.calls for t in call.arguments]
         ends += [(t.grad_fn, t.output_nr) for t in arguments if t.grad_fn is not None]
-        outputs = {edge for call in self.calls for edge in (output.edge for output in call.outputs)}
+        outputs = {edge for call in self.calls for edge in call.outputs}
         is_given = any(id(t) in self._names for t in arguments)
-        if is_given or _reaches(ends, {anchor, *uses}, outputs):
-            raise NotVerified("the loss or an argument uses weights in other ways than by the outputs of verified calls")
+        if is_given or _reaches(ends, {*uses}, outputs):
+            raise NotVerified(
+                "the loss or an argument uses weights in other ways than by the outputs of verified calls"
+            )
         if any(call.sample != self.calls[0].sample for call in self.calls):
             raise NotVerified("the calls of the model have different samples")
         self.is_noting = True
@@ -193,21 +221,28 @@ class RowCheck:
             SamplesMixed: the row differs.
             NotVerified: no gradient has arrived, or the sample alone has none.
         """
-        calls = [call for call in self.calls if any(o.gradient is not None for o in call.outputs)]
+        calls = [call for call in self.calls if any(o.gradient is not None for o in call.outputs.values())]
         if not calls:
             raise NotVerified("no gradient has reached the outputs of the model")
-        expected = _add(self._pull_back(call, {o.position: o.alone for o in call.outputs}) for call in calls)
+        expected = _add(map(self._pull_back, calls))
         name, relative = self._find_difference(expected, calls)
         if name is not None and not self._is_rounding(name, expected, relative, calls):
             self._refuse(name, expected, relative)
-        for call in self.calls:
-            call.remember()
         return f"row {calls[0].sample} is the gradient of the sample alone"
 
-    def _pull_back(self, call: VerifiedCall, alone: Mapping[int, Tensor], names: Mapping[str, Tensor] | None = None) -> Row:
+    def _pull_back(self, call: VerifiedCall, precisely: bool = False) -> Row:
+        """The row of a call by plain autograd."""
         try:
-            return call.pull_back(self.parameters if names is None else names, alone)
-        except torch.OutOfMemoryError:
+            if (model := call.model()) is None:
+                raise NotVerified("the model is gone")
+            with open_extra_passes(model) as runs:
+                if precisely:
+                    outputs, weights = runs.run_in_double(call.call)
+                    return call.pull_back(weights, outputs, runs.inputs)
+                return call.pull_back(
+                    self.parameters, {o.position: o.alone for o in call.outputs.values()}, call.inputs
+                )
+        except (NotVerified, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise NotVerified(f"the backward pass of sample {call.sample} alone raises {shorten(error)}") from error
@@ -215,7 +250,9 @@ class RowCheck:
     def _find_difference(self, expected: Row, calls: list[VerifiedCall]) -> tuple[str | None, float]:
         """The parameter whose row differs most, relative to the row, and by how much; None if all agree."""
         rounding = max(call.rounding for call in calls)
-        largest = max((float(g.abs().max()) for g in (*expected.values(), *self._row.values()) if g.numel()), default=0.0)
+        largest = max(
+            (float(g.abs().max()) for g in (*expected.values(), *self._row.values()) if g.numel()), default=0.0
+        )
         worst: tuple[str | None, float] = None, rounding**0.5 / 4
         for name, own, other in self._pairs(expected):
             scale = float(torch.maximum(own.abs().max(), other.abs().max()))
@@ -230,21 +267,19 @@ class RowCheck:
         for name, parameter in self.parameters.items():
             own, other = self._row.get(name), expected.get(name)
             if parameter.numel() and (own is not None or other is not None):
-                zero = torch.zeros((), dtype=torch.double, device=parameter.device).expand(parameter.shape)
+                zero = to_double(parameter.new_zeros(())).expand(parameter.shape)
                 yield name, zero if own is None else own, zero if other is None else other
 
     def _is_rounding(self, name: str, expected: Row, relative: float, calls: list[VerifiedCall]) -> bool:
         """Whether the row of the sample alone differs as much from that in float64."""
         for call in calls:
-            call.check()
+            if call.ambiguity:
+                raise NotVerified(call.ambiguity)
         try:
-            precise: list[Row] = []
-            for call in calls:
-                outputs, parameters = call.run_precisely()
-                precise.append(self._pull_back(call, outputs, parameters))
-        except Exception:  # the model computes in one dtype only
+            precise = _add(self._pull_back(call, precisely=True) for call in calls)
+        except NotVerified:  # the model computes in one dtype only
             return relative <= max(call.rounding for call in calls) ** 0.25
-        (_, own, alone), exact = next(p for p in self._pairs(expected) if p[0] == name), _add(precise).get(name)
+        (_, own, alone), exact = next(p for p in self._pairs(expected) if p[0] == name), precise.get(name)
         noise = alone if exact is None else alone - exact
         return float((own - alone).abs().max()) <= 10 * float(noise.abs().max())
 
@@ -283,7 +318,27 @@ def _reaches(ends: Iterable[Edge], targets: set[Any], stops: set[Edge]) -> bool:
     return False
 
 
-def find_edge(output: Tensor) -> Edge:
-    """Where the gradient of an output arrives."""
-    edge = get_gradient_edge(output)
-    return edge.node, edge.output_nr
+def make_outputs(found: Iterable[tuple[Tensor, Layout, Tensor, int]]) -> dict[Edge, Output]:
+    """The outputs of a call: from each tensor of the batch, its layout, that of a sample alone, and its position."""
+    outputs: dict[Edge, Output] = {}
+    for tensor, layout, alone, position in found:
+        edge = get_gradient_edge(tensor)
+        key = edge.node, edge.output_nr
+        _torch.forget_gradient_hooks(alone)  # those of the model's own code have run when the gradient is kept
+        outputs.setdefault(key, Output(layout, alone, position))
+    for key in _find_inner(outputs) if len(outputs) > 1 else ():
+        outputs[key].is_inner = True
+    return outputs
+
+
+def _find_inner(outputs: Iterable[Edge]) -> set[Edge]:
+    """The edges behind other ones."""
+    edges = {*outputs}
+    waiting, seen, found = [node for node, _ in edges], set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            found |= edges.intersection(node.next_functions)
+            waiting += [following for following, _ in node.next_functions if following is not None]
+    return found

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from persample import _torch
 from persample._internal.copies import copy_values
 from persample._internal.dropout import NoDropoutMode
-from persample._internal.dtypes import widen
+from persample._internal.dtypes import to_double, widen
 from persample._internal.rng import RngState
-from persample._internal.state import Writes
+from persample._internal.state import ModuleState, Writes, keep_tensors
 from persample._internal.tree import iterate_tensors
 from persample.batches import Call
-
-if TYPE_CHECKING:
-    from persample.recording.verification.one_pass import Verification
 
 
 class _NoSavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -43,12 +40,15 @@ class Runs:
     unless the forward pass computes gradients itself.
     """
 
-    def __init__(self, verification: Verification, writes: Writes, is_random: bool) -> None:
-        self.model = verification.model
+    def __init__(
+        self, model: nn.Module, before: ModuleState, random_before: RngState, writes: Writes, is_random: bool
+    ) -> None:
+        self.model = model
         self.is_random = is_random
-        self.is_precise = False  # without autocast, and in float32 at least
+        self.convert: Callable[[Tensor], Tensor] | None = None  # to the dtype of the runs
+        self.inputs: list[Tensor] = []  # tensors in the arguments of the last run that require grad
         self._keeps_saved = False
-        self._before, self._random = verification.before, verification.random_before
+        self._before, self._random = before, random_before
         self._writes = writes
 
     @property
@@ -58,6 +58,42 @@ class Runs:
 
     def run(self, call: Call, hook: Callable[..., None] | None = None) -> dict[int, Tensor]:
         """The tensors in the output of a call, by position. `hook` is called after the forward of each submodule."""
+        return {position: tensor.detach() for position, tensor in self._run_without_graph(call, hook).items()}
+
+    def run_with_graph(self, call: Call) -> dict[int, Tensor]:
+        """The tensors in the output of a call, by position, with a graph that can be used after the extra passes."""
+        try:
+            with self._save_state():
+                return self._run(call, None)
+        except Exception as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+        return self._run(call, None)
+
+    def run_in_double(self, call: Call) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
+        """The same in float64, and the parameters of that run by name."""
+        self.convert = to_double
+        try:
+            weights = self._convert_weights()
+            with self._save_state():
+                return self._run(call, None, weights), weights
+        finally:
+            self.convert = None
+
+    def _save_state(self) -> AbstractContextManager[Any]:
+        """Inside the block, graphs keep copies of buffers, which are restored after a pass."""
+        of_weights = {_torch.find_storage_id(parameter) for parameter in self._before.parameters}
+        memory = {*map(_torch.find_storage_id, self._before.tensors)} - of_weights
+
+        def save(tensor: Tensor) -> Tensor:  # the graph keeps this function
+            if tensor.is_leaf and tensor.requires_grad:
+                return tensor
+            own = tensor.detach()
+            return own.clone() if _torch.find_storage_id(tensor) in memory else own
+
+        return torch.autograd.graph.saved_tensors_hooks(save, return_same)
+
+    def _run_without_graph(self, call: Call, hook: Callable[..., None] | None) -> dict[int, Tensor]:
         if not self._keeps_saved:
             hooks = _NoSavedTensors()
             try:
@@ -71,12 +107,15 @@ class Runs:
             self._keeps_saved = True
         return self._run(call, hook)
 
-    def _run(self, call: Call, hook: Callable[..., None] | None) -> dict[int, Tensor]:
+    def _run(
+        self, call: Call, hook: Callable[..., None] | None, weights: dict[str, Tensor] | None = None
+    ) -> dict[int, Tensor]:
+        self.inputs = []
         self._before.restore()
         if self.is_random:
             self._random.restore()
         with ExitStack() as stack:
-            for device in get_autocast_devices() if self.is_precise else ():
+            for device in get_autocast_devices() if self.convert else ():
                 stack.enter_context(torch.autocast(device, enabled=False))
             if self.is_random:
                 self._turn_off_dropout(stack)
@@ -85,18 +124,24 @@ class Runs:
                     stack.callback(module.register_forward_hook(hook).remove)
             with _torch.disable_dispatch_modes():  # the dtypes of what is copied do not count
                 args, kwargs = copy_values(call, self._copy)
-                weights = self._widen_weights() if self.is_precise else {}
+                if weights is None:
+                    weights = self._convert_weights() if self.convert else {}
             output = functional_call(self.model, weights, args, kwargs) if weights else self.model(*args, **kwargs)
-        return {position: tensor.detach() for position, tensor in enumerate(iterate_tensors(output))}
+        return dict(enumerate(iterate_tensors(output)))
 
     def _copy(self, tensor: Tensor) -> Tensor:
         own = tensor.detach().clone()
-        return (widen(own) if self.is_precise else own).requires_grad_(tensor.requires_grad)
+        if self.convert:
+            own = self.convert(own)
+        if tensor.requires_grad:
+            self.inputs.append(own.requires_grad_())
+        return own
 
-    def _widen_weights(self) -> dict[str, Tensor]:
-        """The parameters and buffers in half precision, in float32."""
+    def _convert_weights(self) -> dict[str, Tensor]:
+        """The parameters and buffers that have another dtype in these runs, in that dtype."""
+        assert self.convert is not None
         named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        wide = {name: widen(tensor.detach()) for name, tensor in named.items()}
+        wide = {name: self.convert(tensor.detach()) for name, tensor in named.items()}
         changed = [name for name in named if wide[name].dtype != named[name].dtype]
         return {name: wide[name].requires_grad_(named[name].requires_grad) for name in changed}
 
@@ -124,12 +169,45 @@ class Runs:
     def compute_precisely(self) -> Iterator[None]:
         """Compute in float32 at least in all runs from now on, unless the block raises."""
         dtypes = self._writes.dtypes
-        self.is_precise, self._writes.dtypes = True, set()
+        self.convert, self._writes.dtypes = widen, set()
         try:
             yield
         except Exception:
-            self.is_precise, self._writes.dtypes = False, dtypes
+            self.convert, self._writes.dtypes = None, dtypes
             raise
+
+
+def return_same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def open_extra_passes(
+    model: nn.Module, before: tuple[ModuleState, RngState] | None = None, is_random: bool = False
+) -> Iterator[Runs]:
+    """Restores everything that extra passes change: state of the model, random numbers, settings of torch.
+
+    The passes start from the state `before`, or from the state now. `is_random`: the forward pass draws random numbers,
+    also if the generators do not show it.
+    """
+    after = ModuleState(model)
+    random_after = RngState(after.generators)
+    state, random_state = before or (after, random_after)
+    random_now = random_after if before is None else RngState(state.generators)
+    had_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # casts of the extra passes must not be used by others
+    try:
+        with ExitStack() as stack:
+            if _torch.get_saved_tensor_hooks() is not None:  # a checkpoint counts what is saved
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(return_same, return_same))
+            writes = stack.enter_context(keep_tensors(after))
+            yield Runs(model, state, random_state, writes, is_random or random_now != random_state)
+    finally:
+        torch.set_autocast_cache_enabled(had_cache)
+        after.restore()
+        for now in (random_now, random_after):
+            if not now.is_current():
+                now.restore()
 
 
 def get_autocast_devices() -> list[str]:

@@ -76,4 +76,5 @@ def start_late_verification(
 def _make_key(model: nn.Module, options: Options, arguments: Arguments) -> tuple[Any, ...]:
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     call = len(arguments.args), *arguments.kwargs
-    return options.verify, model.training, call, repr(options.batch_dim), options.batch_size is None, autocast
+    graph = torch.is_grad_enabled()  # without, no row is compared
+    return options.verify, model.training, graph, call, repr(options.batch_dim), options.batch_size is None, autocast
