@@ -184,7 +184,7 @@ class Recording:
 
         used = trainable.values() if is_alone else map(self.processes.get_used, trainable.values())
         deliver = partial(_deliver, grads, self.processes, options.keep_grad, complain)
-        self._rows = rows = RowCheck(self.recorded)
+        self._row_check = rows = RowCheck(self.recorded)
         self.collector = Collector(
             used,
             rows.follow(deliver),
@@ -486,7 +486,7 @@ class Recording:
                 self.is_verifying = False
             self.grads.row_verification = verification.no_row
             if verification.row is not None:
-                self._rows.add(verification.row)
+                self._row_check.add(verification.row)
 
     def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
         """Prepare the verification of a call that has just run and may have done something new."""
@@ -590,7 +590,7 @@ class Recording:
             )
         self._check_gradients(args, kwargs)
         self.tracker.end_audit()
-        is_first = self._begin_row(args[0], inputs) if self._rows.calls else False
+        is_first = self._begin_row(args[0], inputs) if self._row_check.calls else False
         self.collector.prepare_backward()
         is_graph_kept = _is_graph_kept(func, args, kwargs)
         if len(args) > 1 or kwargs:
@@ -616,13 +616,13 @@ class Recording:
 
     def _begin_row(self, roots: Any, inputs: list[Tensor]) -> bool:
         """Prepare to compare a row after the backward pass that is about to run; False if it cannot be compared."""
-        if self._rows.is_noting:  # a pass inside of a pass
+        if self._row_check.is_noting:  # a pass inside of a pass
             return False
         nodes = [self.collector.anchor_node, *(retained.node for retained in self.collector.retained)]
         try:
             if inputs:
                 raise NotVerified("the backward pass has inputs=")
-            self._rows.begin(find_tensors(roots), nodes)
+            self._row_check.begin(find_tensors(roots), nodes)
         except NotVerified as reason:
             self._end_row(f"no row was compared: {reason}")
             return False
@@ -633,16 +633,16 @@ class Recording:
         self.is_verifying = self.collector.is_pulling_back = True
         try:
             with self.tracker.pause():
-                self._end_row(self._rows.compare())
+                self._end_row(self._row_check.compare())
         except NotVerified as reason:
             self._end_row(f"no row was compared: {reason}")
         finally:
-            self._rows.forget()
+            self._row_check.forget()
             self.is_verifying = self.collector.is_pulling_back = False
 
     def _end_row(self, status: str) -> None:
         self.grads.row_verification = status
-        self._rows.end()
+        self._row_check.end()
 
     def _check_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In private training: check what the code around the model has done, and the gradients that it passes on."""
@@ -668,6 +668,7 @@ class Recording:
                 self.tracker.isolation.end_step(self.tracker)
         self.tracker.run_backward = self.tracker.start_by_use = None
         self._rows = RowsInMemory()
+        self._row_check.forget()
         self.collector.release()
 
 

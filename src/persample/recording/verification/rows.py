@@ -137,6 +137,7 @@ class RowCheck:
         self.is_noting = False  # what is delivered now belongs to the row
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._row: Row = {}
+        self._has_other_rows = False  # whether there are terms of other numbers of samples than a call has
 
     def add(self, call: VerifiedCall) -> None:
         """Add a call that was verified."""
@@ -155,7 +156,7 @@ class RowCheck:
             for handle in call.handles:
                 handle.remove()
             call.outputs.clear()
-        self.calls, self.is_noting, self._row = [], False, {}
+        self.calls, self.is_noting, self._row, self._has_other_rows = [], False, {}, False
 
     # ---- what is recorded ----
 
@@ -165,7 +166,7 @@ class RowCheck:
 
         def note_and_deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
             if (check := weak()) is not None and check.is_noting:
-                check._note(parameter, terms, 0)
+                check._note(parameter, terms)
             deliver(parameter, terms)
 
         return note_and_deliver
@@ -179,18 +180,21 @@ class RowCheck:
         def note_and_deliver(parameters: Sequence[Tensor], term: Term) -> None:
             if (check := weak()) is not None and check.is_noting:
                 for i, parameter in enumerate(parameters):
-                    check._note(parameter, [term], i)
+                    check._note(parameter, [term], i, len(parameters))
             deliver(parameters, term)
 
         return note_and_deliver
 
-    def _note(self, parameter: Tensor, terms: Iterable[Term], place: int) -> None:
+    def _note(self, parameter: Tensor, terms: Iterable[Term], place: int = 0, count: int = 1) -> None:
         name, call = self._names.get(id(parameter)), self.calls[0]
         if name is None:
             return
         start = place * call.batch + call.sample
         with _torch.DisableTorchFunction(), torch.no_grad():
             for term in terms:
+                self._has_other_rows |= term.batch != count * call.batch
+                if self._has_other_rows:  # calls with parts of the batch
+                    return
                 own = to_double(term.some(start, start + 1).dense()[0])
                 self._row[name] = self._row[name] + own if name in self._row else own
 
@@ -222,6 +226,8 @@ class RowCheck:
             NotVerified: no gradient has arrived, or the sample alone has none.
         """
         calls = [call for call in self.calls if any(o.gradient is not None for o in call.outputs.values())]
+        if self._has_other_rows:
+            raise NotVerified("the calls of the model have parts of the batch")
         if not calls:
             raise NotVerified("no gradient has reached the outputs of the model")
         expected = _add(map(self._pull_back, calls))
