@@ -209,6 +209,20 @@ def test_gradients_that_the_loop_changes_are_those_of_the_row() -> None:
     assert grads.row_verification == AGREES or grads.row_verification.startswith("no row was compared")
 
 
+def test_gradients_of_inputs_do_not_count() -> None:
+    def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
+        return model(x.detach() + 0.1 * gradient.sign()).square().sum() + model(x).sum()
+
+    torch.manual_seed(0)
+    model, x = Model(SEPARABLE["linear"]).double(), torch.randn(B, D, dtype=torch.double)
+    with record(model) as grads:
+        compute_loss(model, x).backward()
+    assert_equal_rows(grads, model, x, compute_loss)
+    assert grads.row_verification == AGREES
+
+
 def test_repr_says_why_no_row_was_compared() -> None:
     model = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5))
     text = repr(run(model, torch.randn(B, D)))

@@ -86,10 +86,10 @@ class VerifiedCall:
     remember: Callable[[], None] = _do_nothing
     handles: list[Any] = field(default_factory=list)
 
-    def watch_gradients(self) -> None:
-        """Keep the sample's rows of the gradients that arrive at the outputs."""
+    def watch_gradients(self, check: ref[RowCheck]) -> None:
+        """Keep the sample's rows of the gradients that arrive at the outputs in the backward pass of a check."""
         for (node, number), output in self.outputs.items():
-            self.handles.append(node.register_prehook(_keep(output, number, self.sample, self.batch)))
+            self.handles.append(node.register_prehook(_keep(output, number, self.sample, self.batch, check)))
 
     def pull_back(self, parameters: Mapping[str, Tensor], alone: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Row:
         """The gradients of the parameters from the sample's rows of the outputs' gradients.
@@ -113,10 +113,12 @@ class VerifiedCall:
         return {name: to_double(g) for name, g in zip(parameters, found, strict=False) if g is not None}
 
 
-def _keep(output: Output, number: int, sample: int, batch: int) -> Callable[[Sequence[Tensor | None]], None]:
+def _keep(
+    output: Output, number: int, sample: int, batch: int, check: ref[RowCheck]
+) -> Callable[[Sequence[Tensor | None]], None]:
     def keep(gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[number]
-        if gradient is not None:
+        gradient, running = gradients[number], check()
+        if gradient is not None and running is not None and running.is_noting:  # else it is for inputs, as in FGSM
             with _torch.DisableTorchFunction(), torch.no_grad():
                 own = take_sample(gradient, output.layout, sample, batch).clone()
                 output.gradient = own if output.gradient is None else output.gradient + own
@@ -141,7 +143,7 @@ class RowCheck:
 
     def add(self, call: VerifiedCall) -> None:
         """Add a call that was verified."""
-        call.watch_gradients()
+        call.watch_gradients(ref(self))
         self.calls.append(call)
 
     def end(self) -> None:
