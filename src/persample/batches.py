@@ -306,7 +306,7 @@ class Arguments:
 
     def iterate_integers(self) -> Iterator[int]:
         """The integers among the arguments, also those in tensors without dimensions."""
-        for value in _torch.pytree.tree_leaves((self.args, self.kwargs)):
+        for value, _ in self._leaves():
             if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32):
                 yield int(value)
             elif type(value) is int:

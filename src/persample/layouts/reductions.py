@@ -367,8 +367,12 @@ def _find_valid_targets(call: Call) -> tuple[Tensor, Layout] | None:
     target, where = _find_targets(call), call.where[0]
     if target is None or not isinstance(where, Layout):
         return None
-    is_valid = target != call.kwargs.get("ignore_index", -100)
-    return is_valid, replace(where, dim=max(0, where.dim - 1))
+    return target != call.kwargs.get("ignore_index", -100), _move_to_targets(where)
+
+
+def _move_to_targets(where: Layout) -> Layout:
+    """Where the samples lie in targets, which lack the dimension of the classes."""
+    return replace(where, dim=max(0, where.dim - 1))
 
 
 def _find_targets(call: Call) -> Tensor | None:
@@ -408,18 +412,21 @@ def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
 
 
 def _count_targets(call: Call) -> Divisor | None:
-    found = _find_valid_targets(call)
-    if found is None:
+    target, where = _find_targets(call), call.where[0]
+    if target is None or not isinstance(where, Layout):
         return None
-    target, weight, layout = call.tensors[1].detach(), call.kwargs.get("weight"), found[1]
-    ignored = call.kwargs.get("ignore_index", -100)
+    target, layout = target.detach(), _move_to_targets(where)
+    weight, ignored = call.kwargs.get("weight"), call.kwargs.get("ignore_index", -100)
     if weight is None:
         return make_divisor("targets", lambda: target != ignored, layout, [target])
     weight = weight.detach()
-    is_valid = found[0]
-    return make_divisor(
-        "weighted targets", lambda: weight[target.where(is_valid, 0)] * is_valid, layout, [target, weight]
-    )
+
+    def weigh_targets() -> Tensor:
+        is_valid = target != ignored
+        weights: Tensor = weight[target.where(is_valid, 0)] * is_valid
+        return weights
+
+    return make_divisor("weighted targets", weigh_targets, layout, [target, weight])
 
 
 def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
