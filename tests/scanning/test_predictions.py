@@ -279,6 +279,22 @@ def test_continued_scan_has_the_same_bytes(tmp_path: Path) -> None:
     assert read_files(tmp_path / "whole") == read_files(tmp_path / "continued")
 
 
+class Noisy(nn.Module):
+    """Draws random numbers in evaluation mode, too: a verification then runs the whole batch once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(F.dropout(x, 0.1, training=True))  # type: ignore[no-any-return]
+
+
+def test_predictions_of_a_model_that_draws_random_numbers(tmp_path: Path) -> None:
+    found = persample.scan(Noisy(), nn.CrossEntropyLoss(), make_data(), out=tmp_path, **QUICK)
+    assert "predicted" in found.columns
+
+
 def test_one_forward_pass_per_batch() -> None:
     """Predictions come from the pass that is recorded."""
     counts = []

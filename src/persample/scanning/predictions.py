@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from persample.losses import LossFunction, get_function, is_class_loss, takes_outputs
 from persample.recording.hooks import ModuleHook
+from persample.recording.session import is_paused
 from persample.scanning.source import LABEL_KEYS, find_labels
 
 Kind = Literal["classes", "binary", "labels", "numbers"]
@@ -43,6 +44,8 @@ class Outputs:
             hook.remove()
 
     def _keep(self, output: Any) -> None:
+        if is_paused():  # a verification calls the model, too
+            return
         logits = find_logits(output)
         if logits is not None and logits.dim() > self._dim and logits.shape[self._dim] == self._size:
             # The loss may change its argument in place. Larger outputs are used by no column.
@@ -50,8 +53,7 @@ class Outputs:
 
     def get(self) -> Tensor | None:
         """The output of the only call; None if there was another call, or no output with one entry per sample."""
-        is_clear = len(self._found) == 1 or (self._size == 1 and self._found)  # a sample alone may also be a check
-        return self._found[0] if is_clear else None
+        return self._found[0] if len(self._found) == 1 else None
 
 
 class Predictions:
