@@ -25,6 +25,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tools/measures.py --totals
 	$(BIN)/codespell README.md CHANGELOG.md CONTRIBUTING.md docs src benchmarks examples
 
 # The documentation: site/index.html opens in a browser, without a server or a network.
