@@ -1,9 +1,6 @@
 """Loops that wait for something that is not there yet, by topic. Empty in a release."""
 
 WAITING: dict[tuple[str, str], str] = {
-    ("Hugging Face tasks: translation, BART with label smoothing in the script", "record"): "lead",
-    ("Hugging Face tasks: object detection, YOLOS, boxes matched to queries", "record"): "layouts",
-    ("Hugging Face tasks: object detection, YOLOS, boxes matched to queries", "monitor"): "layouts",
     ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "record"): "layouts",
     ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "monitor"): "layouts",
     ("TRL guides: DPO, chosen and rejected concatenated in one call", "record"): "layouts",

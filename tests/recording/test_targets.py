@@ -170,6 +170,11 @@ MIXED: dict[str, tuple[int, str, Loss]] = {
         "seq labels mask",
         lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / b[1][b[2]].numel(),
     ),
+    "18: divided by all tokens less those that are left out": (
+        C,
+        "seq labels mask",
+        lambda m, b: (per_token(m, b[0], b[1]) * b[2]).sum() / (b[2].numel() - (~b[2]).long().sum()),
+    ),
     "18: divided by a number that numpy counted": (
         C,
         "seq labels mask",

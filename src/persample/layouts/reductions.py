@@ -49,6 +49,8 @@ LINEAR: set[Any] = {
     torch.stack, T.to, T.float, T.double, *MOVES,
 }  # fmt: skip
 
+_REVERSED_SUBTRACTIONS: set[Any] = {T.__rsub__, torch.rsub}
+
 # Linear in all arguments at once.
 SUMS: set[Any] = LINEAR - BILINEAR - MOVES
 
@@ -183,7 +185,9 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
     if not others and not any(isinstance(where, Layout) for where in call.where):
         if call.func in LINEAR and call.func not in BILINEAR:
             combined = _combine_sums(call, sums)
-            return replace(combined, divisors=(COMPUTED,)) if _adds_number(call) else combined
+            if not _adds_number(call):
+                return combined
+            return replace(combined, divisors=(_find_complement(call, combined) or COMPUTED,))
         is_divided = call.func in DIVISIONS and call.where[0] is None
         is_inverse = is_divided or call.func in REVERSED_DIVISIONS or "reciprocal" in get_op_name(call.func)
         is_same = is_inverse or get_op_name(call.func) in _BOUNDS or call.func in BILINEAR
@@ -250,6 +254,16 @@ def _adds_number(call: Call) -> bool:
     has_constants = any(where is None for where in call.where) and name not in ("stack", "to", "float", "double")
     is_sum = call.func in SUMS and name not in ("sum", "mean")
     return is_sum and (has_constants or any(abs(number) > 1e-3 for number in numbers))
+
+
+def _find_complement(call: Call, count: Reduced) -> Divisor | None:
+    """The number of entries that a mask leaves out: the number of all entries, less those that were counted."""
+    if call.func not in _REVERSED_SUBTRACTIONS or call.kwargs or not call.counted.may_know_size(count.entries):
+        return None
+    entries = count.divisors[0].entries if len(count.divisors) == 1 else None
+    if entries is None or call.args[1] != count.entries or count.kind != "sum" or count.is_share:
+        return None
+    return replace(count.divisors[0], entries=lambda: 1 - entries().to(torch.float64))
 
 
 def _name(count: Reduced) -> str:
