@@ -7,6 +7,5 @@ WAITING: dict[tuple[str, str], str] = {
     ("TRL guides: reward model, pairs in one call", "record"): "layouts",
     ("TRL guides: Dr. GRPO, divided by batch size times maximal length", "record"): "lead",
     ("TRL guides: Dr. GRPO, divided by batch size times maximal length", "monitor"): "lead",
-    ("Losses of papers: class weights by hand, normalised", "record"): "layouts",
     ("Habits of loops: gradient accumulation inside one block", "record"): "layouts",
 }

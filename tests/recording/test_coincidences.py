@@ -32,13 +32,23 @@ def weigh_new_positions(model: nn.Module, x: Tensor, weights: list[float]) -> Te
     return weigh_positions(model, x, torch.stack([torch.tensor(w) for w in weights]).double())
 
 
+def weigh_labels(model: nn.Module, x: Tensor, data: Any) -> Tensor:
+    """Picks the weights before the model is called, as long as the batch size is not known."""
+    labels, weights = data
+    own = weights[labels]
+    return (model(x).square().sum((1, 2)) * own).mean()
+
+
 WEIGHTS = torch.rand(T).double()
+LABELS = torch.tensor([0, 2, 3, 1])
 QUEUES = {n: torch.randn(n, 2).double() for n in (3, 4, 5)}
 
 # The loss, and the constants in a batch of that size.
 CASES: dict[str, tuple[Loss, Callable[[int], Any]]] = {
     "weights of positions": (weigh_positions, lambda batch: WEIGHTS),
     "new weights of positions": (weigh_positions, lambda batch: WEIGHTS.clone()),
+    "class weights": (weigh_labels, lambda batch: (LABELS[:batch], WEIGHTS)),
+    "new class weights": (weigh_labels, lambda batch: (LABELS[:batch], WEIGHTS.clone())),
     "a queue": (compare_with_queue, lambda batch: QUEUES[4]),
     "a queue that grows": (compare_with_queue, lambda batch: QUEUES[5 if batch == 3 else batch]),
 }
@@ -50,12 +60,16 @@ def make_model() -> nn.Module:
     return model
 
 
+def take(constants: Any, n: int) -> Any:
+    return (constants[0][n : n + 1], constants[1]) if isinstance(constants, tuple) else constants
+
+
 def run_step(model: nn.Module, loss: Loss, batch: int, constants: Any) -> None:
     x = torch.randn(batch, T, D).double()
     with record(model) as grads:
         loss(model, x, constants).backward()
     expected = stack_gradients(
-        (loss(model, x[n : n + 1], constants) for n in range(batch)), dict(model.named_parameters())
+        (loss(model, x[n : n + 1], take(constants, n)) for n in range(batch)), dict(model.named_parameters())
     )
     assert_rows_close(grads.dense(), expected)
 

@@ -10,7 +10,7 @@ size that a tensor from outside has in its batch dimension. The call of the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -24,7 +24,7 @@ from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
 from persample.forward.places import RANDOM
-from persample.forward.remembered import RememberedConstants
+from persample.forward.remembered import RememberedConstants, find_site
 from persample.layouts import (
     INDEX_DTYPES,
     PICKS,
@@ -87,6 +87,7 @@ class OutsideTensors:
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
+        self._early_sites: list[tuple[int, ref[Tensor], Hashable]] = []  # the size of a tensor, and where it was used
         self._early_totals: dict[int, Totals] = {}  # by batch size: numbers that depend on all samples
         self._early_reads: set[int] = set()  # batch sizes for which values of samples were read
         self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
@@ -276,7 +277,13 @@ class OutsideTensors:
         assert self._early is not None
         dim = self._get_batch_dim(tensor)
         size = tensor.shape[dim]
-        if (size in self._early or len(self._early) < _MAX_SIZES) and not self._is_constant(tensor):
+        if self._is_constant(tensor):
+            return
+        if self.remembered is not None:
+            if self.remembered.is_constant(tensor):
+                return
+            self._early_sites.append((size, ref(tensor), find_site(tensor)))
+        if size in self._early or len(self._early) < _MAX_SIZES:
             self._early.setdefault(size, TensorMap())[tensor] = Layout(dim)
 
     def forget_early(self) -> None:
@@ -298,6 +305,11 @@ class OutsideTensors:
             return
         known = self._early.get(batch)
         self._early = None
+        for size, found, site in self._early_sites:
+            tensor = found()
+            if self.remembered is not None and size != batch and tensor is not None:
+                self.remembered.note_constant(tensor, site)
+        self._early_sites.clear()
         self.has_reads = batch in self._early_reads
         if known is None:
             return

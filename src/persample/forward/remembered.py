@@ -41,17 +41,17 @@ class RememberedConstants:
             entries.pop(key, None)
         self._noted.clear()
 
-    def note_constant(self, tensor: Tensor) -> None:
-        """Note that a tensor has another size than the batch."""
+    def note_constant(self, tensor: Tensor, site: Hashable = None) -> None:
+        """Note that a tensor has another size than the batch; `site`: where it was used, if not here."""
         if not self._is_known(tensor):
             self._keep(self._tensors, id(tensor), ref(tensor))
-        site = _find_site(tensor)
+        site = site or find_site(tensor)
         if site not in self._sites:
             self._keep(self._sites, site, None)
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor with the batch's size is a constant: it, or others at this place, had another size."""
-        return self._is_known(tensor) or _find_site(tensor) in self._sites
+        return self._is_known(tensor) or find_site(tensor) in self._sites
 
     def _is_known(self, tensor: Tensor) -> bool:
         known = self._tensors.get(id(tensor))
@@ -72,7 +72,8 @@ class RememberedConstants:
         self._noted.append((entries, key))
 
 
-def _find_site(tensor: Tensor) -> Hashable:
+def find_site(tensor: Tensor) -> Hashable:
+    """The form of a tensor, and the place in the user's code that uses it now."""
     return tensor.dim(), tensor.dtype, tensor.shape[1:], *_find_places()
 
 
