@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, record, watch
-from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+from persample.testing.oracle import assert_rows_close, loop_gradients, perturb, stack_gradients
 
 D, T, C = 3, 4, 4
 
@@ -254,3 +254,44 @@ def test_parts_that_are_mixed_are_refused() -> None:
     with pytest.raises(PerSampleError, match="mixed"), record(model):
         outputs = torch.cat([model(x[:2]), model(x[2:])])
         F.cross_entropy(outputs - outputs.mean(0), y).backward()
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(D, 5), nn.Linear(5, C)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        out, state = self.lstm(x, state)
+        return self.head(out), state
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, T, 6])
+def test_segments_of_sequences_are_no_parts_of_a_batch(batch: int) -> None:
+    """The batch is in dimension 1, and the calls get slices along dimension 0."""
+    torch.manual_seed(0)
+    model, x, y = TimeFirst().double(), torch.randn(6, batch, D).double(), torch.randint(0, C, (6, batch))
+    perturb(model)
+
+    def compute_losses(x: Tensor, y: Tensor) -> Iterator[Tensor]:
+        state = None
+        for start in range(0, 6, 2):
+            out, state = model(x[start : start + 2], state)
+            state = [each.detach() for each in state]
+            yield F.cross_entropy(out.reshape(-1, C), y[start : start + 2].reshape(-1))
+
+    with record(model, batch_dim=1) as grads:
+        for loss in compute_losses(x, y):
+            loss.backward()
+    losses = (sum(compute_losses(x[:, n : n + 1], y[:, n : n + 1])) for n in range(batch))
+    assert_rows_close(grads.dense(), stack_gradients(losses, dict(model.named_parameters())))  # type: ignore[arg-type]
+
+
+def test_parts_of_a_batch_in_dimension_1() -> None:
+    torch.manual_seed(0)
+    model, x, y = TimeFirst().double(), torch.randn(6, 5, D).double(), torch.randint(0, C, (6, 5))
+    with record(model, batch_dim=1) as grads:
+        out = torch.cat([model(x[:, :2])[0], model(x[:, 2:])[0]], 1)
+        F.cross_entropy(out.reshape(-1, C), y.reshape(-1)).backward()
+    losses = (F.cross_entropy(model(x[:, n : n + 1])[0][:, 0], y[:, n]) for n in range(5))
+    assert_rows_close(grads.dense(), stack_gradients(losses, dict(model.named_parameters())))

@@ -71,8 +71,13 @@ def _find_rows(tensor: Tensor, dim: int) -> tuple[_Key, range] | None:
     if storage is None or not tensor.stride(dim):
         return None
     stride = tensor.stride(dim)
-    first, rest = divmod(int(tensor.storage_offset()), stride)
     shape, strides = list(tensor.shape), list(tensor.stride())
     del shape[dim], strides[dim]
-    key = _torch.get_storage_key(storage), tensor.dtype, dim, stride, rest, tuple(shape), tuple(strides)
+    first, place = int(tensor.storage_offset()), []
+    outer = [other for d, other in enumerate(strides) if other > stride or (other == stride and d < dim)]
+    for other in sorted(outer, reverse=True):  # slices along other dimensions have the same rows
+        index, first = divmod(first, other)
+        place.append(index)
+    first, rest = divmod(first, stride)
+    key = _torch.get_storage_key(storage), tensor.dtype, dim, stride, *place, rest, tuple(shape), tuple(strides)
     return key, range(first, first + tensor.shape[dim])
