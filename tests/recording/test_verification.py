@@ -54,7 +54,7 @@ def verify_plain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Verify a plain run, without a tracker that could refuse before: all samples lie in dimension 0."""
     size = len(args[0])
     tracker: Any = SimpleNamespace(
-        has_read_samples=False,
+        path=SimpleNamespace(has_read_samples=False),
         batch=size,
         advice="",
         isolation=None,

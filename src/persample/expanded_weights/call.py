@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, Wrong
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error
+from persample.forward.outputs import guard_output
 from persample.forward.tracker import Tracker
 
 
@@ -90,9 +91,9 @@ def call_for_per_sample_grads(
             tracker.restore_buffers()
             torch.set_rng_state(rng_state)
             raise
-        replaced = [output is not tracker.guard_output(output) for output in iterate_tensors(outputs)]
+        replaced = [output is not guard_output(output, tracker) for output in iterate_tensors(outputs)]
         if any(replaced):  # the model returned a parameter
-            outputs = _torch.pytree.tree_map_only(Tensor, tracker.guard_output, outputs)
+            outputs = _torch.pytree.tree_map_only(Tensor, partial(guard_output, tracker=tracker), outputs)
         return outputs
 
     return call

@@ -31,6 +31,8 @@ from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
 from persample.forward.repeats import Node
+from persample.forward.unseen import has_parameters_behind
+from persample.forward.views import find_layout_of_view
 from persample.layouts import (
     INDEX_DTYPES,
     Call,
@@ -475,7 +477,7 @@ class Audit(_Mode):
     def _find_layout_of_unseen(self, tensor: Tensor, memory: Memory, geometry: Geometry) -> Where | None:
         """The layout of a tensor with a gradient that no torch function returned."""
         where = self._find_layout_in_memory(tensor, memory, geometry, None)
-        if where is not None and self._tracker.has_parameters_behind(tensor):
+        if where is not None and has_parameters_behind(tensor, self._tracker):
             cause = f"a tensor of shape {tuple(tensor.shape)} was computed from weights and samples {_UNSEEN}"
             where = Lost(cause, memory.place)
         self._tracker.set_layout(tensor, where)
@@ -514,7 +516,7 @@ class Audit(_Mode):
         base = tensor._base
         known = None if base is None else memory.known.get(self._locate(base)[1])
         if base is not None and known is not None:
-            where: Where | None = self._tracker.find_layout_of_view(tensor, base, known[-1])
+            where: Where | None = find_layout_of_view(tensor, base, known[-1], self._tracker.batch)
             self._note(tensor, where)
             return where
         return Lost(memory.cause or "samples were written into its memory through another tensor")
@@ -698,7 +700,7 @@ class Audit(_Mode):
     def _is_changed_unseen(self, tensor: Tensor) -> bool:
         """Whether a buffer was changed by no op that was seen since the last call, so in another thread."""
         storage = _torch.find_storage(tensor)
-        if storage is None or tensor.is_inference() or not self._tracker.is_buffer(tensor):
+        if storage is None or tensor.is_inference() or tensor not in self._tracker.buffers:
             return False
         now = _torch.get_storage_key(storage), tensor._version
         before = self._versions.setdefault(id(tensor), now)

@@ -15,6 +15,7 @@ from torch import Tensor
 from persample import _torch
 from persample.backward.collector import Collector
 from persample.errors import SamplesMixed, get_op_name
+from persample.forward.known_tensors import TensorMap
 from persample.layouts import BILINEAR, DIVISIONS, LINEAR, Call, NoParts, Reduced, Summed
 from persample.terms import Dense
 
@@ -28,8 +29,9 @@ class Follower(Protocol):
     def place(self) -> str:
         """The module whose code is running, in words."""
 
-    def get_summed(self, tensor: Tensor) -> Summed | None:
-        """How a sum over the samples was computed."""
+    @property
+    def summed(self) -> TensorMap[Summed]:
+        """How sums over the samples were computed."""
 
 
 def is_beside_sum(call: Call) -> bool:
@@ -63,7 +65,7 @@ def run_beside_sum(call: Call, weights: dict[int, Tensor], follower: Follower) -
 
 def _find_parts(call: Call, position: int, follower: Follower) -> tuple[Tensor, Tensor | None]:
     """`(batch, *shape)`: each sample's part of the sum that a weight is multiplied with; what belongs to no sample."""
-    summed = follower.get_summed(call.tensors[position])
+    summed = follower.summed.get(call.tensors[position])
     try:
         if summed is None:
             raise NoParts("it was not seen how the sum was computed")

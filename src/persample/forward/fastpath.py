@@ -60,7 +60,7 @@ class WholeModules:
         """Run the forward of a module, on torch's fast path if possible."""
         if self.tracker.has_ended or not _can_take_fast_path(module, args, kwargs):
             return type(module).forward(module, *args, **kwargs)
-        with _torch.DisableTorchFunction(), self.tracker.follow_whole():
+        with _torch.DisableTorchFunction(), self.tracker.path.follow_whole():
             output = type(module).forward(module, *args, **kwargs)
             try:
                 self._set_layouts(module, args, kwargs, output)

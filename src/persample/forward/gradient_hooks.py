@@ -57,7 +57,7 @@ def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Any) -> A
 def _run_hook(
     hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Any
 ) -> Any:
-    reads = tracker.number_of_reads
+    reads = tracker.path.number_of_reads
     for gradient, layout in layouts:
         tracker.set_layout(gradient, layout)
     result = hook(*args)
@@ -65,7 +65,7 @@ def _run_hook(
         where = tracker.find_layout(each)
         if where is not None and where not in [layout for _, layout in layouts]:
             _refuse_hook(hook, place, _describe(where), tracker)
-    if result is not None and tracker.number_of_reads > reads:
+    if result is not None and tracker.path.number_of_reads > reads:
         cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
         _refuse_hook(hook, place, cause, tracker)
     for gradient, _ in layouts:
@@ -151,7 +151,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
             return
         if any(a.shape == b.shape and _differ(a, b) for a, b in zip(whole, half, strict=False)):
             if (checked := weak_tracker()) is not None:
-                checked.audit_next_passes()  # else a later pass would not be checked
+                checked.path.audit_next_passes()  # else a later pass would not be checked
             error = SamplesMixed(
                 f"The backward of {function.__name__}, an autograd.Function called in {place}, mixes the samples of "
                 "the batch: gradients of the first samples change with those of the last ones. Compute the gradient "

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 from weakref import ref
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from persample._internal.state import find_state_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
 from persample.forward.places import Places
+from persample.forward.written import UPDATING
 from persample.layouts import Call, Lost, get_argument
 
 # Tensors of earlier steps that are remembered; the oldest are forgotten first. A list of all losses may grow for ever.
@@ -145,6 +147,18 @@ class Isolation:
                 f"{get_op_name(call.func)}(max_norm=...), in {tracker.place()}, scales down the rows of the weight "
                 f"that occur in the batch. The weight would hold values that depend on samples. {_ADVICE}"
             )
+
+    def note_statistics(self, call: Call, tracker: Any) -> None:
+        """After a norm layer with running statistics: these hold samples, if it updates them."""
+        if call.func not in UPDATING:
+            return
+        if not get_argument(call, 5, "training", "use_input_stats", default=call.func is F.instance_norm):
+            return
+        first = 3 if call.func in (torch.batch_norm, torch.instance_norm) else 1
+        for position, name in ((first, "running_mean"), (first + 1, "running_var")):
+            statistic = get_argument(call, position, name)
+            if isinstance(statistic, Tensor):
+                tracker.set_layout(statistic, Lost(f"{get_op_name(call.func)} adds the samples to running statistics"))
 
     def check_state(self, tracker: Any, audit: Any) -> None:
         """Refuse samples in parameters and buffers of the model; `audit` is None if the pass is not audited."""

@@ -14,6 +14,9 @@ from persample._internal.tree import find_tensors
 # Functions that write into buffers among their arguments.
 UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
 
+# Functions that replace the memory of their first argument.
+REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
+
 
 class Written:
     """What a function writes into, as it is before: a call that is refused may have run, or not.

@@ -473,7 +473,8 @@ class Recording:
             self.tracker.isolation.show_data(self.tracker)
         self.tracker.is_inside = False
         verification, self._verification = self._verification, None
-        if output is not None and self.tracker.may_differ_from_earlier_passes() and self._verified_before is not None:
+        may_differ = output is not None and self.tracker.path.may_differ_from_earlier_passes()
+        if may_differ and self._verified_before is not None:
             verification = self._start_late_verification(*self._verified_before)
         self._verified_before = None
         if verification is not None and output is not None:

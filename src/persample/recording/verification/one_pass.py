@@ -104,7 +104,8 @@ class Verification:
                 parts = self._find_parts(output)
                 if not parts and not self._find_sums(output):
                     raise NotVerified("no output has a part for each sample, or is a sum over them")
-                if self._tracker.has_read_samples and not self.has_changed_arguments:  # each may take another branch
+                # Each sample may take another branch.
+                if self._tracker.path.has_read_samples and not self.has_changed_arguments:
                     self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
             with open_extra_passes(self.model, (self.before, self.random_before), self._is_random) as runs:
                 comparison = Comparison(self, runs, parts)

@@ -1,0 +1,153 @@
+"""Where a forward pass is among the passes of its model that were audited, and what it has decided and read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, ref
+
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal import tracing
+from persample.forward.audit import ANY_SEQUENCE, Audit, History, get_history
+from persample.forward.gradient_hooks import follow_module_hooks
+from persample.layouts import Call, Lost, Reduced, Where
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
+
+class Path:
+    """The way of a forward pass through the sequences of functions of audited passes of the same model.
+
+    Args:
+        model: the model; None: nothing is audited.
+        is_isolated: whether steps are isolated, which refuses more in an audited pass.
+
+    Attributes:
+        node: where the pass is; None while it is audited.
+        audit: the audit of the pass, if one is running.
+        number_of_reads: of numbers that may depend on several samples.
+        has_read_values: whether the model has read values of samples, other than counts.
+        checked_nodes: the results of custom functions whose backward is checked.
+    """
+
+    def __init__(self, model: nn.Module | None, is_isolated: bool) -> None:
+        self._model = None if model is None else ref(model)  # a recording must not keep its model
+        self._is_isolated = is_isolated
+        self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
+        self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
+        self.node: Any = ANY_SEQUENCE
+        self.audit: Audit | None = None
+        self.number_of_reads = 0
+        self.has_read_values = False
+        self.checked_nodes: WeakSet[Any] = WeakSet()
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether an audit is running."""
+        return self.audit is not None
+
+    def _find_history(self) -> History | None:
+        model = None if self._model is None else self._model()
+        return None if model is None else get_history(model, self._is_isolated)
+
+    # ---- the audit ----
+
+    def begin(self, tracker: Tracker) -> None:
+        """Compare the functions from now on with those of audited passes, and audit what is new."""
+        history = self._find_history()
+        if history is None or tracing.get_trace() is not None:
+            return
+        self._hooks.close()
+        if (modules := tracker.find_hooked_modules()) and not tracker.is_coupled:
+            self._hooks.enter_context(follow_module_hooks(modules, tracker))
+        with _torch.DisableTorchFunction():
+            if self.audit is not None:
+                self.audit.add_known_tensors()
+                return
+            self.node = history.root
+            if history.audits_due:
+                self.start_audit(tracker)
+
+    def start_audit(self, tracker: Tracker) -> Audit:
+        """Audit the rest of the pass."""
+        history = self._find_history()
+        assert history is not None
+        self.audit = audit = Audit(tracker, history, self.node)
+        self.node = None
+        audit.start()
+        return audit
+
+    def audit_next_passes(self) -> None:
+        """Audit the next passes of the model, too."""
+        if (history := self._find_history()) is not None:
+            history.note_finding()
+
+    def end(self) -> None:
+        """Let the functions that follow pass without an audit: the forward pass has ended."""
+        audit, self.audit = self.audit, None  # it refers to the tracker: break the cycle
+        self.node = ANY_SEQUENCE
+        if audit is not None:
+            audit.stop()
+        self._hooks.close()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block, nothing is audited."""
+        with nullcontext() if self.audit is None else self.audit.pause():
+            yield
+
+    def follow_whole(self) -> AbstractContextManager[Any]:
+        """Inside the block, ops are part of a call whose results are set by `set_layout`."""
+        return nullcontext() if self.audit is None else self.audit.follow_whole()
+
+    def advance_to_write(self, call: Call) -> bool:
+        """Whether a write is like one in an audited pass: with samples in the same arguments."""
+        key = tuple([where is not None for where in call.where])
+        if self.audit is not None:
+            self.audit.advance(key)
+            return True
+        following = self.node.get(key)
+        if following is None:
+            return False
+        self.node = following
+        return True
+
+    def grow(self, before: int, batch: int) -> None:
+        """Samples are added to the batch, which had `before` samples."""
+        if self.audit is not None:
+            self.audit.grow(before, batch)
+
+    def find_layout(self, tensor: Tensor, find_known_layout: Callable[[Tensor], Where | None]) -> Where | None:
+        """Where the samples lie in a tensor, by its memory if an audit is running."""
+        return find_known_layout(tensor) if self.audit is None else self.audit.find_layout(tensor)
+
+    # ---- what depends on values ----
+
+    def note_decision(self, call: Call, result: bool, compares: bool, is_inside: bool) -> None:
+        """Note that a call has returned whether something is true of samples.
+
+        `compares`: whether the function compares two tensors as a whole.
+        """
+        if compares or any(isinstance(where, (Lost, Reduced)) for where in call.where):
+            self.number_of_reads += 1
+            if is_inside:
+                self._decisions.append(result)
+
+    @property
+    def has_read_samples(self) -> bool:
+        """Whether the model has read values of samples as numbers, or decided on values of all samples."""
+        return self.has_read_values or bool(self._decisions)
+
+    def may_differ_from_earlier_passes(self) -> bool:
+        """At the end of a forward pass: whether it may do with samples what no pass of the model has done before.
+
+        Its sequence of functions is new, it took other decisions on values of all samples (`if x.mean() > 0`), or
+        values of samples were read as numbers, which code outside torch can use.
+        """
+        history = self._find_history()
+        decided_before = history is None or history.add_decisions(tuple(self._decisions))
+        return self.audit is not None or self.has_read_values or not decided_before

@@ -1,0 +1,433 @@
+"""The steps by which a call is followed that is like none before, in their order.
+
+Each step takes a call and the tracker, and returns the call's result, or `NEXT` if the call is not for it. A step may
+also replace the call for those that come after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import FunctionType, MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample._internal.dropped_arguments import DROPPED, find_dropped
+from persample._internal.functions import find_results
+from persample._internal.parameter_hooks import REGISTRATIONS
+from persample._internal.tree import find_tensors
+from persample.errors import PerSampleError, get_op_name
+from persample.forward.beside_sums import is_beside_sum, run_beside_sum
+from persample.forward.by_rows import use_by_rows
+from persample.forward.checkpointing import prepare_recomputation
+from persample.forward.contributions import find_coupled_motion, prepare_use, scales_statistic
+from persample.forward.gradient_hooks import follow_tensor_hook
+from persample.forward.inline import is_composite, make_inline
+from persample.forward.outside import CLASS_WEIGHTS, IMPORTS
+from persample.forward.own_rows import selects_first_rows
+from persample.forward.preparations import PREPARATIONS
+from persample.forward.use import check_not_mixed, run_use
+from persample.forward.written import REPLACING, UPDATING
+from persample.layouts import (
+    BILINEAR,
+    MOVES,
+    READS,
+    Call,
+    Layout,
+    Lost,
+    Motion,
+    Reduced,
+    Scattered,
+    Summed,
+    Where,
+    find_listed_total,
+    find_motion,
+    find_read_total,
+    is_pointwise,
+    make_call,
+    mark_simple,
+)
+from persample.rules import Rewrite, find_adapter, get_handler, get_rules
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
+# What a step returns if a call is not for it.
+NEXT: Any = object()
+
+# Functions that return their argument itself, unchanged.
+_UNCHANGING = {
+    Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.backward,
+    torch.autograd.grad,
+}  # fmt: skip
+
+# Functions that read only the dtype and device of their second tensor, or only its shape.
+_TYPED = {Tensor.type_as, Tensor.to}
+_SHAPED: dict[Any, Any] = {
+    Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
+}  # fmt: skip
+
+# Functions that return whether two tensors are equal as a whole.
+_COMPARING = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
+
+# Functions of the entries of two tensors of one shape, besides the pointwise ones.
+_ENTRYWISE: set[Any] = {
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.pairwise_distance,
+    torch.dist, Tensor.dist, torch.dot, Tensor.dot, torch.vdot, Tensor.vdot, Tensor.copy_,
+}  # fmt: skip
+
+
+@dataclass
+class Followed:
+    """A call on its way through the steps.
+
+    Attributes:
+        call: the call; a step may replace it.
+        tracker: what is known about the forward pass.
+        has_samples: whether an argument depends on the batch.
+    """
+
+    call: Call
+    tracker: Tracker
+    has_samples: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_samples = any(self.call.where)
+
+    @cached_property
+    def handler(self) -> Any:
+        """What is registered for the function: rules, a rewrite, or another function."""
+        return get_handler(self.call.func)
+
+    @cached_property
+    def weights(self) -> dict[int, Tensor]:
+        """The weights among the tensors of the call, by position."""
+        where, is_weight = self.call.where, self.tracker.is_weight
+        return {i: t for i, t in enumerate(self.call.tensors) if where[i] is None and is_weight(t)}
+
+
+def follow(call: Call, tracker: Tracker) -> Any:
+    """Run a call, and find where the samples lie in what it makes."""
+    followed = Followed(call, tracker)
+    for step in STEPS:
+        result = step(followed, tracker)
+        if result is not NEXT:
+            return result
+    raise AssertionError("the last step takes every call")
+
+
+def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | None], tracker: Tracker) -> Call:
+    """The same call without a second tensor of which only the dtype and device, or the shape, is read.
+
+    Tensors that are constants by what a function does with them are constants in it.
+    """
+    args: tuple[Any, ...]
+    if call.func in _TYPED and len(call.tensors) > 1:
+        func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
+    elif call.func in _SHAPED and not (call.func is Tensor.expand_as and tracker.is_weight(call.tensors[0])):
+        func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
+    elif tracker.outside is not None and call.func in CLASS_WEIGHTS:
+        return tracker.outside.read_class_weights(call)
+    elif tracker.outside is not None and tracker.outside.has_reads and tracker.isolation is None:
+        return tracker.outside.read_indices(call)
+    else:
+        return call
+    return make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
+
+
+# ---- calls that run as others ----
+
+
+def _run_with_dropped_arguments(followed: Followed, tracker: Tracker) -> Any:
+    dropped = find_dropped(followed.call.func)
+    return run_op_by_op(followed.call, tracker, dropped) if dropped else NEXT
+
+
+def _audit_new_write(followed: Followed, tracker: Tracker) -> Any:
+    """A write is followed by its memory, which no function mode sees, unless an audited pass had the same."""
+    call = followed.call
+    if (call.is_inplace or call.func in REPLACING) and not tracker.path.advance_to_write(call):
+        return tracker.path.start_audit(tracker).follow(call.func, call.args, call.kwargs)
+    return NEXT
+
+
+def _prepare(followed: Followed, tracker: Tracker) -> Any:
+    prepare = PREPARATIONS.get(followed.call.func)
+    if prepare is not None:
+        followed.call = prepare(followed.call)
+    return NEXT
+
+
+def _rewrite(followed: Followed, tracker: Tracker) -> Any:
+    if not followed.has_samples or not isinstance(followed.handler, Rewrite):
+        return NEXT
+    with tracker:
+        result = followed.handler.function(*followed.call.args, **followed.call.kwargs)
+    return NEXT if result is NotImplemented else result
+
+
+def _use_by_rows(followed: Followed, tracker: Tracker) -> Any:
+    if not followed.has_samples or not any([type(where) is Scattered for where in followed.call.where]):
+        return NEXT
+    with tracker:
+        result = use_by_rows(followed.call, tracker.find_layout)
+    return NEXT if result is NotImplemented else result
+
+
+def _run_composite(followed: Followed, tracker: Tracker) -> Any:
+    call = followed.call
+    if not followed.has_samples or followed.handler is not None or not is_composite(call.func):
+        return NEXT
+    with tracker:
+        return make_inline(call.func)(*call.args, **call.kwargs)
+
+
+def run_op_by_op(call: Call, tracker: Tracker, dropped: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Run a Python function of torch op by op, with an argument that torch has not handed over."""
+    if "out" in dropped:
+        raise PerSampleError(
+            f"{get_op_name(call.func)}(out=...) is called in {tracker.place()}: torch does not pass `out` on to "
+            "function modes, by which a recording follows the samples. Assign the result instead."
+        )
+    with tracker:
+        return make_inline(call.func)(*call.args, **call.kwargs, **dropped)
+
+
+# ---- refusals, and calls that begin something ----
+
+
+def _check_isolation(followed: Followed, tracker: Tracker) -> Any:
+    if tracker.isolation is not None and followed.has_samples:
+        tracker.isolation.check_call(followed.call, tracker)
+        tracker.isolation.places.prepare(followed.call)
+    return NEXT
+
+
+def _start_by_use(followed: Followed, tracker: Tracker) -> Any:
+    """A call that combines weights with tensors from outside shows what the samples are, if nothing has before."""
+    call = followed.call
+    if tracker.start_by_use is None or tracker.is_inside or followed.has_samples or not torch.is_grad_enabled():
+        return NEXT
+    if not followed.weights or call.func in _COMPARING or call.func in READS:
+        return NEXT
+    # A tensor that is combined with a weight entry by entry is no batch: pretrained weights, a running average.
+    is_by_entry = is_pointwise(call.func) or call.func in _ENTRYWISE
+    shapes = {w.shape for w in followed.weights.values()} if is_by_entry else set()
+    others = [t for i, t in enumerate(call.tensors) if i not in followed.weights and t.shape not in shapes]
+    if others and tracker.start_by_use(replace(call, tensors=tuple(others))):
+        return tracker.follow_again(call.func, call.args, call.kwargs)
+    return NEXT
+
+
+def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
+    """Refuse hooks on weights, whose gradients are kept per sample, and follow those on gradients of samples."""
+    call = followed.call
+    if followed.weights and call.func in REGISTRATIONS:
+        raise PerSampleError(
+            f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
+            "weights per sample, and the hook would not run. Change the recorded gradients instead."
+        )
+    if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
+        hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
+        return call.func(call.args[0], hook)
+    return NEXT
+
+
+# ---- weights and samples ----
+
+
+def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
+    """Weights beside a sum over the samples: learned variances, penalties."""
+    call = followed.call
+    if not followed.weights or not followed.has_samples or not torch.is_grad_enabled():
+        return NEXT
+    if not tracker.counted.holds_divisors or not is_beside_sum(call) or scales_statistic(call):
+        return NEXT
+    summed = tracker.make_summed(call)
+    result = run_beside_sum(call, followed.weights, tracker)
+    if call.func not in BILINEAR:
+        set_layouts(call, result, tracker, summed)
+        return result
+    where = next(where for where in call.where if isinstance(where, Reduced))
+    tracker.set_layout(result, where)
+    tracker.summed[result] = replace(summed, made=where)
+    return result
+
+
+def _use_weights(followed: Followed, tracker: Tracker) -> Any:
+    """A use: a call that combines weights with samples."""
+    if not followed.weights or not followed.has_samples or not torch.is_grad_enabled():
+        return NEXT
+    call, handler = followed.call, followed.handler
+    tracker.buffers.save(call)
+    if tracker.is_coupled:
+        call = prepare_use(call, tracker.place())
+    rules, adapter = get_rules(call.func), find_adapter(handler)
+    if not rules and adapter is None and isinstance(call.func, FunctionType):
+        return run_op_by_op(call, tracker)
+    if adapter is not None:
+        check_not_mixed(call, tracker)
+        result = adapter(tracker, handler, call, followed.weights)
+        set_layouts(call, result, tracker)
+    else:
+        prepare_recomputation(tracker)
+        result, motion = run_use(call, followed.weights, rules, tracker)
+        _set_moved(call, find_results(result, call.args), motion, tracker)
+    if tracker.isolation is not None:
+        tracker.isolation.note_statistics(call, tracker)
+    return result
+
+
+# ---- calls that run as they are ----
+
+
+def _read_samples(followed: Followed, tracker: Tracker) -> Any:
+    """Numbers of samples that Python reads: sizes and counts, decisions, and values."""
+    call = followed.call
+    if not followed.has_samples or call.func not in READS:
+        return NEXT
+    result = _run(followed, tracker)
+    tracker.counted.add(result)
+    tracker.counted.totals.update(find_read_total(call.tensors[0], call.where[0], result))
+    tracker.path.number_of_reads += tracker.batch > 1 or isinstance(call.where[0], (Lost, Reduced))
+    if type(result) is bool:
+        _note_decision(call, result, tracker)
+    elif tracker.is_inside:
+        tracker.path.has_read_values |= call.tensors[0].is_floating_point()
+    elif tracker.outside is not None:
+        tracker.outside.has_reads = True
+    return result
+
+
+def _move_samples(followed: Followed, tracker: Tracker) -> Any:
+    if not followed.has_samples:
+        return NEXT
+    call = followed.call
+    func = call.func
+    if func in MOVES and call.is_inplace:  # its argument has another shape afterwards
+        unchanged = call.tensors[0].detach()
+        before = replace(call, args=(unchanged, *call.args[1:]), tensors=(unchanged, *call.tensors[1:]))
+    else:
+        before = call
+    result = _run(followed, tracker)
+    if type(result) is bool:
+        _note_decision(before, result, tracker)
+    set_layouts(before, result, tracker)
+    if tracker.isolation is not None:
+        tracker.isolation.note_statistics(before, tracker)
+    if isinstance(followed.handler, Rewrite) or followed.weights or func in UPDATING or func in DROPPED:
+        return result
+    if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], call.args[1], call.batch):
+        mark_simple(before, result)  # the values of the first rows decide in each call
+    return result
+
+
+def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
+    """Weights alone: the collector pulls gradients back through what is computed from them."""
+    if not followed.weights or not (tracker.batch or torch.is_grad_enabled()):
+        return NEXT
+    with tracker.processes.saving_weights():
+        result = _run(followed, tracker)
+    for made in find_tensors(result):
+        if made.requires_grad and id(made) not in tracker.collector.parameters:
+            tracker.set_layout(made, None)
+        elif tracker.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
+            tracker.outside.add_constant(made)
+    if tracker.places is not None:
+        tracker.places.note_constant(followed.call, result)
+    return result
+
+
+def _combine_constants(followed: Followed, tracker: Tracker) -> Any:
+    call, outside = followed.call, tracker.outside
+    result = _run(followed, tracker)
+    if outside is not None:
+        for weight in followed.weights.values():  # in a pass without gradients, before the model is called
+            outside.add_constant(weight)
+        outside.note_call(call, result, tracker.batch, tracker.is_inside)
+        if outside.has_reads and call.func in IMPORTS and not tracker.is_inside and tracker.batch > 1:
+            lost = outside.judge_import(result, tracker.batch)
+            if lost is not None:
+                tracker.set_layout(result, lost)
+    if tracker.places is not None:
+        tracker.places.note_constant(call, result)
+    return result
+
+
+def _run(followed: Followed, tracker: Tracker) -> Any:
+    call = followed.call
+    tracker.buffers.save(call)
+    result = call.func(*call.args, **call.kwargs)
+    if call.func is Tensor.retain_grad:  # from now on the gradient of the tensor is the user's
+        tracker.collector.release(call.tensors[0])
+    hidden = tracker.of_hidden_weights
+    if not torch.is_grad_enabled() and (followed.weights or any(t in hidden for t in call.tensors)):
+        for made in find_tensors(result):
+            hidden[made] = True
+    return result
+
+
+# The order matters. A write must be noted before anything else runs. Calls that run as others come before those that
+# look at weights, since the others have their own. Refusals come before what they refuse.
+STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
+    _run_with_dropped_arguments,
+    _audit_new_write,
+    _prepare,
+    _rewrite,
+    _use_by_rows,
+    _run_composite,
+    _check_isolation,
+    _start_by_use,
+    _follow_hook,
+    _multiply_sum,
+    _use_weights,
+    _read_samples,
+    _move_samples,
+    _combine_weights,
+    _combine_constants,
+)
+
+
+# ---- layouts of results ----
+
+
+def set_layouts(call: Call, result: Any, tracker: Tracker, summed: Summed | None = None) -> None:
+    """Find and set the layout of each result. `summed`: how the call adds up samples, if it changes its arguments."""
+    results = find_results(result, call.args) if result is not None or call.is_inplace else ()
+    if not results or call.func in _UNCHANGING:
+        return
+    tracker.counted.sizes = None if tracker.is_inside or tracker.outside is None else tracker.outside.sizes
+    motion = find_coupled_motion(call, results) if tracker.is_coupled else find_motion(call, results)
+    _check_motion(call, motion, tracker)
+    for made, layout in zip(results, motion.results, strict=True):
+        if not tracker.is_inside:
+            tracker.counted.totals.update(find_listed_total(made, layout))
+        if call.is_inplace and made._base is not None and (layout != call.where[0] or type(layout) is Lost):
+            tracker.update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
+        if layout is not None or made._base is not None:
+            tracker.set_layout(made, layout)
+            if type(layout) is Reduced and made.requires_grad and tracker.counted.holds_divisors:
+                tracker.summed[made] = replace(summed or tracker.make_summed(call), made=layout)
+        elif not tracker.is_inside:
+            tracker.add_constant(made)
+
+
+def _set_moved(call: Call, results: Sequence[Tensor], motion: Motion, tracker: Tracker) -> None:
+    _check_motion(call, motion, tracker)
+    for made, layout in zip(results, motion.results, strict=True):
+        tracker.set_layout(made, layout)
+
+
+def _check_motion(call: Call, motion: Motion, tracker: Tracker) -> None:
+    if motion.is_tried:
+        tracker.tried.add(call.func, tracker.place())
+    if tracker.places is not None:
+        tracker.places.check(call, motion, tracker)
+
+
+def _note_decision(call: Call, result: bool, tracker: Tracker) -> None:
+    tracker.path.note_decision(call, result, call.func in _COMPARING, tracker.is_inside)

@@ -1,0 +1,94 @@
+"""Tensors that no function mode sees being made: results of an `autograd.Function`, and of code that is not Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from persample._internal.graph import find_leaves, find_nodes
+from persample._internal.tree import find_tensors
+from persample.backward.tap import is_tap
+from persample.errors import ROWS_ADVICE, PerSampleError
+from persample.forward.checkpointing import prepare_reentrant
+from persample.forward.gradient_hooks import check_custom_backward
+from persample.layouts import Layout, Lost, Where
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
+
+def find_unseen_layout(tensor: Tensor, tracker: Tracker) -> Where | None:
+    """The layout of a tensor with a `grad_fn` that the tracker did not see being made."""
+    if any(map(is_tap, find_nodes(tensor))):
+        _refuse_hidden_weight(tensor, tracker)
+        name = type(tensor.grad_fn).__name__
+        lost = Lost(f"{name} made a tensor of shape {tuple(tensor.shape)} without a torch function")
+        tracker.set_layout(tensor, lost)
+        return lost
+    if has_parameters_behind(tensor, tracker):
+        tracker.processes.check_saved(tensor)
+        tracker.set_layout(tensor, None)
+    else:
+        tracker.can_retain = False
+    return None
+
+
+def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> None:
+    """Refuse an `autograd.Function` that uses weights.
+
+    Its result was computed without grad, as far as the mode can see, and has a `grad_fn` now.
+    """
+    if not prepare_reentrant(tracker, tensor.grad_fn):
+        _refuse_hidden_weight(tensor, tracker)
+        if tensor in tracker.of_hidden_weights:
+            raise PerSampleError(
+                f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses weights that "
+                "the recording cannot see (a reversible layer, or its own kind of checkpoint): their gradients would "
+                f"arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off. {ROWS_ADVICE}"
+            )
+    elif tracker.collector.early:
+        raise PerSampleError(
+            "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known. "
+            "Checkpoint with use_reentrant=False, or record with keep='everything'."
+        )
+    tracker.set_layout(tensor, layout)
+
+
+def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> None:
+    """In an audited pass: have the backward of an `autograd.Function` checked, which may mix samples."""
+    node = tensor.grad_fn
+    if not tracker.path.is_audited or not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout):
+        return
+    if tracker.is_coupled:
+        return
+    if tracker.batch > 1 and node not in tracker.path.checked_nodes and not is_tap(node):
+        tracker.path.checked_nodes.add(node)
+        check_custom_backward(tensor, layout, tracker)
+
+
+def has_parameters_behind(tensor: Tensor, tracker: Tracker) -> bool:
+    """Whether a backward pass from a tensor would reach parameters other than through a tap."""
+    return bool(_find_parameters_behind(tensor, tracker))
+
+
+def _find_parameters_behind(tensor: Tensor, tracker: Tracker) -> list[Tensor]:
+    return [leaf for leaf in find_leaves(tensor) if id(leaf) in tracker.collector.parameters]
+
+
+def name_parameters(value: Any, tracker: Tracker) -> list[str]:
+    """The names of the parameters among some tensors."""
+    names = {} if tracker.model is None else {id(p): name for name, p in tracker.model.named_parameters()}
+    return [names.get(id(t), "?") for t in find_tensors(value) if id(t) in tracker.collector.parameters]
+
+
+def _refuse_hidden_weight(tensor: Tensor, tracker: Tracker) -> None:
+    hidden = _find_parameters_behind(tensor, tracker)
+    if hidden:
+        raise PerSampleError(
+            f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses the parameter "
+            f"'{name_parameters(hidden, tracker)[0]}' together with samples: its gradient arrives as a sum over the "
+            "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
+            f"register a rule for it with persample.register_rule. {ROWS_ADVICE}"
+        )
