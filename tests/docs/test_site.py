@@ -1,12 +1,15 @@
 """`make docs` builds the documentation, and its pages need no network."""
 
+import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+import persample
 from tests.support.paths import ROOT
 
 
@@ -34,3 +37,13 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
 def test_reference_describes_public_names(site: Path, name: str) -> None:
     reference = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     assert f'id="persample.{name}"' in reference
+
+
+@pytest.mark.parametrize(("page", "function"), [("recording", persample.record), ("recording", persample.watch)])
+def test_reference_shows_each_option(site: Path, page: str, function: Any) -> None:
+    text = (site / "reference" / f"{page}.html").read_text()
+    start = text.index(f'id="persample.{function.__qualname__}"')
+    section = text[start : text.index('<h2 id="', start)]
+    for name in inspect.signature(function).parameters:
+        assert len(re.findall(rf"<td>\s*<code>{name}</code>\s*</td>", section)) == 1, name
+    assert "**" not in section

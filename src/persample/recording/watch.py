@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
-from typing import Any, Literal
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -16,18 +16,17 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.options import make_options, show_options
 from persample._internal.several_models import SeveralModels, combine_models
 from persample._internal.tree import iterate_tensors
-from persample.batches import BatchDim
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
-from persample.gradients import LossGradients, NonFinite, StreamedClip, UnitIds, UnitReduction
-from persample.layouts import DivisorMode
+from persample.gradients import LossGradients, StreamedClip
 from persample.recording.calls import Calls
 from persample.recording.hooks import refuse_scripted, refuse_unrecorded
-from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
+from persample.recording.options import Model, Options, RecordOptions, get_trainable
 from persample.recording.session import Recording, leave_ended_modes
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
@@ -42,32 +41,9 @@ _MAX_BATCHES = 16  # that are declared as samples before they are used
 _WATCHES: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()  # the last one of each model
 
 
+@show_options(Options, RecordOptions)
 def watch(
-    model: Model,
-    receive: Receive,
-    options: StepOptions | None = None,
-    *,
-    batch_size: int | None = None,
-    samples: Any = None,
-    batch_dim: BatchDim = 0,
-    loss_reduction: str | None = None,
-    divisor: DivisorMode = "batch",
-    parameters: Selection | None = None,
-    keep_grad: bool = False,
-    constants: Constants = (),
-    keep: Keep = "everything",
-    max_norm: float | Mapping[str, float] | None = None,
-    stabiliser: float | None = None,
-    passes: Literal[1, 2] | None = None,
-    memory: int | None = None,
-    verify: Verify = None,
-    coupled: Coupled = None,
-    nonfinite: NonFinite = "raise",
-    units: UnitIds | Callable[[int], UnitIds] | None = None,
-    num_units: int | None = None,
-    unit_reduction: UnitReduction = "sum",
-    positions: int | None = None,
-    losses: Sequence[str] | None = None,
+    model: Model, receive: Receive, options: StepOptions | None = None, **keywords: Unpack[RecordOptions]
 ) -> Watch:
     """Record each step of a model from now on, and call `receive(grads)` when its backward pass has ended.
 
@@ -84,16 +60,16 @@ def watch(
         receive: called with the gradients of each step.
         options: instead of the keywords, a mapping of them, or a function that returns those of the next step. It is
             called when the step begins.
+        **keywords: see `Options`.
 
-    The keywords are those of `record`. `units` may be a function of the batch size that returns the units of the batch
-    that the model is called with; it may be asked several times for one call, and a call with other units than the one
-    before begins a new step. The samples are followed from the call of the model on: what is computed before
-    it is not seen.
+    The samples are followed from the call of the model on: what is computed before it is not seen. A call with other
+    `units` than the call before begins a new step.
 
     Raises:
         PerSampleError: an option is wrong, or given both as a keyword and in `options`; or, in a step, the model cannot
             be recorded.
 
+    >>> import torch
     >>> model, found = nn.Linear(3, 2), []
     >>> watched = watch(model, lambda grads: found.append(grads.norms()), keep="norms")
     >>> for _ in range(2):
@@ -102,37 +78,16 @@ def watch(
     >>> [norms.shape for norms in found]
     [torch.Size([5]), torch.Size([5])]
     """
-    keywords = Options(
-        batch_size=batch_size,
-        samples=samples,
-        batch_dim=batch_dim,
-        loss_reduction=loss_reduction,
-        divisor=divisor,
-        parameters=parameters,
-        keep_grad=keep_grad,
-        constants=constants,
-        keep=keep,
-        max_norm=max_norm,
-        stabiliser=stabiliser,
-        passes=passes,
-        memory=memory,
-        verify=verify,
-        coupled=coupled,
-        nonfinite=nonfinite,
-        units=units,
-        num_units=num_units,
-        unit_reduction=unit_reduction,
-        positions=positions,
-        losses=losses,
-    ).list_changed()
-    if options is not None and keywords:
-        raise PerSampleError(f"watch() got options and the keywords {', '.join(keywords)}. Pass one of both.")
-    return Watch(combine_models(model), receive, keywords if options is None else options)
+    given = make_options(Options, "watch", keywords, RecordOptions).list_changed()
+    if options is not None and given:
+        raise PerSampleError(f"watch() got options and the keywords {', '.join(given)}. Pass one of both.")
+    return Watch(combine_models(model), receive, given if options is None else options)
 
 
 class Watch(Calls):
     """The result of `watch`. `stop()`, or the end of a `with` block, ends it; `rest()` ends one step.
 
+    >>> import torch
     >>> model = nn.Linear(3, 2)
     >>> with watch(model, lambda grads: print(grads.norms().shape), keep="norms"):
     ...     model(torch.randn(5, 3)).square().mean().backward()
@@ -170,11 +125,14 @@ class Watch(Calls):
         self._refusals: list[RemovableHandle] = []
         self._isolation = Isolation()
         refuse_scripted(model)
-        recorded = Options(**self._get_options()).select(get_trainable(model))
+        recorded = self._make_options().select(get_trainable(model))
         self.names = list(recorded)  # of the parameters that are recorded
         self._refusals = self._refuse_unrecorded(model, recorded)
         self.add_hooks(model, {id(p) for p in recorded.values()})
         _WATCHES[model] = ref(self)
+
+    def _make_options(self) -> Options:
+        return make_options(Options, "watch", self._get_options())
 
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
@@ -248,6 +206,7 @@ class Watch(Calls):
         Without this, a tensor that is not an argument of the model is a constant inside the model, and is judged by its
         size in the code around it.
 
+        >>> import torch
         >>> model, found = nn.Linear(3, 1), []
         >>> x, y = torch.randn(5, 3), torch.randn(2, 5)             # two targets for each sample, time first
         >>> with watch(model, found.append) as watched:
@@ -366,7 +325,7 @@ class Watch(Calls):
         # torch's stack of modes keeps the recording, which must not keep the watch or the model.
         step = _Step(self)
         self._step = step
-        options = Options(**self._get_options())
+        options = self._make_options()
         self.is_private = options.isolate
         isolation = self._isolation if options.isolate else None
         self._recording = recording = Recording(
