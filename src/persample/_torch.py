@@ -333,6 +333,14 @@ def get_address(storage: torch.UntypedStorage) -> int:
         return 0
 
 
+_count_owners: Callable[[int], int] = _find("torch._C._storage_Use_Count", "Every recording")
+
+
+def count_owners(storage: torch.UntypedStorage) -> int:
+    """The number of tensors with this memory, and of other objects that keep it, besides `storage` itself."""
+    return _count_owners(get_storage_key(storage)) - 1
+
+
 def get_storage(ref: Any) -> torch.UntypedStorage | None:
     """The storage behind a `StorageWeakRef`, None if it was freed."""
     return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)

@@ -239,7 +239,7 @@ def _make_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tu
 _RUNNING_OTHERS = {torch.autograd.grad, Tensor.backward, torch.autograd.backward, *_torch.DUAL_FUNCTIONS}
 
 # Functions that return the memory of a tensor to code outside torch.
-_EXPOSING = {
+EXPOSING = {
     Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
     Tensor.share_memory_,
 }  # fmt: skip
@@ -290,6 +290,7 @@ class Audit(_Mode):
         self._history = history
         self._node: Node | None = node
         self._is_whole = node is history.root
+        self.is_new = self._is_whole  # whether the pass is one that is new, or that must be audited as a whole
         self._has_finding = False
         self.is_stopped = False
         self._is_differentiating = False  # whether autograd.grad is running
@@ -325,7 +326,7 @@ class Audit(_Mode):
             self._history.note_finding()
         elif self._is_whole:
             self._history.audits_due = max(0, self._history.audits_due - 1)
-        elif self._history.audits_due == 0:  # what happened before the audit began was not seen
+        elif self.is_new and self._history.audits_due == 0:  # what happened before the audit began was not seen
             self._history.audits_due = 1
 
     @contextmanager
@@ -367,6 +368,7 @@ class Audit(_Mode):
         if self._node is None:
             return
         following = self._node.get(key)
+        self.is_new |= following is None
         if following is None and self._history.size < _MAX_NODES:
             following = self._node[key] = Node()
             self._history.size += 1
@@ -385,12 +387,12 @@ class Audit(_Mode):
                 self._is_differentiating = outer
         if _has_wrappers(args, kwargs):
             return func(*args, **kwargs)
-        if func in _EXPOSING:
-            self._expose(args[0])
         return self.follow(func, args, kwargs)
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`run` for a function that the tracker follows as a whole."""
+        if func in EXPOSING:
+            self._expose(args[0])
         with self.follow_whole():
             changed = self._save_known(args) if is_inplace(func) else None
             result = self._tracker.follow(func, args, kwargs, self.find_layout)
@@ -585,6 +587,7 @@ class Audit(_Mode):
         result = op(*args, **kwargs)
         self._note_writes(op, args, kwargs, any(where))
         if op.overloadpacket.__name__ == "set_":
+            self._has_finding |= any(where)  # no function mode sees it, so in later passes only an audit does
             self._note_rebuilt(args[0])
         elif any(where) and not (op.overloadpacket.__name__ in _READING_SHAPES and not isinstance(where[0], Layout)):
             call = _make_call(op, args, kwargs, where, self._tracker.batch)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
-from persample.forward.audit import ANY_SEQUENCE, Audit, History, get_history
+from persample.forward.audit import ANY_SEQUENCE, EXPOSING, Audit, History, get_history
 from persample.forward.gradient_hooks import follow_module_hooks
+from persample.forward.written import is_writing, writes_own_memory
 from persample.layouts import Call, Lost, Reduced, Where
 
 if TYPE_CHECKING:
@@ -104,14 +105,20 @@ class Path:
         """Inside the block, ops are part of a call whose results are set by `set_layout`."""
         return nullcontext() if self.audit is None else self.audit.follow_whole()
 
-    def advance_to_write(self, call: Call) -> bool:
-        """Whether a write is like one in an audited pass: with samples in the same arguments."""
+    def advance_to_write(self, call: Call, tracker: Tracker) -> bool:
+        """Whether all that a call writes is seen: it is audited, or writes as in an audited pass, or does not write.
+
+        To write as in an audited pass is to write samples in the same arguments, and into memory that no other tensor
+        shares: which one that would be can differ. Code outside torch may write to a constant that is exposed to it.
+        """
+        if not is_writing(call):
+            return self.audit is not None or call.func not in EXPOSING or any(call.where)
         key = tuple([where is not None for where in call.where])
         if self.audit is not None:
             self.audit.advance(key)
             return True
         following = self.node.get(key)
-        if following is None:
+        if following is None or (any(key) and not writes_own_memory(call, tracker.iterate_known())):
             return False
         self.node = following
         return True
@@ -150,4 +157,5 @@ class Path:
         """
         history = self._find_history()
         decided_before = history is None or history.add_decisions(tuple(self._decisions))
-        return self.audit is not None or self.has_read_values or not decided_before
+        is_new = self.audit is not None and self.audit.is_new
+        return is_new or self.has_read_values or not decided_before

@@ -74,7 +74,7 @@ class Repeat:
             elif way == _PARAMETER:
                 if id(value) != expected or expected not in parameters:
                     return False
-                if not value.requires_grad or value.dim() != dims:
+                if not value.requires_grad or value.dim() != dims or expected in known:
                     return False
             else:
                 entry = known.get(id(value))

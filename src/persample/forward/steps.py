@@ -31,7 +31,7 @@ from persample.forward.outside import CLASS_WEIGHTS, IMPORTS
 from persample.forward.own_rows import selects_first_rows
 from persample.forward.preparations import PREPARATIONS
 from persample.forward.use import check_not_mixed, run_use
-from persample.forward.written import REPLACING, UPDATING
+from persample.forward.written import UPDATING
 from persample.layouts import (
     BILINEAR,
     MOVES,
@@ -150,7 +150,7 @@ def _run_with_dropped_arguments(followed: Followed, tracker: Tracker) -> Any:
 def _audit_new_write(followed: Followed, tracker: Tracker) -> Any:
     """A write is followed by its memory, which no function mode sees, unless an audited pass had the same."""
     call = followed.call
-    if (call.is_inplace or call.func in REPLACING) and not tracker.path.advance_to_write(call):
+    if not tracker.path.advance_to_write(call, tracker):
         return tracker.path.start_audit(tracker).follow(call.func, call.args, call.kwargs)
     return NEXT
 

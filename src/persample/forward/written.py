@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from persample import _torch
 from persample._internal.functions import is_inplace
 from persample._internal.tree import find_tensors
+from persample.layouts import Call
 
 # Functions that write into buffers among their arguments.
 UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
 
 # Functions that replace the memory of their first argument.
 REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
+
+
+def is_writing(call: Call) -> bool:
+    """Whether a call writes into its first argument or into `out`, or replaces the memory of its first argument."""
+    return call.is_inplace or call.func in REPLACING or call.kwargs.get("out") is not None
+
+
+def writes_own_memory(call: Call, known: Iterable[tuple[Tensor, Any]]) -> bool:
+    """Whether no tensor but those that the tracker follows share the memory that a call writes into.
+
+    `known` are the tensors that the tracker knows. It follows these, the base of a view, and the views of that.
+    """
+    if call.func in REPLACING:
+        return False
+    first = (*call.args, *call.kwargs.values())[:1] if call.is_inplace else ()
+    return all(_has_own_memory(tensor, known) for tensor in find_tensors((first, call.kwargs.get("out"))))
+
+
+def _has_own_memory(tensor: Tensor, known: Iterable[tuple[Tensor, Any]]) -> bool:
+    storage = _torch.find_storage(tensor)
+    if storage is None:
+        return True
+    base = tensor._base
+    count = _torch.count_owners(storage)
+    followed = 1 if base is None else 2
+    if count > followed and base is not None:
+        followed += sum(other is not tensor and other._base is base for other, _ in known)
+    return count <= followed and storage.resizable()
 
 
 class Written:

@@ -24,10 +24,15 @@ def _convolve_any(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1) if call.tensors[0].dim() == call.tensors[1].dim() else None
 
 
+def is_batched_convolution(call: Call) -> bool:
+    """Whether the first dimension of the input of a convolution is the batch, and not the channels."""
+    return call.tensors[0].dim() == _CONVOLUTIONS[call.func] + 2
+
+
 @declare(*_CONVOLUTIONS)
 def convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    tensor, where = call.tensors[0], call.where[0]
-    is_batched = tensor.dim() == _CONVOLUTIONS[call.func] + 2
+    where = call.where[0]
+    is_batched = is_batched_convolution(call)
     channels = 1 if is_batched else 0
     if isinstance(where, Layout) and where.dim == channels:
         return _convolve_groups(call, results, where)

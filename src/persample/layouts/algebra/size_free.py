@@ -82,7 +82,7 @@ def _is_size_free(call: Call) -> bool:
         return False
     declaration = DECLARATIONS.get(call.func)
     if declaration is layers.convolve:  # groups of channels may belong to samples
-        return all(dim == 0 for _, dim in dims)
+        return layers.is_batched_convolution(call) and all(dim == 0 for _, dim in dims)
     if declaration is losses.compare_classes:  # two other patterns are in the same order at some sizes only
         return len(layouts) == 2 and layouts[0][1] == layouts[1][1] and dims[0][1] == 0
     if declaration is attention.attend:  # rows of queries may
