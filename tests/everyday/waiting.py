@@ -1,8 +1,6 @@
 """Loops that wait for something that is not there yet, by topic. Empty in a release."""
 
 WAITING: dict[tuple[str, str], str] = {
-    ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "record"): "layouts",
-    ("Hugging Face tasks: object detection, YOLOS with the model's own loss", "monitor"): "layouts",
     ("TRL guides: DPO, chosen and rejected concatenated in one call", "record"): "layouts",
     ("TRL guides: reward model, pairs in one call", "record"): "layouts",
     ("TRL guides: Dr. GRPO, divided by batch size times maximal length", "record"): "lead",

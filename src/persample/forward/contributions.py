@@ -21,6 +21,7 @@ from persample.forward.roots import NoteLoss, mark_statistic
 from persample.layouts import (
     BILINEAR,
     Call,
+    Crossed,
     Divided,
     Layout,
     Lost,
@@ -30,6 +31,7 @@ from persample.layouts import (
     Where,
     find_motion,
     get_argument,
+    lose_entries,
     make_reduced,
     move_layout,
 )
@@ -187,6 +189,7 @@ def _use_batch_statistics(call: Call) -> Call:
 
 def _is_mixed(where: Where | None) -> bool:
     """Whether samples are mixed in a tensor. A list of values, or a size, that the samples share is no activation."""
+    where = lose_entries(where) if isinstance(where, Crossed) else where
     return type(where) is Lost and not (where.listing or where.sized)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from persample.errors import SamplesMixed, raise_or_complain
 from persample.forward.use import run_use
-from persample.layouts import Call, Layout, Motion, Reduced
+from persample.layouts import Call, Crossed, Layout, Motion, Reduced, has_mixed_pairs
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
@@ -34,11 +34,14 @@ def _give_to_each_sample(output: Tensor, tracker: Tracker) -> Tensor:
     return run_use(call, {0: output}, (), tracker, Motion((Layout(0),)))[0]
 
 
-def make_gradient_refusal(cause: str, tracker: Tracker) -> Callable[[Tensor], None]:
-    """A hook for a tensor in which samples are mixed."""
+def make_gradient_refusal(cause: str, tracker: Tracker, pairs: Crossed | None = None) -> Callable[[Tensor], None]:
+    """A hook for a tensor in which samples are mixed; of `pairs`, only some may have a gradient."""
     advice, complain = tracker.advice, tracker.complain  # not the tracker: the hook must not keep it alive
+    batch = tracker.batch
 
     def refuse(grad: Tensor) -> None:
+        if pairs is not None and not has_mixed_pairs(grad, pairs, batch):
+            return
         message = f"The loss depends on a tensor in which the samples of the batch are mixed: {cause}. {advice}"
         raise_or_complain(SamplesMixed(message), complain)
 

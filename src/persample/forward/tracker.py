@@ -66,6 +66,7 @@ from persample.layouts import (
     SIZE_FREE,
     Call,
     CountedSizes,
+    Crossed,
     Divided,
     DivisorMode,
     Layout,
@@ -81,6 +82,7 @@ from persample.layouts import (
     find_simple_layout,
     find_size_free_layout,
     get_argument,
+    lose_entries,
     make_call,
 )
 from persample.rules import Rewrite, count_rule_changes, get_handler
@@ -440,10 +442,13 @@ class Tracker(TorchFunctionMode):
             if isinstance(layout, Lost) and self.outside is not None and not self.is_inside:
                 place += self.outside.describe_assumed()
             layout = replace(layout, place=place)
+        if isinstance(layout, Crossed) and (self.isolation is not None or self.is_coupled or tracing.get_trace()):
+            layout = lose_entries(layout)  # a pair of different samples that overflows makes both gradients NaN
         if self.is_coupled:
             layout = own_tensor(tensor, layout, self.batch)
         if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, (Scattered, Divided)):
-            tensor.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", self))
+            pairs = layout if isinstance(layout, Crossed) else None
+            tensor.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", self, pairs))
         if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
             watch_sum(tensor, layout, self.collector.anchor_node, self.note_loss)
         save_layout(self.saved_layouts, tensor, layout)

@@ -12,6 +12,7 @@ from persample.layouts import (
     Scattered,
     Where,
     find_layout_of_ids,
+    lose_entries,
     make_sample_ids,
     make_strided_ids,
 )
@@ -25,7 +26,7 @@ def find_layout_of_base(view: Tensor, layout: Where | None, before: Where | None
     base = view._base
     assert base is not None
     if isinstance(layout, (Lost, Reduced)) and not isinstance(layout, Scattered):
-        return layout
+        return lose_entries(layout)
     with tracing.suspend():
         ids = make_strided_ids(base, before, batch)
         of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
@@ -37,7 +38,7 @@ def find_layout_of_base(view: Tensor, layout: Where | None, before: Where | None
 def find_layout_of_view(view: Tensor, base: Tensor, layout: Where | None, batch: int) -> Where | None:
     """The layout of a view that was made before samples were written into its base, which has this layout now."""
     if not isinstance(layout, (Layout, Scattered)):
-        return None if isinstance(layout, Lost) and layout.listing else layout
+        return None if isinstance(layout, Lost) and layout.listing else lose_entries(layout)
     with tracing.suspend():
         ids = make_strided_ids(base, layout, batch)
         return find_layout_of_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), batch, layout.loose)

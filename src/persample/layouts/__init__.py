@@ -25,10 +25,12 @@ from persample.layouts.by_trial import find_motion_by_trial, has_different_order
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
+from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, mark_simple
 from persample.layouts.functions import DIVISIONS, INDEX_DTYPES, MOVES, PICKS, WRITES
 from persample.layouts.layout import (
+    Crossed,
     Divided,
     Layout,
     Lost,
@@ -41,6 +43,7 @@ from persample.layouts.layout import (
     find_layout_of_ids,
     has_equal_shares,
     join_samples,
+    lose_entries,
     make_layout,
     make_pattern,
     make_sample_ids,
@@ -72,6 +75,7 @@ __all__ = [
     "WRITES",
     "Call",
     "CountedSizes",
+    "Crossed",
     "Divided",
     "DivisorMode",
     "Indexing",
@@ -101,8 +105,10 @@ __all__ = [
     "get_argument",
     "has_different_orders",
     "has_equal_shares",
+    "has_mixed_pairs",
     "is_pointwise",
     "join_samples",
+    "lose_entries",
     "make_call",
     "make_layout",
     "make_packed_layout",

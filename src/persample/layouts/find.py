@@ -18,8 +18,9 @@ from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, fin
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, CallKey
+from persample.layouts.crossed import find_crossed_motion
 from persample.layouts.functions import CASTS, INDEX_DTYPES, LISTS, MOVES, PICKS, SORTS, WRITES
-from persample.layouts.layout import Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
+from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.packed import find_packed_motion
@@ -150,6 +151,11 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         if scattered is not None:
             return scattered
         call = replace(call, where=tuple(map(lose_entries, call.where)))
+    if any(isinstance(where, Crossed) for where in call.where):
+        with torch.no_grad():
+            crossed = find_crossed_motion(call, results)
+        if crossed is not None:
+            return crossed
     if any(isinstance(where, Divided) for where in call.where) and (entered := enter_divided(call)) is not None:
         return leave_divided(call, _compute_motion(entered, results))
     lists = call.func in LISTS and (call.func is not torch.where or len(call.args) == 1)

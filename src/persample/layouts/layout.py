@@ -172,9 +172,22 @@ class Divided(Lost):
         return id(self)
 
 
+@dataclass(frozen=True)
+class Crossed(Lost):
+    """Each entry combines a row of one tensor with a row of another, along two dimensions: a matrix of all pairs.
+
+    The entries that combine two rows of one sample, such as those on the diagonal, belong to that sample.
+
+    Attributes:
+        rows: where the samples lie in the rows of both tensors.
+    """
+
+    rows: tuple[Layout, Layout] = (Layout(0), Layout(1))
+
+
 def lose_entries(where: Where | None) -> Where | None:
-    """A plain `Lost` for a scattered or divided tensor; anything else as it is."""
-    return Lost(where.cause, where.place) if isinstance(where, (Scattered, Divided)) else where
+    """A plain `Lost` for a tensor of which entries are known; anything else as it is."""
+    return Lost(where.cause, where.place) if isinstance(where, (Scattered, Divided, Crossed)) else where
 
 
 # What is known about a tensor that depends on the batch; None instead of it: the tensor does not depend on the batch.
@@ -417,6 +430,14 @@ def add_samples_to_layout(where: Where | None, shape: Sequence[int], before: int
     >>> add_samples_to_layout(Layout(0, inner=2), (4,), 2, 3).ids
     (0, 0, 1, 1)
     """
+    if isinstance(where, Crossed):
+        first, second = (add_samples_to_layout(rows, shape, before, batch) for rows in where.rows)
+        assert isinstance(first, Layout) and isinstance(second, Layout)
+        return replace(where, rows=(first, second))
+    if isinstance(where, Divided):
+        layout = add_samples_to_layout(where.layout, shape, before, batch)
+        assert isinstance(layout, Layout)
+        return replace(where, layout=layout)
     if not isinstance(where, Layout) or where.ids is not None or not shape:
         return where
     made = make_layout(where.dim, where.get_ids(shape[where.dim], before), batch, where.loose)

@@ -13,7 +13,7 @@ from persample.errors import get_op_name
 from persample.layouts.algebra import is_pointwise
 from persample.layouts.call import Call
 from persample.layouts.functions import INDEX_DTYPES, LIKES, MAKERS, MOVES, WRITES, T
-from persample.layouts.layout import Layout, Lost, Reduced, Where
+from persample.layouts.layout import Crossed, Layout, Lost, Reduced, Where
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # Make a tensor of a size that is given by numbers. A number in a tensor is used as `int(tensor)` would be.
@@ -38,8 +38,8 @@ def find_motion_of_maker(call: Call, results: Sequence[Tensor]) -> Motion | None
         return None
     if any(call.where[1:]):
         return _copy_values(call, results) if call.func in _COPYING else None
-    if isinstance(call.where[0], Lost) or call.func in MAKERS:
-        return None if isinstance(call.where[0], Lost) and call.func in LIKES else make_uniform_motion(None, results)
+    if isinstance(call.where[0], Crossed) or call.func in MAKERS:
+        return make_uniform_motion(None, results)
     like = call.where[0]
     if not isinstance(like, Layout):
         return None

@@ -13,7 +13,7 @@ from persample.errors import get_op_name
 from persample.layouts.algebra.arguments import has_tensors_by_keyword, put_tensors_in_order
 from persample.layouts.call import Call
 from persample.layouts.functions import MOVES, find_functions
-from persample.layouts.layout import Layout, Lost, make_layout, make_pattern
+from persample.layouts.layout import Crossed, Layout, Lost, make_layout, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # Returns how a call moves the samples, or None if the declaration does not cover this call. It may read everything of
@@ -153,6 +153,17 @@ def lose(call: Call, results: Sequence[Tensor], cause: str) -> Motion:
     return make_uniform_motion(Lost(f"{get_op_name(call.func)} {cause}"), results)
 
 
+def cross(call: Call, results: Sequence[Tensor], cause: str, first: Layout, second: Layout) -> Motion:
+    """The motion of a call that combines each row of one argument with each row of another.
+
+    `first` and `second` are where the samples of these rows lie in the result.
+    """
+    lost = Lost(f"{get_op_name(call.func)} {cause}")
+    arguments = [where for where in call.where if where is not None]
+    is_known = len(arguments) == 2 and not call.has_loose_rows() and len(results) == 1
+    return make_uniform_motion(Crossed(lost.cause, rows=(first, second)) if is_known else lost, results)
+
+
 def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -> Motion | None:
     """The motion of a call whose tensors are aligned with a result of this shape.
 
@@ -174,13 +185,7 @@ def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -
         if found.dim != here.dim and 0 in shape:  # no entries, in which samples could meet
             continue
         if found.dim != here.dim:
-            name = get_op_name(call.func)
-            return Motion((
-                Lost(
-                    f"{name} combines each sample with every other: they lie in dimension {found.dim} of one argument "
-                    f"and in dimension {here.dim} of another, counted in the result"
-                ),
-            ))  # fmt: skip
+            return lose(call, call.tensors[:1], _describe_crossing(found, here))
         if tensor.shape[where.dim] != size:
             return None
         merged = merge_rows(found, here, size, call.batch)
@@ -200,6 +205,13 @@ def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -
     return Motion((found,), aligned)
 
 
+def _describe_crossing(first: Layout, second: Layout) -> str:
+    return (
+        f"combines each sample with every other: they lie in dimension {first.dim} of one argument and in dimension "
+        f"{second.dim} of another, counted in the result"
+    )
+
+
 def repeat_result(motion: Motion | None, results: Sequence[Tensor]) -> Motion | None:
     """The motion with the layout of the first result for all results."""
     if motion is None or len(results) == 1:
@@ -212,6 +224,13 @@ def broadcast(call: Call, results: Sequence[Tensor]) -> Motion | None:
     shape = results[0].shape
     if any(result.shape != shape for result in results):
         return None
+    rows = [
+        move(where, where.dim + len(shape) - tensor.dim())
+        for tensor, where in zip(call.tensors, call.where, strict=True)
+        if isinstance(where, Layout) and tensor.shape[where.dim] == shape[where.dim - tensor.dim()]
+    ]
+    if len(rows) == 2 and rows[0].dim != rows[1].dim and 0 not in shape:
+        return cross(call, results, _describe_crossing(*rows), *rows)
     return repeat_result(find_common_rows(call, shape, [len(shape) - t.dim() for t in call.tensors]), results)
 
 

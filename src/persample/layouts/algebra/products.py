@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.algebra.engine import broadcast, declare, get_argument, lose, merge_rows, move
+from persample.layouts.algebra.engine import broadcast, cross, declare, get_argument, lose, merge_rows, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -33,7 +33,10 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
         if found is None:
             found, letter, size = where, here, tensor.shape[where.dim]
         elif here != letter:
-            return lose(call, results, "combines each sample with every other")
+            cause = "combines each sample with every other"
+            if letter not in out or here not in out:
+                return lose(call, results, cause)
+            return cross(call, results, cause, move(found, out.index(letter)), move(where, out.index(here)))
         elif tensor.shape[where.dim] != size:
             return None
         else:
