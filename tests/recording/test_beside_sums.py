@@ -42,6 +42,12 @@ def classes(m: Any, b: Any) -> Tensor:
     return F.cross_entropy(m(b[0]).flatten(0, 1), b[2].flatten())
 
 
+def masked(m: Any, b: Any) -> Tensor:
+    mask = torch.ones(len(b[0]), T).double()
+    mask[:, 0] = 0
+    return ((m(b[0]) - b[1]).abs().sum(-1) * mask).sum() / mask.sum()
+
+
 def penalty(m: Model) -> Tensor:
     return sum((p.square().sum() for p in m.parameters()), torch.zeros(()).double())
 
@@ -87,6 +93,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     ),
     "a product": (lambda m, b: m.s * torch.einsum("btc,btc->", m(b[0]), b[1]),) * 2,
     "losses one by one": (lambda m, b: m.s * sum(row.square().mean() for row in m(b[0])),) * 2,
+    "a part over a mask's sum": (lambda m, b: m.s.exp() * masked(m, b) + m.v[0] * classes(m, b),) * 2,
     "a number beside the loss": (lambda m, b: m.s * (mse(m, b) + 3.0), lambda m, b: m.s * mse(m, b)),
     "L2": (lambda m, b: mse(m, b) + 0.01 * penalty(m), mse),
     "a penalty first": (lambda m, b: 0.01 * m.linear.weight.norm() + mse(m, b), mse),
@@ -100,19 +107,22 @@ CLIP: dict[str, Any] = {"keep": "clip", "max_norm": 0.1}
 
 
 @pytest.mark.parametrize("options", [{}, {"keep_grad": True}, CLIP, {**CLIP, "passes": 2}], ids=str)
+@pytest.mark.parametrize("size", [B, 1])
 @pytest.mark.parametrize("name", LOSSES)
-def test_rows_and_what_belongs_to_no_sample(name: str, options: dict[str, Any]) -> None:
+def test_rows_and_what_belongs_to_no_sample(name: str, size: int, options: dict[str, Any]) -> None:
     loss, of_samples = LOSSES[name]
-    model = Model().double()
-    plain = loss(model, BATCH)
+    model, batch = Model().double(), tuple(tensor[:size] for tensor in BATCH)
+    plain = loss(model, batch)
     total = torch.autograd.grad(plain, [*model.parameters()], allow_unused=True)
-    found = loop_gradients(model, BATCH, of_samples)
-    expected = {key: found.get(key, torch.zeros(B, *p.shape).double()) for key, p in model.named_parameters()}
-    with record(model, **options) as grads:
-        value = loss(model, BATCH)
-        value.backward()
+    found = loop_gradients(model, batch, of_samples)
+    expected = {key: found.get(key, torch.zeros(size, *p.shape).double()) for key, p in model.named_parameters()}
+    for _ in range(2):  # the first step is audited
+        model.zero_grad()
+        with record(model, **options) as grads:
+            value = loss(model, batch)
+            value.backward()
     assert torch.equal(value, plain)
-    norms = torch.cat([rows.reshape(B, -1) for rows in expected.values()], 1).norm(dim=1)
+    norms = torch.cat([rows.reshape(size, -1) for rows in expected.values()], 1).norm(dim=1)
     torch.testing.assert_close(grads.norms(), norms)
     if "keep" not in options:
         assert_rows_close(grads.dense(), expected)
@@ -127,12 +137,20 @@ def test_rows_and_what_belongs_to_no_sample(name: str, options: dict[str, Any]) 
     assert ("belongs to no sample" in repr(grads)) == any(bool(part.any()) for part in shared.values())
 
 
-def test_several_steps_do_not_add_up() -> None:
+START = {name: torch.randn(p.shape).double() for name, p in Model().named_parameters()}
+
+
+def test_a_constant_of_a_weight_s_shape_is_no_batch() -> None:
+    """The batch has as many samples as a bias has entries, in the first step."""
     model = Model().double()
-    for _ in range(2):
-        with record(model) as grads:
-            (mse(model, BATCH) + model.s).backward()
-        assert grads.shared()["s"] == 1
+    x, y = torch.randn(C, T, D).double(), torch.randn(C, T, C).double()
+    with record(model) as grads:
+        apart = sum((START[name] * (p - START[name]) ** 2).sum() for name, p in model.named_parameters())
+        (mse(model, (x, y)) + apart).backward()
+    assert_rows_close(grads.dense(), loop_gradients(model, (x, y), mse) | {
+        name: torch.zeros(C, *p.shape).double() for name, p in model.named_parameters() if name in "sv"
+    })  # fmt: skip
+    torch.testing.assert_close(grads.shared()["v"], 2 * START["v"] * (model.v - START["v"]).detach())
 
 
 REFUSED: dict[str, Loss] = {

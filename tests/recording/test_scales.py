@@ -76,7 +76,22 @@ def test_a_number_of_items_is_a_count_whatever_its_value(as_tensor: bool) -> Non
         assert grads.loss_reduction == ("mean" if items == size else f"mean over {items} items")
 
 
+def squares(m: Any, b: Any) -> Tensor:
+    return (m(b[0]) - b[2]).square().mean(-1)
+
+
+def pick(size: int, *samples: int) -> Tensor:
+    return torch.tensor([[n in samples] * T for n in range(size)])
+
+
 SHARES: dict[str, Loss] = {
+    "rows of one sample": lambda m, b: squares(m, b)[pick(len(b[0]), 1)].mean(),
+    "rows of one sample by a loss": lambda m, b: F.mse_loss(m(b[0])[mask := pick(len(b[0]), 1)], b[2][mask]),
+    "rows of one sample, divided": lambda m, b: squares(m, b)[mask := pick(len(b[0]), 2)].sum() / int(mask.sum()),
+    "rows of one sample beside others": lambda m, b: (
+        squares(m, b)[pick(len(b[0]), 1)].mean() + squares(m, b)[pick(len(b[0]), 0, 2)].mean()
+    ),
+    "means of classes": lambda m, b: torch.stack([squares(m, b)[b[1] == c].mean() for c in b[1].unique()]).mean(),
     "targets": lambda m, b: entropy(m, b, ignore_index=0),
     "class weights": lambda m, b: entropy(m, b, weight=torch.linspace(0.5, 2, C).double()),
     "counted before": lambda m, b: entropy(m, b, ignore_index=0, reduction="sum") / int(b[3]),

@@ -75,6 +75,8 @@ def _find_parts(call: Call, position: int, follower: Follower) -> tuple[Tensor, 
             rounding = torch.finfo(whole.dtype).eps ** 0.75 * torch.maximum(parts.abs().sum(0), whole.abs())
             return parts, rest if bool((rest.abs() > rounding).any()) else None
     except NoParts as reason:
+        if call.batch == 1:
+            return call.tensors[position].detach().unsqueeze(0), None
         raise SamplesMixed(
             f"{get_op_name(call.func)}, in {follower.place()}, multiplies a sum over the samples by a weight, whose "
             f"gradient needs each sample's part of the sum: {reason}. Multiply the losses before they are added up."

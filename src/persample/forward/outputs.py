@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def guard_output(output: Tensor, tracker: Tracker) -> Tensor:
     """An output of the model that refuses gradients if it belongs to no sample."""
     layout = tracker.find_layout(output)
-    if isinstance(layout, Reduced) and output.dim() and output.grad_fn is not None:
+    if isinstance(layout, Reduced) and output.dim() and output.grad_fn is not None and tracker.batch > 1:
         output.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", tracker))
     if layout is None and tracker.is_weight(output):
         if output.dim() and output.shape[0] == tracker.batch > 1 and output.stride(0) == 0:

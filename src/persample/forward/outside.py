@@ -148,6 +148,10 @@ class OutsideTensors:
         """Note that a tensor is the same for all samples."""
         self._constants[tensor] = True
 
+    def was_taken(self, tensor: Tensor) -> bool:
+        """Whether a tensor was taken for samples because of its size."""
+        return tensor in self._taken
+
     def is_declared(self, tensor: Tensor) -> bool:
         """Whether a tensor, or the tensor that it is a view of, is known to be the same for all samples."""
         return tensor in self._constants or (tensor._base is not None and tensor._base in self._constants)

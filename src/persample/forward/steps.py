@@ -47,6 +47,7 @@ from persample.layouts import (
     find_listed_total,
     find_motion,
     find_read_total,
+    give_to_one_sample,
     is_pointwise,
     make_call,
     mark_simple,
@@ -109,6 +110,12 @@ class Followed:
         where, is_weight = self.call.where, self.tracker.is_weight
         return {i: t for i, t in enumerate(self.call.tensors) if where[i] is None and is_weight(t)}
 
+    def read_constant(self, tensor: Tensor) -> None:
+        """Take a tensor of the call for the same for all samples."""
+        where = [None if t is tensor else w for t, w in zip(self.call.tensors, self.call.where, strict=True)]
+        self.call = replace(self.call, where=tuple(where))
+        self.has_samples = any(where)
+
 
 def follow(call: Call, tracker: Tracker) -> Any:
     """Run a call, and find where the samples lie in what it makes."""
@@ -159,6 +166,19 @@ def _prepare(followed: Followed, tracker: Tracker) -> Any:
     prepare = PREPARATIONS.get(followed.call.func)
     if prepare is not None:
         followed.call = prepare(followed.call)
+    return NEXT
+
+
+def _read_beside_weights(followed: Followed, tracker: Tracker) -> Any:
+    """A tensor from outside that has the batch's size is a constant beside a weight of its shape."""
+    if tracker.outside is None or tracker.is_inside or tracker.isolation is not None or not followed.has_samples:
+        return NEXT
+    if followed.weights and (shapes := _list_shapes_of_weights(followed)):
+        for tensor in followed.call.tensors:
+            if tensor.shape in shapes and tracker.outside.was_taken(tensor):
+                tracker.outside.add_constant(tensor)
+                tracker.forget(tensor)
+                followed.read_constant(tensor)
     return NEXT
 
 
@@ -214,13 +234,21 @@ def _start_by_use(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     if not followed.weights or call.func in _COMPARING or call.func in READS:
         return NEXT
-    # A tensor that is combined with a weight entry by entry is no batch: pretrained weights, a running average.
-    is_by_entry = is_pointwise(call.func) or call.func in _ENTRYWISE
-    shapes = {w.shape for w in followed.weights.values()} if is_by_entry else set()
+    shapes = _list_shapes_of_weights(followed)
     others = [t for i, t in enumerate(call.tensors) if i not in followed.weights and t.shape not in shapes]
     if others and tracker.start_by_use(replace(call, tensors=tuple(others))):
         return tracker.follow_again(call.func, call.args, call.kwargs)
     return NEXT
+
+
+def _list_shapes_of_weights(followed: Followed) -> set[torch.Size]:
+    """The shapes of weights that a call combines with other tensors entry by entry.
+
+    A tensor of such a shape is no batch: pretrained weights, a running average.
+    """
+    func = followed.call.func
+    is_by_entry = is_pointwise(func) or func in _ENTRYWISE
+    return {w.shape for w in followed.weights.values()} if is_by_entry else set()
 
 
 def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
@@ -254,7 +282,7 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
         return result
     where = next(where for where in call.where if isinstance(where, Reduced))
     tracker.set_layout(result, where)
-    tracker.summed[result] = replace(summed, made=where)
+    tracker.note_summed(result, where, call, summed)
     return result
 
 
@@ -264,6 +292,8 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     call, handler = followed.call, followed.handler
     tracker.buffers.save(call)
+    if tracker.batch == 1:
+        call = give_to_one_sample(call)
     if tracker.is_coupled:
         call = prepare_use(call, tracker.place())
     rules, adapter = get_rules(call.func), find_adapter(handler)
@@ -377,6 +407,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _run_with_dropped_arguments,
     _audit_new_write,
     _prepare,
+    _read_beside_weights,
     _rewrite,
     _use_by_rows,
     _run_composite,
@@ -410,8 +441,7 @@ def set_layouts(call: Call, result: Any, tracker: Tracker, summed: Summed | None
             tracker.update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
         if layout is not None or made._base is not None:
             tracker.set_layout(made, layout)
-            if type(layout) is Reduced and made.requires_grad and tracker.counted.holds_divisors:
-                tracker.summed[made] = replace(summed or tracker.make_summed(call), made=layout)
+            tracker.note_summed(made, layout, call, summed)
         elif not tracker.is_inside:
             tracker.add_constant(made)
 

@@ -566,8 +566,7 @@ class Tracker(TorchFunctionMode):
                 result = func(*args, **kwargs)
                 if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
                     self.set_layout(result, simple)
-                    if type(simple) is Reduced and self.counted.holds_divisors:
-                        self.summed[result] = replace(self.make_summed(call), made=simple)
+                    self.note_summed(result, simple, call)
                     if quick is not None:
                         self._keep_quick_call(quick, call, result)
                 return result
@@ -692,6 +691,15 @@ class Tracker(TorchFunctionMode):
         """How a call is about to make a sum over the samples; `made` is to be set."""
         versions = tuple([0 if t.is_inference() else t._version for t in call.tensors])
         return Summed(call, versions, tuple(map(self.summed.get, call.tensors)))
+
+    def note_summed(self, result: Tensor, where: Where | None, call: Call, summed: Summed | None = None) -> None:
+        """Keep how a sum over the samples was made, if it can be multiplied by a weight.
+
+        Args:
+            summed: what `make_summed` returned before the call, if the call changes its arguments.
+        """
+        if type(where) is Reduced and result.requires_grad and self.counted.holds_divisors:
+            self.summed[result] = replace(summed or self.make_summed(call), made=where)
 
     def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
         """How a use moves the samples, and the call with the samples that own the rows of its results."""

@@ -27,7 +27,7 @@ from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
-from persample.layouts.find import find_motion, find_simple_layout, mark_simple
+from persample.layouts.find import find_motion, find_simple_layout, give_to_one_sample, mark_simple
 from persample.layouts.functions import DIVISIONS, INDEX_DTYPES, MOVES, PICKS, WRITES
 from persample.layouts.layout import (
     Crossed,
@@ -103,6 +103,7 @@ __all__ = [
     "find_simple_layout",
     "find_size_free_layout",
     "get_argument",
+    "give_to_one_sample",
     "has_different_orders",
     "has_equal_shares",
     "has_mixed_pairs",

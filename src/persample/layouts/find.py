@@ -27,6 +27,7 @@ from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
     SUMS,
     add_divisors,
+    adds_up_one_sample,
     enter_divided,
     find_motion_after_reduction,
     find_unequal_divisors,
@@ -166,15 +167,17 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     if lists:
         return find_motion_of_listing(call, results)
     if any(isinstance(where, Reduced) for where in call.where):
-        return find_motion_after_reduction(call, results)
+        motion = find_motion_after_reduction(call, results)
+        is_lost = any(isinstance(where, Lost) for where in motion.results)
+        return _make_motion_of_one_sample(call, results, 0) if is_lost and call.batch == 1 else motion
     if call.counted.packed_orders and (packed := find_packed_motion(call, results)) is not None:
         return packed
     if any(isinstance(where, Layout) and where.by_rank for where in call.where):
         cause = f"{get_op_name(call.func)} selects rows by position, but their order depends on all samples"
         return make_uniform_motion(Lost(cause), results)
     samples = call.find_samples()
-    if len(samples) == 1 and (call.func not in WRITES or call.batch == 1):  # no other sample that could be mixed in
-        return _make_motion_of_one_sample(call, results, *samples)
+    if len(samples) == 1 and (call.func not in WRITES or call.batch == 1) and not adds_up_one_sample(call, results):
+        return _make_motion_of_one_sample(call, results, *samples)  # no other sample that could be mixed in
     if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
         return make_uniform_motion(make_reduced(call, results), results)
     try:
@@ -237,6 +240,15 @@ def _make_motion_of_one_sample(call: Call, results: Sequence[Tensor], sample: in
             if isinstance(where, Layout) and where.ids is not None and -1 in where.ids
         ),
     )
+
+
+def give_to_one_sample(call: Call) -> Call:
+    """The same call in a batch of one, in which a sum over the samples belongs to the sample."""
+    where = [
+        _make_layout_of_one_sample(0, tensor, call) if isinstance(own, Reduced) else own
+        for tensor, own in zip(call.tensors, call.where, strict=True)
+    ]
+    return replace(call, where=tuple(where))
 
 
 def _make_layout_of_one_sample(sample: int, result: Tensor, call: Call) -> Layout:

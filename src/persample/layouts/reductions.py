@@ -147,6 +147,22 @@ def _find_kind(call: Call, reduction: str | None) -> Reduction:
     return "sum" if reduction == "sum" else "mean"
 
 
+def adds_up_one_sample(call: Call, results: Sequence[Tensor]) -> bool:
+    """Whether a call, all of whose samples are one, adds up the batch, and would do so with other samples, too.
+
+    A mask may pick the rows of a single sample, and a batch may have one. In a batch of one, a sum over a given
+    dimension may be over one of the sample's own, after `squeeze`.
+    """
+    if call.func not in ADDITIVE or len(results) != 1 or results[0].dim():
+        return False
+    if call.batch > 1:
+        return call.has_loose_rows()
+    name = get_op_name(call.func)
+    is_loss = name not in _PLAIN_SUMS and name != "mean"
+    has_dim = len(call.args) > 1 or not call.kwargs.keys().isdisjoint({"dim", "axis"})
+    return is_loss or not has_dim or all(tensor.shape == (1,) for tensor in call.tensors)
+
+
 # ---- functions of a sum over the samples ----
 
 

@@ -386,7 +386,7 @@ class Recording:
             batch = self._readings.choose(found, self._batch_size, lambda: place) if found else None
             if batch is None:
                 return False
-            if self._batch_size is not None:
+            if self._batch_size is not None and (batch > 1 or found[batch].requires_grad):
                 raise PerSampleError(
                     f"A tensor of shape {tuple(found[batch].shape)} that requires grad, and has the size of the batch, "
                     f"is used in a call of {place}. Pass it in samples= if it has one row for each sample, or else in "
@@ -397,7 +397,8 @@ class Recording:
                     f"The option verify='always' is given, but only calls of modules can be verified, and there is a "
                     f"call of {place}."
                 )
-            self._start_batch(batch, call.tensors)
+            if self._batch_size is None:
+                self._start_batch(batch, call.tensors)
             for tensor in call.tensors:
                 if (dim := outside.find_dim(tensor, batch)) is not None and not self.tracker.is_constant(tensor):
                     self.tracker.add_input(tensor, Layout(dim))
