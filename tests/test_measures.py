@@ -54,6 +54,11 @@ class Audit:
 
 class Methods:
 {methods}
+
+
+@dataclass(frozen=True)
+class Options:
+{fields}
 '''
 
 
@@ -68,6 +73,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, measures.Mea
             branches="    if x:\n        x = 1\n" * 12,
             attributes="".join(f"        self.a{i} = {i}\n" for i in range(15)),
             own="".join(f"        self.b{i} = {i}\n" for i in range(13)),
+            fields="".join(f"    field{i}: int\n" for i in range(16)),
             methods="".join(f"    def m{i}(self):\n        pass\n" for i in range(26)),
         )
     )

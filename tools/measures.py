@@ -6,7 +6,8 @@ With `--list`, every place that is counted is printed.
 
 - functions above 40 lines, from `def` to the last line, without the docstring
 - functions above a cyclomatic complexity of 12, as ruff counts it (C901)
-- classes above 25 methods or 15 attributes: those of the class itself, without those of its bases
+- classes above 25 methods or 15 attributes: those of the class itself, without those of its bases; fields of frozen
+  dataclasses and keys of TypedDicts do not count
 - files above 400 lines
 - deep imports: `from persample.x.y import z` outside of `persample.x`; modules of `_internal` are open to all packages
 - untyped: a parameter or an attribute that is annotated as `Any` and has the name of a class of persample
@@ -50,12 +51,15 @@ BRICKS = {
     "_version",
 }
 
+# How far a total may grow after its limit was written: a fix may add lines to the engine.
+SLACK = {"engine lines": 300}
+
 FAULTS = ("long functions", "complex functions", "large classes", "long files", "deep imports", "untyped")
 
 # Names of our classes that variables with objects of other libraries have, too.
 _NAMES_OF_OTHERS = set(
     "arguments batch call cell example function functions loss_reduction mode names node options output outputs part "
-    "scan_options state".split()
+    "path scan_options state".split()
 )
 
 
@@ -115,7 +119,7 @@ def tighten(totals: dict[str, int]) -> None:
     """Write the totals that are below their limits to `pyproject.toml`."""
     text = SETTINGS.read_text()
     for name, limit in read_limits().items():
-        limit = min(limit, totals[name])
+        limit = min(limit, totals[name] + SLACK.get(name, 0))
         text = re.sub(rf"^({name.replace(' ', '-')} = )\d+", rf"\g<1>{limit}", text, flags=re.MULTILINE)
     SETTINGS.write_text(text)
 
@@ -188,6 +192,9 @@ def count_members(node: ast.ClassDef) -> tuple[int, int]:
         and isinstance(part.value, ast.Name)
         and part.value.id == "self"
     }
+    described = [*map(ast.unparse, node.decorator_list), *map(ast.unparse, node.bases)]
+    if any("frozen=True" in text or text == "TypedDict" for text in described):
+        return len(methods), 0
     for part in node.body:
         targets = (
             [part.target] if isinstance(part, ast.AnnAssign) else part.targets if isinstance(part, ast.Assign) else []

@@ -10,6 +10,8 @@ import pytest
 
 import persample
 from persample._internal.options import make_options, show_options
+from persample.private import PrivacyEngine
+from persample.private.options import EngineOptions, PrivateOptions
 from persample.recording.options import Options, RecordOptions
 
 
@@ -78,7 +80,13 @@ def test_options_are_checked_by_name() -> None:
     assert make_options(AllOptions, "paint", {"hidden": True}).hidden
 
 
-DECLARED: list[tuple[Any, Any, set[str]]] = [(Options, RecordOptions, {"isolate", "keep_rows"})]
+DECLARED: list[tuple[Any, Any, set[str]]] = [
+    (Options, RecordOptions, {"isolate", "keep_rows"}),
+    (EngineOptions, PrivateOptions, set()),
+]
+FUNCTIONS = [
+    persample.record, persample.watch, PrivacyEngine.make_private, PrivacyEngine.make_private_with_epsilon,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("values", "typed", "internal"), DECLARED, ids=lambda value: getattr(value, "__name__", ""))
@@ -90,11 +98,11 @@ def test_both_declarations_agree(values: Any, typed: Any, internal: set[str]) ->
         assert kind == declared[name], name
 
 
-@pytest.mark.parametrize("function", [persample.record, persample.watch])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_each_option_is_documented_once(function: Any) -> None:
     documented = (inspect.getdoc(function) or "").splitlines()
     parameters = inspect.signature(function).parameters
-    for name in parameters:
+    for name in parameters.keys() - {"self"}:
         assert len([line for line in documented if line.startswith(f"    {name}: ")]) == 1, name
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
 
@@ -105,3 +113,7 @@ def test_an_unknown_option_is_refused_at_the_call() -> None:
         persample.record(model, bach_size=3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"watch\(\) got an unexpected keyword argument 'isolate'"):
         persample.watch(model, print, isolate=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"make_private\(\) got an unexpected keyword argument 'clip'.*'clipping'"):
+        PrivacyEngine().make_private(
+            module=model, optimizer=model, data_loader=model, noise_multiplier=1.0, max_grad_norm=1.0, clip="flat"
+        )  # type: ignore[call-arg]

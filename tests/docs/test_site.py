@@ -10,6 +10,7 @@ from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
 import persample
+from persample.private import PrivacyEngine
 from tests.support.paths import ROOT
 
 
@@ -39,11 +40,18 @@ def test_reference_describes_public_names(site: Path, name: str) -> None:
     assert f'id="persample.{name}"' in reference
 
 
-@pytest.mark.parametrize(("page", "function"), [("recording", persample.record), ("recording", persample.watch)])
-def test_reference_shows_each_option(site: Path, page: str, function: Any) -> None:
+@pytest.mark.parametrize(
+    ("page", "name", "function"),
+    [
+        ("recording", "record", persample.record),
+        ("recording", "watch", persample.watch),
+        ("private", "private.PrivacyEngine.make_private", PrivacyEngine.make_private),
+    ],
+)
+def test_reference_shows_each_option(site: Path, page: str, name: str, function: Any) -> None:
     text = (site / "reference" / f"{page}.html").read_text()
-    start = text.index(f'id="persample.{function.__qualname__}"')
-    section = text[start : text.index('<h2 id="', start)]
-    for name in inspect.signature(function).parameters:
+    start = text.index(f'id="persample.{name}"')
+    section = text[start : re.compile('<h[23] id="').search(text, start).start()]  # type: ignore[union-attr]
+    for name in inspect.signature(function).parameters.keys() - {"self"}:
         assert len(re.findall(rf"<td>\s*<code>{name}</code>\s*</td>", section)) == 1, name
     assert "**" not in section

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import opacus
 import torch
 from opacus.validators.module_validator import ModuleValidator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
-from persample.batches import BatchDim
-from persample.gradients import NonFinite, UnitReduction
+from persample._internal.options import make_options, show_options
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.checkpoints import (
     ModuleWithPrefix,
@@ -34,18 +33,15 @@ from persample.private.errors import PrivateTrainingError, UnsupportedModule
 from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_multiplier
 from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.options import WITH_CRITERION, EngineOptions, PrivateOptions
 from persample.private.processes import send_from_first
 from persample.private.sampling import make_secret_generator, prepare_empty_batches, replace_sampler
 from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
-from persample.recording.options import Constants, Verify
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-_WITH_CRITERION = ("ghost", "ghost_fsdp")
-_WITH_ROWS = ("hooks", "functorch", "ew")
-_MODES = (*_WITH_ROWS, *_WITH_CRITERION)
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -71,42 +67,16 @@ class PrivacyEngine(opacus.PrivacyEngine):
     True
     """
 
+    @show_options(EngineOptions, PrivateOptions)
     def make_private(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        criterion: Callable[..., Any] | None = None,
         data_loader: DataLoader[Any],
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str | None = None,
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        distributed: bool | None = None,
-        normalize_clipping: bool = False,
-        target_unclipped_quantile: float | None = None,
-        clipbound_learning_rate: float | None = None,
-        max_clipbound: float | None = None,
-        min_clipbound: float | None = None,
-        unclipped_num_std: float | None = None,
-        grad_samples: bool | None = None,
-        unit_ids: Tensor | Sequence[Hashable] | None = None,
-        examples_per_unit: int | None = None,
-        units: int | None = None,
-        unit_reduction: UnitReduction = "mean",
-        batch_dim: BatchDim | None = None,
-        batch_size: int | None = None,
-        constants: Constants = (),
-        passes: Literal[1, 2] | None = None,
-        memory: int | None = None,
-        verify: Verify = "first",
-        nonfinite: NonFinite = "zero",
+        **options: Unpack[PrivateOptions],
     ) -> tuple[Any, ...]:
         """Return the module, a private optimizer and a data loader for private training.
 
@@ -114,165 +84,112 @@ class PrivacyEngine(opacus.PrivacyEngine):
         module itself. `optimizer.release()` ends private training: the model then trains as before.
 
         Args:
-            criterion: loss function for `grad_sample_mode="ghost"`; cross entropy by default.
-            clipping: "flat", "per_layer" or "automatic", see `PrivateOptimizer`; "adaptive", see `AdaptiveOptimizer`.
-            grad_sample_mode: the gradients are the same in all modes. With "hooks", "functorch" or "ew" they are also
-                written to `p.grad_sample`, as by Opacus, which takes its memory. With "ghost" or "ghost_fsdp", a
-                criterion is returned between the optimizer and the data loader. "no_op" is the mode of Opacus itself:
-                you fill `p.grad_sample`, and the optimizer of Opacus clips it. By default the fastest: nothing besides
-                the clipped sum.
-            wrap_model: the model is never wrapped. With False, the first result is a handle with `cleanup()`, as in
-                Opacus, instead of the module.
-            distributed: whether each process trains a copy of the module on its own samples. By default it does if the
-                module is under DDP or FSDP2. With True, the module is not wrapped: the weights of the first process are
-                sent to the others once, and the sums of all processes are added up in each step.
-            normalize_clipping: divide the private gradient by `max_grad_norm`.
-            target_unclipped_quantile: for `clipping="adaptive"`, as the next four; see `AdaptiveOptimizer`.
-            clipbound_learning_rate: how fast the bound changes.
-            max_clipbound: upper limit of the bound.
-            min_clipbound: lower limit of the bound.
-            unclipped_num_std: standard deviation of the noise of the number of samples that were not clipped.
-            grad_samples: whether `p.grad_sample` and `optimizer.grad_samples` are filled; by default as
-                `grad_sample_mode` says.
-            unit_ids: the unit (user, patient, document) of each example of the dataset. Then the privacy is that of
-                units: batches are Poisson samples of units, with the loader's batch size as the expected number of
-                units, the gradient of each unit is clipped, and the accountant counts units.
-            examples_per_unit: the largest number of examples of a unit in a batch; None: all of them.
-            units: the number of consecutive samples of the model's batch that are one row, such as augmentations of one
-                example.
-            unit_reduction: whether the gradient of a unit is the "mean" or the "sum" of the gradients of its samples.
-            batch_dim: the dimension of the samples in the arguments of the model, as in `persample.record`: 0 by
-                default, or 1 with `batch_first=False`. An argument without the batch's size in that dimension has its
-                samples in the only other dimension of that size, as an initial state `(layers, batch, features)` has.
-            batch_size: the number of samples, if the arguments do not agree, as in `persample.record`.
-            constants: tensors that are the same for all samples, as in `persample.record`.
-            passes: 2 for two backward passes, which take less memory; by default, `memory` decides.
-            memory: the bytes that one pass may keep before two passes are made; by default half of the free memory.
-            verify: "first": two samples of the first batch run alone, and their outputs are compared with those of the
-                batch. "always": in every batch. False: never.
-            nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").
-
-        The other arguments are the arguments of `opacus.PrivacyEngine.make_private`.
+            module: the model to train; it stays as it is.
+            optimizer: the optimizer to wrap; its parameters must be parameters of `module`.
+            data_loader: the loader of the dataset. Its batch size is the expected number of samples of a batch.
+            noise_multiplier: standard deviation of the noise, relative to `max_grad_norm`.
+            max_grad_norm: bound of the gradient of a sample; with `clipping="per_layer"`, a list of bounds.
+            **options: see `EngineOptions`.
         """
-        if noise_generator is not None and self.secure_mode:
+        chosen = make_options(EngineOptions, "make_private", options, PrivateOptions)
+        if chosen.noise_generator is not None and self.secure_mode:
             raise ValueError("Passing seed is prohibited in secure mode")
-        adaptive: dict[str, Any] = {
-            "target_unclipped_quantile": target_unclipped_quantile,
-            "clipbound_learning_rate": clipbound_learning_rate,
-            "max_clipbound": max_clipbound,
-            "min_clipbound": min_clipbound,
-            "unclipped_num_std": unclipped_num_std,
-        }
-        _check_adaptive_arguments(clipping, adaptive)
-        if grad_sample_mode == "no_op":
-            if normalize_clipping:
-                raise PrivateTrainingError("grad_sample_mode='no_op' does not support normalize_clipping.")
+        amount = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
+        if chosen.grad_sample_mode == "no_op":
             return self._make_private_by_opacus(
-                module=module,
-                optimizer=optimizer,
-                data_loader=data_loader,
-                noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                poisson_sampling=poisson_sampling,
-                clipping=clipping,
-                noise_generator=noise_generator,
-                wrap_model=wrap_model,
-                rand_on_empty=rand_on_empty,
-                **(adaptive if clipping == "adaptive" else {}),
+                chosen, module=module, optimizer=optimizer, data_loader=data_loader, **amount
             )
-        if grad_sample_mode not in (None, *_MODES):
-            raise PrivateTrainingError(
-                f"grad_sample_mode must be one of {(*_MODES, 'no_op')}, got {grad_sample_mode!r}"
-            )
-        if isinstance(optimizer, PrivateOptimizer):
-            optimizer.release()
-            optimizer = optimizer.original_optimizer
-        own = set(module.parameters())
-        if any(p not in own for p in chain.from_iterable(group["params"] for group in optimizer.param_groups)):
-            raise PrivateTrainingError("Module parameters are different than optimizer Parameters")
+        optimizer = _release_private(optimizer)
+        _check_parameters(module, optimizer)
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-
-        if distributed is None:
-            distributed = is_distributed(module)
-        elif distributed and not is_distributed(module):
-            send_from_first(module)
-        if unit_ids is not None:
-            if not poisson_sampling:
-                raise PrivateTrainingError(
-                    "unit_ids requires poisson_sampling=True: the accountant counts sampled units."
-                )
-            data_loader = make_unit_loader(
-                data_loader,
-                unit_ids,
-                examples_per_unit=examples_per_unit,
-                generator=self.secure_rng if self.secure_mode else data_loader.generator,
-                distributed=distributed,
-                batch_first=batch_first,
-            )
-        elif examples_per_unit is not None:
-            raise PrivateTrainingError("examples_per_unit requires unit_ids.")
-        else:
-            data_loader = self._prepare_data_loader(
-                data_loader,
-                distributed=distributed,
-                poisson_sampling=poisson_sampling,
-                batch_first=batch_first,
-                rand_on_empty=rand_on_empty,
-            )
-        sample_rate = 1 / len(data_loader)
-        count = len(data_loader.dataset) if unit_ids is None else data_loader.batch_sampler.unit_count  # type: ignore
-        expected_batch_size = int(count * sample_rate)
-        common: dict[str, Any] = {
-            "module": module,
-            "noise_multiplier": noise_multiplier,
-            "max_grad_norm": max_grad_norm,
-            "expected_batch_size": expected_batch_size / (torch.distributed.get_world_size() if distributed else 1),
-            "loss_reduction": loss_reduction,
-            "poisson_sampling": poisson_sampling,
-            "distributed": distributed,
-            "normalize_clipping": normalize_clipping,
-            "grad_samples": grad_sample_mode in _WITH_ROWS if grad_samples is None else grad_samples,
-            "has_units": unit_ids is not None,
-            "recording": {
-                **({} if units is None else {"units": units}),
-                **({} if unit_ids is None and units is None else {"unit_reduction": unit_reduction}),
-                "batch_dim": (0 if batch_first else 1) if batch_dim is None else batch_dim,
-                "batch_size": batch_size,
-                "constants": constants,
-                "passes": passes,
-                "memory": memory,
-                "verify": verify,
-                "nonfinite": nonfinite,
-            },
-            "generator": self.secure_rng if self.secure_mode else noise_generator,
-            "secure_mode": self.secure_mode,
-        }
-        private: PrivateOptimizer
-        if clipping == "adaptive":
-            private = AdaptiveOptimizer(optimizer, **adaptive, **common)
-        else:
-            private = PrivateOptimizer(optimizer, clipping=clipping, **common)
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        distributed = _prepare_processes(module, chosen.distributed)
+        data_loader = self._make_loader(data_loader, chosen, distributed)
+        private = self._make_optimizer(optimizer, module, data_loader, chosen, distributed, amount)
         data_loader = hand_out_batches(data_loader, private)
-        model = Handle(module, private) if not wrap_model else show_as_wrapped(module)
-        if grad_sample_mode in _WITH_CRITERION:
-            return model, private, Criterion(criterion or nn.CrossEntropyLoss(), loss_reduction), data_loader
+        model = show_as_wrapped(module) if chosen.wrap_model else Handle(module, private)
+        if chosen.grad_sample_mode in WITH_CRITERION:
+            criterion = Criterion(chosen.criterion or nn.CrossEntropyLoss(), chosen.loss_reduction)
+            return model, private, criterion, data_loader
         return model, private, data_loader
 
-    def _make_private_by_opacus(self, *, noise_generator: torch.Generator | None, **arguments: Any) -> tuple[Any, ...]:
+    def _make_loader(self, data_loader: DataLoader[Any], chosen: EngineOptions, distributed: bool) -> DataLoader[Any]:
+        """The loader of Poisson samples, of examples or of units."""
+        if chosen.unit_ids is None:
+            return self._prepare_data_loader(
+                data_loader,
+                distributed=distributed,
+                poisson_sampling=chosen.poisson_sampling,
+                batch_first=chosen.batch_first,
+                rand_on_empty=chosen.rand_on_empty,
+            )
+        return make_unit_loader(
+            data_loader,
+            chosen.unit_ids,
+            examples_per_unit=chosen.examples_per_unit,
+            generator=self.secure_rng if self.secure_mode else data_loader.generator,
+            distributed=distributed,
+            batch_first=chosen.batch_first,
+        )
+
+    def _make_optimizer(
+        self,
+        optimizer: Optimizer,
+        module: nn.Module,
+        data_loader: DataLoader[Any],
+        chosen: EngineOptions,
+        distributed: bool,
+        amount: Mapping[str, Any],
+    ) -> PrivateOptimizer:
+        """The private optimizer, whose steps the accountant counts. `amount` is that of the noise, with its bound."""
+        sample_rate = 1 / len(data_loader)
+        sampled: Any = data_loader.dataset if chosen.unit_ids is None else data_loader.batch_sampler
+        count = len(sampled) if chosen.unit_ids is None else sampled.unit_count
+        processes = torch.distributed.get_world_size() if distributed else 1
+        common: dict[str, Any] = {
+            **amount,
+            "module": module,
+            "expected_batch_size": int(count * sample_rate) / processes,
+            "loss_reduction": chosen.loss_reduction,
+            "poisson_sampling": chosen.poisson_sampling,
+            "distributed": distributed,
+            "normalize_clipping": chosen.normalize_clipping,
+            "grad_samples": chosen.fills_rows,
+            "has_units": chosen.unit_ids is not None,
+            "recording": chosen.recording,
+            "generator": self.secure_rng if self.secure_mode else chosen.noise_generator,
+            "secure_mode": self.secure_mode,
+        }
+        if chosen.clipping == "adaptive":
+            private: PrivateOptimizer = AdaptiveOptimizer(optimizer, **common, **chosen.adaptive)
+        else:
+            private = PrivateOptimizer(optimizer, clipping=chosen.clipping, **common)
+        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
+        return private
+
+    def _make_private_by_opacus(self, chosen: EngineOptions, **arguments: Any) -> tuple[Any, ...]:
         """`make_private` of Opacus for gradients that the user fills in, with noise that no seed reaches."""
+        noise_generator = chosen.noise_generator
         if noise_generator is None and not self.secure_mode:
             noise_generator = make_secret_generator()
-        return super().make_private(grad_sample_mode="no_op", noise_generator=noise_generator, **arguments)
+        return super().make_private(
+            grad_sample_mode="no_op",
+            batch_first=chosen.batch_first,
+            loss_reduction=chosen.loss_reduction,
+            poisson_sampling=chosen.poisson_sampling,
+            clipping=chosen.clipping,
+            noise_generator=noise_generator,
+            wrap_model=chosen.wrap_model,
+            rand_on_empty=chosen.rand_on_empty,
+            **chosen.adaptive,
+            **arguments,
+        )
 
+    @show_options(EngineOptions, PrivateOptions)
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
         optimizer: Optimizer,
-        criterion: Callable[..., Any] | None = None,
         data_loader: DataLoader[Any],
         target_epsilon: float,
         target_delta: float,
@@ -280,102 +197,60 @@ class PrivacyEngine(opacus.PrivacyEngine):
         steps: int | None = None,
         epsilon_tolerance: float = EPSILON_TOLERANCE,
         max_grad_norm: float | Sequence[float],
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
-        poisson_sampling: bool = True,
-        clipping: str = "flat",
-        noise_generator: torch.Generator | None = None,
-        grad_sample_mode: str | None = None,
-        wrap_model: bool = True,
-        rand_on_empty: bool = False,
-        distributed: bool | None = None,
-        normalize_clipping: bool = False,
-        target_unclipped_quantile: float | None = None,
-        clipbound_learning_rate: float | None = None,
-        max_clipbound: float | None = None,
-        min_clipbound: float | None = None,
-        unclipped_num_std: float | None = None,
-        grad_samples: bool | None = None,
-        unit_ids: Tensor | Sequence[Hashable] | None = None,
-        examples_per_unit: int | None = None,
-        units: int | None = None,
-        unit_reduction: UnitReduction = "mean",
-        batch_dim: BatchDim | None = None,
-        batch_size: int | None = None,
-        constants: Constants = (),
-        passes: Literal[1, 2] | None = None,
-        memory: int | None = None,
-        verify: Verify = "first",
-        nonfinite: NonFinite = "zero",
+        **options: Unpack[PrivateOptions],
     ) -> tuple[Any, ...]:
         """`make_private` with the noise that spends (target_epsilon, target_delta) in `epochs` epochs or `steps` steps.
 
         What the engine has spent before is part of the target. A step that would exceed it raises an error.
-        `epsilon_tolerance` is how far below the target the search for the noise may end.
+
+        Args:
+            module: the model to train, as for `make_private`.
+            optimizer: the optimizer to wrap.
+            data_loader: the loader of the dataset.
+            target_epsilon: epsilon that all steps together spend.
+            target_delta: delta of `target_epsilon`.
+            epochs: how many times the loader is gone through.
+            steps: the number of steps, in place of `epochs`.
+            epsilon_tolerance: how far below the target the search for the noise may end.
+            max_grad_norm: bound of the gradient of a sample.
+            **options: see `EngineOptions`.
         """
+        make_options(EngineOptions, "make_private_with_epsilon", options, PrivateOptions)
         if (epochs is None) == (steps is None):
             raise PrivateTrainingError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
-        if not (steps if epochs is None else epochs) > 0:  # type: ignore[operator]
+        length, value = ("epochs", epochs) if steps is None else ("steps", steps)
+        if value is None or not value > 0:
             raise PrivateTrainingError(
-                f"epochs must be positive, because the noise for target_epsilon depends on it, got {epochs}"
-                if steps is None
-                else f"steps must be positive, because the noise for target_epsilon depends on it, got {steps}"
+                f"{length} must be positive, because the noise for target_epsilon depends on it, got {value}"
             )
         found = self.make_private(
             module=module,
             optimizer=optimizer,
-            criterion=criterion,
             data_loader=data_loader,
             noise_multiplier=0.0,
             max_grad_norm=max_grad_norm,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
-            poisson_sampling=poisson_sampling,
-            clipping=clipping,
-            noise_generator=noise_generator,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            rand_on_empty=rand_on_empty,
-            distributed=distributed,
-            normalize_clipping=normalize_clipping,
-            target_unclipped_quantile=target_unclipped_quantile,
-            clipbound_learning_rate=clipbound_learning_rate,
-            max_clipbound=max_clipbound,
-            min_clipbound=min_clipbound,
-            unclipped_num_std=unclipped_num_std,
-            grad_samples=grad_samples,
-            unit_ids=unit_ids,
-            examples_per_unit=examples_per_unit,
-            units=units,
-            unit_reduction=unit_reduction,
-            batch_dim=batch_dim,
-            batch_size=batch_size,
-            constants=constants,
-            passes=passes,
-            memory=memory,
-            verify=verify,
-            nonfinite=nonfinite,
+            **options,
         )
         private, batches = found[1], len(found[-1])
+        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": 1 / batches}
         try:
             if steps is None:
                 assert epochs is not None
                 steps = math.ceil(round(epochs * batches, 6))  # a product such as 12.000000000000002 is 12
-            budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": 1 / batches}
-            noise_multiplier = find_noise_multiplier(
-                self.accountant, steps=steps, tolerance=epsilon_tolerance, **budget
-            )
-            private.noise_multiplier = noise_multiplier
-            if isinstance(private, PrivateOptimizer):
-                private.check_noise_multiplier()
-                private.check_step = StepLimit(
-                    self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget
-                )
+            self._set_noise(private, steps, epsilon_tolerance, budget)
         except BaseException:
             if isinstance(private, PrivateOptimizer):
                 private.release()
             raise
         return found
+
+    def _set_noise(self, private: Any, steps: int, tolerance: float, budget: Mapping[str, float]) -> None:
+        """Give an optimizer the noise for a budget; a private one also refuses steps that would exceed it."""
+        noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, tolerance=tolerance, **budget)
+        private.noise_multiplier = noise_multiplier
+        if isinstance(private, PrivateOptimizer):
+            private.check_noise_multiplier()
+            private.check_step = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         prepared = super()._prepare_data_loader(data_loader, **options)
@@ -496,13 +371,27 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return checkpoint
 
 
-def _check_adaptive_arguments(clipping: str, given: Mapping[str, float | None]) -> None:
-    missing = [name for name, value in given.items() if value is None]
-    if clipping == "adaptive" and missing:
-        raise PrivateTrainingError(f"clipping='adaptive' requires {', '.join(missing)}.")
-    if clipping != "adaptive" and len(missing) < len(given):
-        names = ", ".join(name for name, value in given.items() if value is not None)
-        raise PrivateTrainingError(f"{names} requires clipping='adaptive', got clipping={clipping!r}.")
+def _release_private(optimizer: Optimizer) -> Optimizer:
+    """The optimizer inside of a private one, which is released; any other optimizer itself."""
+    if not isinstance(optimizer, PrivateOptimizer):
+        return optimizer
+    optimizer.release()
+    return optimizer.original_optimizer
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+    own = set(module.parameters())
+    if any(p not in own for p in chain.from_iterable(group["params"] for group in optimizer.param_groups)):
+        raise PrivateTrainingError("Module parameters are different than optimizer Parameters")
+
+
+def _prepare_processes(module: nn.Module, distributed: bool | None) -> bool:
+    """Whether each process trains a copy of the module; the copies are made equal if nothing else does."""
+    if distributed is None:
+        return is_distributed(module)
+    if distributed and not is_distributed(module):
+        send_from_first(module)
+    return distributed
 
 
 def is_distributed(module: nn.Module) -> bool:
