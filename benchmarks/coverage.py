@@ -27,7 +27,7 @@ from benchmarks.output import RESULTS, write_json
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 from persample.errors import PerSampleError, get_op_name
-from persample.forward import tracker, use
+from persample.forward import steps, tracker
 from persample.layouts import CACHE, Call, Lost, Motion
 from persample.testing.oracle import compute_test_loss
 from tests.support.cases import CASES
@@ -83,7 +83,7 @@ def count_calls() -> Iterator[Counts]:
     with (
         mock.patch.object(CACHE, "get", return_value=None),
         mock.patch.object(tracker, "find_motion", find_and_count),
-        mock.patch.object(use, "find_motion", find_and_count),
+        mock.patch.object(steps, "find_motion", find_and_count),
     ):
         yield counts
 

@@ -157,16 +157,12 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Step]] = {
     "reentrant checkpoint": (lambda m, h: checkpoint(m.middle, h, use_reentrant=True), compute_plain_loss),
     "batch norm between checkpoints": (checkpoint_twice, compute_plain_loss),
     "batch norm in a checkpoint": (checkpoint_mixing, compute_plain_loss),
-    "checkpoint and penalty": (checkpoint_layer, add_penalty),
     "checkpoint and two passes": (checkpoint_layer, back_propagate_twice),
     "checkpoint and contrastive loss": (checkpoint_layer, compare_samples),
     "hidden weight": (lambda model, h: Double.apply(h, model.middle.weight), compute_plain_loss),
     "vmap": (lambda model, h: torch.func.vmap(lambda v: model.middle(v))(h), compute_plain_loss),
-    "penalty": (lambda model, h: model.middle(h), add_penalty),
     "two passes": (lambda model, h: model.middle(h), back_propagate_twice),
     "contrastive loss": (lambda model, h: model.middle(h), compare_samples),
-    "a layer as function": (lambda model, h: model.middle(h), use_a_layer_as_function),
-    "divisor that was counted": (lambda model, h: model.middle(h), divide_by_a_count),
     "autograd.grad twice": (lambda model, h: model.middle(h), compute_gradients_twice),
     "autograd.grad after backward": (lambda model, h: model.middle(h), compute_gradients_after_backward),
     "autograd.grad of mixed samples": (lambda model, h: model.middle(h), mix_and_compute_gradients),
@@ -210,10 +206,13 @@ def test_steps_that_cannot_be_measured_are_skipped(case: str, every: int, caplog
     assert not model._forward_pre_hooks and all(not p._backward_hooks for p in model.parameters())
 
 
-@pytest.mark.parametrize("step", [add_penalty_in_its_own_pass, compute_gradients])
-def test_steps_that_can_be_measured(step: Step) -> None:
-    expected = train(make_model(lambda model, h: model.middle(h)), step)
-    model = make_model(lambda model, h: model.middle(h))
+@pytest.mark.parametrize("between", [lambda model, h: model.middle(h), checkpoint_layer])
+@pytest.mark.parametrize(
+    "step", [add_penalty_in_its_own_pass, add_penalty, compute_gradients, use_a_layer_as_function, divide_by_a_count]
+)
+def test_steps_that_can_be_measured(step: Step, between: Callable[[Any, Tensor], Tensor]) -> None:
+    expected = train(make_model(between), step)
+    model = make_model(between)
     with persample.monitor(model, every=1) as watching:
         found = train(model, step)
     assert len(watching.history) == STEPS

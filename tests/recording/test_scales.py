@@ -74,6 +74,9 @@ def test_a_number_of_items_is_a_count_whatever_its_value(as_tensor: bool) -> Non
         expected = loop_gradients(model, batch[:2], lambda m, b, items=items: m(*b, num_items_in_batch=items))
         assert_rows_close(grads.dense(), {key: size * rows for key, rows in expected.items()})
         assert grads.loss_reduction == ("mean" if items == size else f"mean over {items} items")
+        with record(model, loss_reduction="sum") as grads:  # the items of several batches, whose gradients are added up
+            model(batch[0], batch[1], num_items_in_batch=given).backward()
+        assert_rows_close(grads.dense(), expected)
 
 
 def squares(m: Any, b: Any) -> Tensor:

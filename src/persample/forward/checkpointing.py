@@ -44,9 +44,14 @@ def prepare_recomputation(tracker: Any) -> bool:
     return True
 
 
+def is_reentrant(node: Any) -> bool:
+    """Whether a node is the backward of a reentrant checkpoint. It adds to `.grad` in a pass of its own."""
+    return hasattr(node, "run_function")
+
+
 def prepare_reentrant(tracker: Any, node: Any) -> bool:
     """Whether `node` is the backward of a reentrant checkpoint; if so, have it recompute under the tracker."""
-    if not hasattr(node, "run_function"):
+    if not is_reentrant(node):
         return False
     if not hasattr(node.run_function, _MARK):
         known: dict[int, Any] = {}

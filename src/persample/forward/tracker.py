@@ -120,7 +120,7 @@ class Tracker(TorchFunctionMode):
         collector: takes the terms.
         model: the module whose forward is tracked, for names in errors, buffers and transformer layers.
         batch: the batch size; a recording sets it with `start_forward`.
-        loss_reduction: for rules in the convention of expanded weights.
+        loss_reduction: how the loss combines the samples, if the user has said so.
         layout_options: the options by which the user can say where the samples lie, for errors.
         processes: the processes that share the batch.
         run_backward: called in place of `Tensor.backward`, with the function, its args and its kwargs.
@@ -143,7 +143,7 @@ class Tracker(TorchFunctionMode):
         model: nn.Module | None = None,
         *,
         batch: int = 0,
-        loss_reduction: str = "sum",
+        loss_reduction: str | None = None,
         layout_options: str = "batch_dim and batch_size",
         processes: Processes | None = None,
         run_backward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
@@ -159,7 +159,7 @@ class Tracker(TorchFunctionMode):
         self.batch = batch
         self.collector = collector
         self._model = None if model is None else ref(model)  # the mode of a dropped model must not keep it
-        self.loss_reduction = loss_reduction
+        self.loss_reduction = loss_reduction or "sum"  # for rules in the convention of expanded weights
         self.processes = processes or Processes()
         self.run_backward = run_backward
         self.note_loss = note_loss
@@ -183,6 +183,7 @@ class Tracker(TorchFunctionMode):
         self.buffers = Buffers(model)
         sites = _SCALES.setdefault(model, {}) if model is not None else {}
         self.counted = CountedSizes("refuse" if tracing.get_trace() is not None else divisors, sites)
+        self.counted.is_sum = loss_reduction == "sum"
         if outside is not None:
             self.counted.is_held = outside.is_held
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None

@@ -65,6 +65,7 @@ class CountedSizes:
     def __init__(self, divisors: DivisorMode = "batch", sites: dict[Any, Scale] | None = None) -> None:
         self.divisors = divisors  # what is done with divisors that are counted over all samples
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
+        self.is_sum = False  # whether the user has said that the loss is a sum
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
         self.given_integers: set[int] = set()  # among the arguments of the model
         self.is_held: Callable[[Tensor], bool] = lambda tensor: True  # whether a tensor is a part of the model

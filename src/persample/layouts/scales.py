@@ -56,7 +56,7 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
     divisor = number if call.func in DIVISIONS else 1 / number
     if reading.meaning == "statistic":
         return Lost(f"{found.cause}, and {name} scales that by {number:g}, which was computed from all samples")
-    if reading.meaning == "count":
+    if reading.meaning == "count" and not (call.counted.is_sum and call.counted.holds_divisors):
         cause = f"{found.cause}, and {name} divides by {divisor:g}, which was counted over all samples"
         if reading.divisor is None or not call.counted.holds_divisors:
             return Lost(f"{cause}, {ADVICE}")
@@ -82,7 +82,8 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
     is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
     divisor = number if is_division else 1 / number
     is_size = number in sizes or (call.counted.holds_divisors and _is_product_of_sizes(found, number / call.batch))
-    if is_division and found.kind == "sum" and is_size:
+    is_item_count = call.counted.is_sum and divisor in call.counted.given_integers
+    if is_division and found.kind == "sum" and is_size and not is_item_count:
         return _Reading("size")
     if found.kind == "sum" and divisor != 1:
         total = _find_total(call, found, divisor)

@@ -21,7 +21,7 @@ from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import call_in_full_precision, in_full_precision
 from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
-from persample.backward.collector import Collector
+from persample.backward.collector import Collector, asked_sources
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound
 from persample.distributed import Processes, find_processes
@@ -199,7 +199,7 @@ class Recording:
         self.tracker = Tracker(
             self.collector,
             model,
-            loss_reduction=options.loss_reduction or "sum",
+            loss_reduction=options.loss_reduction,
             processes=self.processes,
             run_backward=self._run_backward,
             note_loss=note_loss if options.coupled is None else FirstLoss(note_loss, options.loss_reduction),
@@ -482,7 +482,8 @@ class Recording:
             self.is_verifying = True
             try:
                 with self.tracker.pause():
-                    verification.has_row = self.options.positions is None
+                    # A check compares all rows itself.
+                    verification.has_row = self.options.positions is None and asked_sources.get() is None
                     self._note_status(verification.finish(output, self.options))
             finally:
                 self.is_verifying = False

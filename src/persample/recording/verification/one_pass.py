@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.copies import CannotCopy
+from persample._internal.graph import find_nodes
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState
 from persample._internal.tree import iterate_tensors
 from persample.batches import Arguments, Call
 from persample.errors import PerSampleError
+from persample.forward.checkpointing import is_reentrant
 from persample.forward.tracker import Tracker
 from persample.layouts import Layout, Reduced
 from persample.recording.options import Options
@@ -134,6 +136,9 @@ class Verification:
         if not found:
             cause = "the forward pass draws random numbers" if runs.is_random else "no output has rows with gradients"
             self.no_row = f"no row was compared: {cause}"
+            return
+        if any(is_reentrant(node) for _, _, own, _ in found for node in find_nodes(own)):
+            self.no_row = "no row was compared: the model has a reentrant checkpoint"
             return
         sample = list(self.samples)[-1]
         given = iterate_tensors((self.arguments.args, self.arguments.kwargs))

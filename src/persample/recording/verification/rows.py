@@ -110,7 +110,7 @@ class VerifiedCall:
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: to_double(g) for name, g in zip(parameters, found, strict=False) if g is not None}
+        return {name: to_double(g.to_dense()) for name, g in zip(parameters, found, strict=False) if g is not None}
 
 
 def _keep(
