@@ -35,6 +35,11 @@ def find_leaves(tensor: Tensor) -> list[Tensor]:
     return [node.variable for node in find_nodes(tensor) if hasattr(node, "variable")]
 
 
+def is_reentrant(node: Any) -> bool:
+    """Whether a node is the backward of a reentrant checkpoint. It adds to `.grad` in a pass of its own."""
+    return hasattr(node, "run_function")
+
+
 @contextmanager
 def preserve_grads(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
     """Restore `.grad` of every leaf of `loss` after the block, except for leaves with an `id()` in `but`."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,6 +44,9 @@ from persample.layouts import (
     add_samples_to_layout,
     find_motion,
 )
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
 
 # ---- which passes are audited ----
 
@@ -284,7 +287,7 @@ class Audit(_Mode):
         """No: it would import the compiler, which takes seconds. A recording compiles nothing anyway."""
         return False
 
-    def __init__(self, tracker: Any, history: History, node: Node) -> None:
+    def __init__(self, tracker: Tracker, history: History, node: Node) -> None:
         super().__init__()
         self._tracker = tracker
         self._history = history

@@ -7,12 +7,16 @@ that. So the function that the checkpoint keeps is replaced by one that enters t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
+from persample._internal.graph import is_reentrant
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
 
 # Layouts by the memory address of a tensor: a checkpoint inside a checkpoint returns what it saved as another object.
 SavedLayouts = dict[tuple[Any, ...], Any]
@@ -30,7 +34,7 @@ def _get_address(tensor: Tensor) -> tuple[Any, ...]:
     return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-def prepare_recomputation(tracker: Any) -> bool:
+def prepare_recomputation(tracker: Tracker) -> bool:
     """If a non-reentrant checkpoint is saving tensors now, have it recompute under the tracker.
 
     Returns whether hooks see the tensors that autograd saves, of a checkpoint or of anything else.
@@ -44,12 +48,7 @@ def prepare_recomputation(tracker: Any) -> bool:
     return True
 
 
-def is_reentrant(node: Any) -> bool:
-    """Whether a node is the backward of a reentrant checkpoint. It adds to `.grad` in a pass of its own."""
-    return hasattr(node, "run_function")
-
-
-def prepare_reentrant(tracker: Any, node: Any) -> bool:
+def prepare_reentrant(tracker: Tracker, node: Any) -> bool:
     """Whether `node` is the backward of a reentrant checkpoint; if so, have it recompute under the tracker."""
     if not is_reentrant(node):
         return False
@@ -62,7 +61,7 @@ def prepare_reentrant(tracker: Any, node: Any) -> bool:
     return True
 
 
-def _wrap(tracker: Any, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+def _wrap(tracker: Tracker, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
     """`function`, run under the tracker.
 
     A reentrant checkpoint calls it with detached arguments. `known` maps the position of an argument to its layout, or

@@ -7,7 +7,7 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -29,6 +29,9 @@ from persample.layouts import (
     without_function,
 )
 
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 # What was found, by module: the motion of a layer depends on its settings. Entries live as long as their module.
@@ -38,7 +41,7 @@ _found: WeakKeyDictionary[nn.Module, dict[Any, Motion]] = WeakKeyDictionary()
 class WholeModules:
     """Until `remove`, runs the transformer layers of a tracker's model without the tracker and sets their layouts."""
 
-    def __init__(self, tracker: Any, modules: list[nn.Module]) -> None:
+    def __init__(self, tracker: Tracker, modules: list[nn.Module]) -> None:
         self.tracker = tracker
         found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model

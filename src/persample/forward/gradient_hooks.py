@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -18,10 +18,13 @@ from persample.errors import SamplesMixed, raise_or_complain
 from persample.layouts import Layout, Lost, Reduced, Where
 from persample.rules import is_handler
 
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
 # ---- hooks ----
 
 
-def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, place: str, tracker: Any) -> Any:
+def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, place: str, tracker: Tracker) -> Any:
     """A hook on the gradient of a tensor that does the same and refuses to mix samples.
 
     `layout` is where the samples lie in the gradient.
@@ -39,7 +42,7 @@ def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, 
     return follow
 
 
-def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Any) -> Any:
+def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Tracker) -> Any:
     """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
     weak_tracker = ref(tracker)
 
@@ -55,7 +58,7 @@ def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Any) -> A
 
 
 def _run_hook(
-    hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Any
+    hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Tracker
 ) -> Any:
     reads = tracker.path.number_of_reads
     for gradient, layout in layouts:
@@ -73,7 +76,7 @@ def _run_hook(
     return result
 
 
-def _refuse_hook(hook: Callable[..., Any], place: str, cause: str, tracker: Any) -> None:
+def _refuse_hook(hook: Callable[..., Any], place: str, cause: str, tracker: Tracker) -> None:
     error = SamplesMixed(
         f"The hook {getattr(hook, '__qualname__', hook)!r} on a gradient, of {place}, mixes the samples of the batch: "
         f"{cause}. Change the gradient of each sample by itself, or remove the hook while you record."
@@ -86,7 +89,7 @@ def _describe(where: Where) -> str:
 
 
 @contextmanager
-def follow_module_hooks(modules: Iterable[nn.Module], tracker: Any) -> Iterator[None]:
+def follow_module_hooks(modules: Iterable[nn.Module], tracker: Tracker) -> Iterator[None]:
     """Inside the block, calls of these modules register hooks on gradients that refuse to mix samples."""
     changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
@@ -114,7 +117,7 @@ class _RefuseBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def check_custom_backward(output: Tensor, layout: Layout, tracker: Any) -> None:
+def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> None:
     """Have the backward of a user's `autograd.Function` that made `output` checked when it runs.
 
     It runs twice more, once without the gradients of half of the samples: those of the other half must stay the same.

@@ -7,7 +7,7 @@ through it. Parameters and buffers are part of each checkpoint, so that samples 
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -21,6 +21,10 @@ from persample.forward.known_tensors import TensorMap
 from persample.forward.places import Places
 from persample.forward.written import UPDATING
 from persample.layouts import Call, Lost, get_argument
+
+if TYPE_CHECKING:
+    from persample.forward.audit import Audit
+    from persample.forward.tracker import Tracker
 
 # Tensors of earlier steps that are remembered; the oldest are forgotten first. A list of all losses may grow for ever.
 _MAX_CARRIED = 4096
@@ -72,7 +76,7 @@ class Isolation:
 
     # ---- tensors that outlive their step ----
 
-    def start_step(self, tracker: Any) -> None:
+    def start_step(self, tracker: Tracker) -> None:
         """Tell the tracker of a new step which tensors hold samples of earlier steps."""
         self.places.start_step()
         alive = [(key, entry) for key, entry in self._given_before.items() if entry[0]() is not None]
@@ -85,7 +89,7 @@ class Isolation:
         """Note that a tensor comes from outside: the next step may have the same data."""
         self._given[tensor] = True
 
-    def hide_data(self, tracker: Any) -> None:
+    def hide_data(self, tracker: Tracker) -> None:
         """While the model runs, data of earlier steps are samples of these, unless they are data of this step too."""
         # A loop that keeps its batches has many of them. Those without gradients go into the tracker as they are.
         is_saving = _torch.get_saved_tensor_hooks() is not None
@@ -102,12 +106,12 @@ class Isolation:
         tracker.add_known(hidden)
         self._hidden |= hidden
 
-    def show_data(self, tracker: Any) -> None:
+    def show_data(self, tracker: Tracker) -> None:
         """In the code around the model, the same data may be used again, as in training on one batch."""
         tracker.forget_known(self._hidden)
         self._hidden = {}
 
-    def end_step(self, tracker: Any) -> None:
+    def end_step(self, tracker: Tracker) -> None:
         """Note the tensors of a step that are still alive."""
         self.show_data(tracker)
         carried = self._carried
@@ -139,7 +143,7 @@ class Isolation:
             own.clear()
             own.update(before)
 
-    def check_call(self, call: Call, tracker: Any) -> None:
+    def check_call(self, call: Call, tracker: Tracker) -> None:
         """Refuse a call with samples that changes weights, before it does so."""
         position = _WITH_MAX_NORM.get(call.func)
         if position is not None and get_argument(call, position, "max_norm") is not None:
@@ -148,7 +152,7 @@ class Isolation:
                 f"that occur in the batch. The weight would hold values that depend on samples. {_ADVICE}"
             )
 
-    def note_statistics(self, call: Call, tracker: Any) -> None:
+    def note_statistics(self, call: Call, tracker: Tracker) -> None:
         """After a norm layer with running statistics: these hold samples, if it updates them."""
         if call.func not in UPDATING:
             return
@@ -160,7 +164,7 @@ class Isolation:
             if isinstance(statistic, Tensor):
                 tracker.set_layout(statistic, Lost(f"{get_op_name(call.func)} adds the samples to running statistics"))
 
-    def check_state(self, tracker: Any, audit: Any) -> None:
+    def check_state(self, tracker: Tracker, audit: Audit | None) -> None:
         """Refuse samples in parameters and buffers of the model; `audit` is None if the pass is not audited."""
         model = tracker.model
         if model is None:

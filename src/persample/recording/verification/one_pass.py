@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.copies import CannotCopy
-from persample._internal.graph import find_nodes
+from persample._internal.graph import find_nodes, is_reentrant
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState
 from persample._internal.tree import iterate_tensors
 from persample.batches import Arguments, Call
 from persample.errors import PerSampleError
-from persample.forward.checkpointing import is_reentrant
 from persample.forward.tracker import Tracker
 from persample.layouts import Layout, Reduced
 from persample.recording.options import Options
