@@ -449,3 +449,40 @@ def test_checkpoints_keep_the_adapted_bound(tmp_path: Path) -> None:
 def test_secure_mode_needs_its_package() -> None:
     with warnings.catch_warnings(), pytest.raises(ImportError, match="torchcsprng"):
         PrivacyEngine(secure_mode=True)
+
+
+# What the optimizer of Opacus keeps and hands on, and nothing else: it knows no gradients.
+HELD_BY_OPACUS = {
+    "__init__", "__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__repr__", "__firstlineno__",
+    "__static_attributes__", "attach_step_hook", "signal_skip_step", "_check_skip_next_step", "params", "param_groups",
+    "state", "defaults", "state_dict", "load_state_dict",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [PrivateOptimizer, AdaptiveOptimizer])
+def test_no_gradient_passes_through_the_optimizer_of_opacus(kind: type) -> None:
+    """Each method of Opacus that reads or changes gradients is replaced."""
+    for base in kind.__mro__:
+        if base.__module__.startswith("opacus."):
+            for name in vars(base).keys() - HELD_BY_OPACUS:
+                owner = next(owner for owner in kind.__mro__ if name in vars(owner))
+                assert owner.__module__.startswith("persample."), name
+
+
+def test_each_constructor_of_opacus_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[type] = []
+    for base in (DPOptimizer, AdaClipDPOptimizer):
+        original = base.__init__
+
+        def count(self: Any, *args: Any, base: type = base, original: Any = original, **options: Any) -> None:
+            calls.append(base)
+            original(self, *args, **options)
+
+        monkeypatch.setattr(base, "__init__", count)
+    options = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "max_clipbound": 10.0}
+    options |= {"min_clipbound": 0.1, "unclipped_num_std": 2.0}
+    _, optimizer, _ = start(PrivacyEngine(), clipping="adaptive", **options)
+    assert calls == [AdaClipDPOptimizer, DPOptimizer]
+    assert {name: getattr(optimizer, name) for name in options} == options
+    start(PrivacyEngine())
+    assert calls == [AdaClipDPOptimizer, DPOptimizer, DPOptimizer]

@@ -70,28 +70,27 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
             raise PrivateTrainingError(
                 "clipping='adaptive' supports one process only, as in Opacus. Use 'flat' or 'automatic'."
             )
-        self.target_unclipped_quantile = target_unclipped_quantile
-        self.clipbound_learning_rate = clipbound_learning_rate
-        self.max_clipbound = max_clipbound
-        self.min_clipbound = min_clipbound
-        self.unclipped_num_std = unclipped_num_std
-        self._get_noise_scale(noise_multiplier)
+        _compute_noise_scale(noise_multiplier, unclipped_num_std)  # raises if it is not possible
         super().__init__(
-            optimizer, noise_multiplier=noise_multiplier, expected_batch_size=expected_batch_size, **others
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=expected_batch_size,
+            adaptive={
+                "target_unclipped_quantile": target_unclipped_quantile,
+                "clipbound_learning_rate": clipbound_learning_rate,
+                "max_clipbound": max_clipbound,
+                "min_clipbound": min_clipbound,
+                "unclipped_num_std": unclipped_num_std,
+            },
+            **others,
         )
         self.clipping = "adaptive"
         self.unclipped_num = 0.0  # of the last step, with noise
+        self._unclipped_share = target_unclipped_quantile  # of the samples of the last step
         self._centred_count = 0.0  # the same, minus half of the samples
 
     def _get_noise_scale(self, noise_multiplier: float) -> float:
-        if noise_multiplier >= 2 * self.unclipped_num_std:
-            raise PrivateTrainingError(
-                f"noise_multiplier ({noise_multiplier:g}) must be smaller than 2 * unclipped_num_std "
-                f"({2 * self.unclipped_num_std:g}): otherwise the count of unclipped samples spends more than that."
-            )
-        if not noise_multiplier:
-            return 0.0
-        return float((noise_multiplier**-2 - (2 * self.unclipped_num_std) ** -2) ** -0.5)
+        return _compute_noise_scale(noise_multiplier, self.unclipped_num_std)
 
     def _count_samples(self, grads: StreamedClip) -> Sums:
         assert self._settings is not None  # fixed by the call of the model
@@ -113,6 +112,23 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         assert self.expected_batch_size is not None
         expected = self.expected_batch_size * arrived
         self.unclipped_num = self._centred_count + expected / 2
-        share = self.unclipped_num / expected
-        bound = self.max_grad_norm * math.exp(-self.clipbound_learning_rate * (share - self.target_unclipped_quantile))
+        self._unclipped_share = self.unclipped_num / expected
+        self.update_max_grad_norm()
+
+    def update_max_grad_norm(self) -> None:
+        """Adapt the bound to the share of unclipped samples in the last step, as each step does at its end."""
+        difference = self._unclipped_share - self.target_unclipped_quantile
+        bound = self.max_grad_norm * math.exp(-self.clipbound_learning_rate * difference)
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+
+
+def _compute_noise_scale(noise_multiplier: float, unclipped_num_std: float) -> float:
+    """Standard deviation of the noise of the gradients, beside the count, relative to the bound."""
+    if noise_multiplier >= 2 * unclipped_num_std:
+        raise PrivateTrainingError(
+            f"noise_multiplier ({noise_multiplier:g}) must be smaller than 2 * unclipped_num_std "
+            f"({2 * unclipped_num_std:g}): otherwise the count of unclipped samples spends more than that."
+        )
+    if not noise_multiplier:
+        return 0.0
+    return float((noise_multiplier**-2 - (2 * unclipped_num_std) ** -2) ** -0.5)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -52,7 +52,7 @@ class _Settings:
             )
 
 
-class PrivateOptimizer(DPOptimizerFastGradientClipping):
+class PrivateOptimizer(DPOptimizer):
     """Wraps an optimizer for private training.
 
     persample watches the model and clips the gradients. The optimizer keeps the clipped sum of each backward pass
@@ -81,6 +81,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         has_units: the loader hands out batches with the unit of each sample, whose gradients are clipped by unit.
         generator: generator of the noise, from which it is drawn as Opacus draws it, by one thread. By default the
             noise comes from the entropy of the operating system, and several threads draw it for large models.
+        adaptive: the further arguments of `AdaClipDPOptimizer`, from `AdaptiveOptimizer`.
 
     Attributes:
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
@@ -117,13 +118,13 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
         has_units: bool = False,
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
+        adaptive: Mapping[str, float] | None = None,
     ) -> None:
         if clipping not in _CLIPPING:
             raise PrivateTrainingError(f"clipping must be one of {_CLIPPING}, got {clipping!r}")
         _refuse_closures(optimizer)
         refuse_inner_module(module)
-        DPOptimizer.__init__(  # not super(): AdaptiveOptimizer has a base with other arguments
-            self,
+        super().__init__(
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,  # a list of bounds is replaced by its norm below
@@ -131,6 +132,7 @@ class PrivateOptimizer(DPOptimizerFastGradientClipping):
             loss_reduction=loss_reduction,
             generator=generator,
             secure_mode=secure_mode,
+            **(adaptive or {}),
         )
         self.noise_multiplier = float(noise_multiplier)
         self.clipping = clipping
