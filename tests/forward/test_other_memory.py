@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,7 @@ class Writing(nn.Module):
     """Writes into one of two tensors, and reads one of them."""
 
     c: Tensor
+    spare: Tensor
 
     def __init__(self, write: Write, kind: str) -> None:
         super().__init__()
@@ -98,6 +100,21 @@ def test_samples_written_where_a_later_pass_reads(way: str, kind: str, change: d
     for _ in range(2):
         with pytest.raises(SamplesMixed):
             run(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", sorted(WRITES.keys() - {"a kept array", "a kept alias", "a kept view"}))
+def test_verification_leaves_what_a_plain_pass_writes(way: str, kind: str) -> None:
+    model = Writing(WRITES[way], kind)
+    plain, x = copy.deepcopy(model), torch.randn(B, D, dtype=torch.float64)
+    memory = model.spare.untyped_storage().data_ptr()
+    plain(x)
+    with record(model, loss_reduction="sum") as grads:
+        model(x).square().sum().backward()
+    assert grads.verification.startswith("verified")
+    assert torch.equal(model.spare, plain.spare)
+    assert torch.equal(model.c, plain.c)
+    assert way in ("set_", ".data =", "vector_to_parameters") or model.spare.untyped_storage().data_ptr() == memory
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 8), (2, 8), (4, 8, 4)])

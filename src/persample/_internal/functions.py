@@ -15,6 +15,12 @@ from persample.errors import get_op_name
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 
+# Functions that return the memory of a tensor to code outside torch.
+EXPOSING: set[Any] = {
+    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
+    Tensor.share_memory_,
+}  # fmt: skip
+
 
 @cache
 def is_inplace(func: Callable[..., Any]) -> bool:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from persample import _torch
+from persample._internal.functions import EXPOSING
 from persample._internal.rng import is_generator, preserve_rng
 from persample._internal.tree import find_tensors
 
@@ -225,14 +227,18 @@ def _get_package(value: Any) -> str:
 
 @contextmanager
 def keep_tensors(state: ModuleState) -> Iterator[Writes]:
-    """Restore the parameters that ops in the block write into, and what autograd counts as changes of all tensors."""
+    """Restore parameters that the block writes into, the memory of all tensors, and what autograd counts as changes."""
     tensors = state.tensors
     versions = tuple(tensor._version for tensor in tensors)
+    memory = [(tensor, _torch.get_storage_id(tensor), tensor.detach()) for tensor in tensors]
     writes = Writes(state.parameters)
     try:
-        with _torch.make_dispatch_mode(writes.run):
+        with _torch.make_dispatch_mode(writes.run), _Exposures(writes):
             yield writes
     finally:
+        for tensor, storage, alias in memory:
+            if _torch.get_storage_id(tensor) != storage:  # by `tensor.data = other`, or by `set_`
+                tensor.data = alias
         for tensor, value in writes.before.values():
             tensor.data.copy_(value)
         _torch.set_versions(tuple(tensors), versions)
@@ -252,14 +258,15 @@ class Writes:
         """Run an op."""
         if _torch.is_mutating(func):
             for tensor in find_tensors((args, kwargs)):
-                self._keep(tensor)
+                self.keep(tensor)
         result = func(*args, **kwargs)
         first = result[0] if type(result) is tuple and result else result
         if isinstance(first, Tensor):
             self.dtypes.add(first.dtype)
         return result
 
-    def _keep(self, tensor: Tensor) -> None:
+    def keep(self, tensor: Tensor) -> None:
+        """Copy what shares memory with a tensor that is about to be written into."""
         for kept in self._kept.get(_torch.get_storage_id(tensor), ()):
             if id(kept) not in self.before:
                 self.before[id(kept)] = (kept, kept.detach().clone())
@@ -268,3 +275,17 @@ class Writes:
     def rounding(self) -> float:
         """The eps of the least precise floating-point dtype of all results."""
         return max((torch.finfo(dtype).eps for dtype in self.dtypes if dtype.is_floating_point), default=0.0)
+
+
+class _Exposures(TorchFunctionMode):
+    """Copies tensors before their memory is given to code outside torch, which may write into it."""
+
+    def __init__(self, writes: Writes) -> None:
+        super().__init__()
+        self._writes = writes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in EXPOSING:
+            for tensor in find_tensors(args[:1]):
+                self._writes.keep(tensor)
+        return func(*args, **(kwargs or {}))

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
-from persample._internal.functions import find_results, is_inplace
+from persample._internal.functions import EXPOSING, find_results, is_inplace
 from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
@@ -240,12 +240,6 @@ def _make_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tu
 
 # Functions that run other ops than those of their own forward: these are followed one by one.
 _RUNNING_OTHERS = {torch.autograd.grad, Tensor.backward, torch.autograd.backward, *_torch.DUAL_FUNCTIONS}
-
-# Functions that return the memory of a tensor to code outside torch.
-EXPOSING = {
-    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
-    Tensor.share_memory_,
-}  # fmt: skip
 
 
 @cache

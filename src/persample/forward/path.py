@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
-from persample.forward.audit import ANY_SEQUENCE, EXPOSING, Audit, History, get_history
+from persample._internal.functions import EXPOSING
+from persample.forward.audit import ANY_SEQUENCE, Audit, History, get_history
 from persample.forward.gradient_hooks import follow_module_hooks
 from persample.forward.written import is_writing, writes_own_memory
 from persample.layouts import Call, Lost, Reduced, Where
