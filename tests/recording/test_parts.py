@@ -272,6 +272,30 @@ def step_keywords(m: nn.ModuleDict, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(input=m["head"](input=m["body"](input=x)), target=y)
 
 
+class Tagger(nn.Module):
+    """A conditional random field: looks up rows of its parameters by the tags of the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit, self.moves, self.first = (
+            nn.Linear(D, 3),
+            nn.Parameter(torch.randn(3, 3)),
+            nn.Parameter(torch.randn(3)),
+        )
+
+    def compute_nll(self, x: Tensor, tags: Tensor) -> Tensor:
+        scores = self.emit(x)
+        total, own = self.first + scores[:, 0], self.first[tags[:, 0]] + scores[torch.arange(len(x)), 0, tags[:, 0]]
+        for i in range(1, tags.shape[1]):
+            total = (total.unsqueeze(2) + self.moves + scores[:, i].unsqueeze(1)).logsumexp(1)
+            own = own + self.moves[tags[:, i - 1], tags[:, i]] + scores[:, i].gather(1, tags[:, i : i + 1]).squeeze(1)
+        return (total.logsumexp(1) - own).mean()
+
+
+def make_tags(batch: int) -> Batch:
+    return *floats((T, D))(batch), torch.randint(3, (batch, T))
+
+
 def make_tied() -> list[nn.Module]:
     one, other = nn.Linear(D, D), nn.Sequential(nn.Linear(D, D), nn.Linear(D, 2))
     other[0].weight = one.weight
@@ -302,6 +326,7 @@ CASES = {
     ),
     "GAN": Case(make_gan, floats((D,), (2,)), step_gan),
     "tied models": Case(make_tied, make_classes, lambda m, x, y: F.cross_entropy(m[1](m[0](x).tanh()), y)),
+    "conditional random field": Case(Tagger, make_tags, lambda m, x, tags: m.compute_nll(x, tags)),
     "language model": Case(LanguageModel, tokens_and_states, step_language_model),
     "siamese": Case(two_layers, make_pairs, step_siamese),
     "triplet": Case(
@@ -325,7 +350,7 @@ def test_rows_equal_a_loop(name: str) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     models = perturb(case.make())
-    for batch in (B, T, D, 2, B):  # also as large as other dimensions
+    for batch in (B, T, D, 2, 1, B):  # also as large as other dimensions
         samples = case.samples(batch)
         rows = compute_rows(case, models, samples)
         with record(models) as grads:
