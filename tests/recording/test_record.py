@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from persample import PerSampleError, SamplesMixed, call_for_per_sample_grads, record
-from persample.testing.oracle import assert_rows_close, compute_test_loss
+from persample.testing.oracle import assert_rows_close, compute_test_loss, stack_gradients
 from tests.support.case import Case
 from tests.support.cases import CASES, REAL_CASES, B, Calls, D, T, param
 from tests.support.modules import flatten_rows, read_state
@@ -505,3 +505,37 @@ def test_statistics_are_restored_for_cached_calls() -> None:
     with pytest.raises(SamplesMixed), record(model):
         model(x, True)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+class TwoTowers(nn.Module):
+    """Returns the embeddings of pairs, and their similarities, which mix the pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(D, 2), nn.Linear(D, 2)
+        self.scale, self.head = nn.Parameter(torch.tensor(0.3)), nn.Linear(2, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a, b = self.one(x).tanh(), self.other(y).tanh()
+        similarities = a @ b.T * self.scale.exp()
+        return a, b, self.head((similarities.softmax(1) @ b).relu_())
+
+
+def test_weights_on_mixed_samples_that_the_loss_does_not_use() -> None:
+    model, x, y = TwoTowers().double(), torch.randn(B, D).double(), torch.randn(B, D).double()
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        a, b, mixed = model(x, y)
+        return (a - b).square().sum() + a.sum() * float(mixed.detach().mean() > -100)
+
+    for _ in range(2):
+        with record(model) as grads:
+            compute_loss(x, y).backward()
+        losses = (compute_loss(x[n : n + 1], y[n : n + 1]) for n in range(B))
+        expected, rows = stack_gradients(losses, dict(model.named_parameters())), grads.dense()
+        assert not any(rows.pop(name).any() for name in rows.keys() - expected.keys())
+        assert_rows_close(rows, expected)
+        with pytest.raises(SamplesMixed, match="matmul combines each sample with every other"), record(model):
+            model(x, y)[2].sum().backward()
+        with pytest.raises(SamplesMixed, match="matmul combines each sample with every other"), record(model):
+            model.head(model.one(x) @ model.other(y).T[:, :2])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from persample._internal.tree import iterate_tensors
 from persample.errors import SamplesMixed, raise_or_complain
 from persample.forward.use import run_use
-from persample.layouts import Call, Crossed, Layout, Motion, Reduced, has_mixed_pairs
+from persample.layouts import Call, Crossed, Layout, Lost, Motion, Reduced, has_mixed_pairs
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
@@ -26,6 +27,16 @@ def guard_output(output: Tensor, tracker: Tracker) -> Tensor:
         output = output.view_as(output) if output.is_leaf else output
         output.register_hook(make_gradient_refusal("it was computed from weights alone", tracker))
     return output
+
+
+def refuse_mixed_outputs(outputs: Any, tracker: Tracker) -> None:
+    """Raise if samples were mixed before a use of weights, and no output that has a graph is free of that."""
+    mixed_use, tracker.mixed_use = tracker.mixed_use, None
+    if mixed_use is None:
+        return
+    found = [tracker.find_layout(tensor) for tensor in iterate_tensors(outputs) if tensor.requires_grad]
+    if found and all(type(layout) is Lost for layout in found):
+        raise mixed_use
 
 
 def _give_to_each_sample(output: Tensor, tracker: Tracker) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal import tracing
 from persample._internal.dropped_arguments import DROPPED, find_dropped
 from persample._internal.functions import find_results
 from persample._internal.parameter_hooks import REGISTRATIONS
@@ -30,7 +31,7 @@ from persample.forward.inline import is_composite, make_inline
 from persample.forward.outside import CLASS_WEIGHTS, IMPORTS
 from persample.forward.own_rows import selects_first_rows
 from persample.forward.preparations import PREPARATIONS
-from persample.forward.use import check_not_mixed, run_use
+from persample.forward.use import check_not_mixed, make_mixed_error, run_use
 from persample.forward.written import UPDATING
 from persample.layouts import (
     BILINEAR,
@@ -286,6 +287,22 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
     return result
 
 
+def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
+    """Weights and a tensor of mixed samples: refused if a gradient comes back, or if there is no other output."""
+    call = followed.call
+    lost = next((where for where in call.where if type(where) is Lost), None)
+    if lost is None or not followed.weights or not torch.is_grad_enabled():
+        return NEXT
+    is_block = tracker.outside is not None and tracker.isolation is None and tracker.complain is None
+    if not is_block or tracing.get_trace() is not None:
+        return NEXT
+    tracker.mixed_use = tracker.mixed_use or make_mixed_error(call, lost, tracker)
+    result = _run(followed, tracker)
+    for made in find_results(result, call.args):
+        tracker.set_layout(made, lost)
+    return result
+
+
 def _use_weights(followed: Followed, tracker: Tracker) -> Any:
     """A use: a call that combines weights with samples."""
     if not followed.weights or not followed.has_samples or not torch.is_grad_enabled():
@@ -415,6 +432,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _start_by_use,
     _follow_hook,
     _multiply_sum,
+    _use_mixed_samples,
     _use_weights,
     _read_samples,
     _move_samples,

@@ -29,6 +29,7 @@ from persample.errors import (
     ROWS_ADVICE,
     Complain,
     PerSampleError,
+    SamplesMixed,
     find_place,
 )
 from persample.forward.buffers import Buffers
@@ -176,6 +177,7 @@ class Tracker(TorchFunctionMode):
         self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
         self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
         self.is_paused = False  # nothing is followed now
+        self.mixed_use: SamplesMixed | None = None  # the first use in this call of weights on mixed samples
         self.tried = TriedFunctions()
         self.saved_layouts: SavedLayouts = {}
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside

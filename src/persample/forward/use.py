@@ -21,7 +21,7 @@ from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap
 from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
-from persample.layouts import WRITES, Call, Layout, Motion, Reduced
+from persample.layouts import WRITES, Call, Layout, Lost, Motion, Reduced
 from persample.rules import Rule, get_rules
 
 
@@ -251,11 +251,16 @@ def check_not_mixed(call: Call, forward: ForwardPass) -> None:
                 "single sample. Leave a penalty to the optimizer (weight_decay), or call its backward() outside the "
                 "recording."
             )
-        if where is not None and not isinstance(where, Layout):
-            raise SamplesMixed(
-                f"{get_op_name(call.func)}, in {forward.place()}, uses weights on a tensor in which the samples of the "
-                f"batch are mixed: {where.cause}, in {where.place}. {forward.advice}"
-            )
+        if isinstance(where, Lost):
+            raise make_mixed_error(call, where, forward)
+
+
+def make_mixed_error(call: Call, lost: Lost, forward: ForwardPass) -> SamplesMixed:
+    """The refusal of a use of weights on a tensor in which samples are mixed."""
+    return SamplesMixed(
+        f"{get_op_name(call.func)}, in {forward.place()}, uses weights on a tensor in which the samples of the batch "
+        f"are mixed: {lost.cause}, in {lost.place}. {forward.advice}"
+    )
 
 
 def _check_results(call: Call, results: Sequence[Any], forward: ForwardPass) -> None:

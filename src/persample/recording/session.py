@@ -30,6 +30,7 @@ from persample.forward.audit import Audit
 from persample.forward.contributions import CONTRIBUTIONS, FirstLoss, get_advice
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
+from persample.forward.outputs import refuse_mixed_outputs
 from persample.forward.outside import OutsideTensors
 from persample.forward.remembered import get_remembered_constants
 from persample.forward.tracker import Tracker
@@ -470,6 +471,8 @@ class Recording:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
         if output is not None:
             self.tracker.check_state()
+            with _torch.DisableTorchFunction():
+                refuse_mixed_outputs(output, self.tracker)
         if self.tracker.isolation is not None:
             self.tracker.isolation.show_data(self.tracker)
         self.tracker.is_inside = False
