@@ -40,6 +40,12 @@ ACCEPTED: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
         (torch.arange(lengths.max()) < lengths[:, None])[..., None] * h[:, : int(lengths.max())]
     ).sum(1),
     "cut at the longest": cut,
+    "sliced at the longest": lambda m, h, lengths: (
+        m.b(h[:, : lengths.max()]).sum(1) + m.b(h[:, lengths.max() :]).sum(1)
+    ),
+    "weights of positions up to the longest": lambda m, h, lengths: (
+        m.b(torch.arange(lengths.max())[:, None].double().expand(-1, D)) + h[:, : lengths.max()]
+    )[:, :1].sum(1),
     "a branch that is not used": lambda m, h, lengths: torch.where(lengths[:, None] > 0, h.sum(1), h.sum(1).mean(0)),
     "the same as a method": lambda m, h, lengths: h.sum(1).where(lengths[:, None] > 0, h.mean((0, 1))),
     "the other branch": lambda m, h, lengths: torch.where(lengths[:, None] > 9, h.sum(1).amax(0), h.sum(1)),

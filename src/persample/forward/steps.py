@@ -50,6 +50,7 @@ from persample.layouts import (
     find_read_total,
     give_to_one_sample,
     is_pointwise,
+    lose_entries,
     make_call,
     mark_simple,
 )
@@ -287,10 +288,20 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
     return result
 
 
+def _forget_sizes(followed: Followed, tracker: Tracker) -> Any:
+    """Weights and tensors of which only the size depends on the batch: positions up to the longest sequence."""
+    if not followed.weights or not followed.has_samples or tracker.isolation is not None:
+        return NEXT
+    call = followed.call
+    if all(where is None or (isinstance(where, Lost) and where.sized) for where in call.where):
+        followed.call, followed.has_samples = replace(call, where=(None,) * len(call.where)), False
+    return NEXT
+
+
 def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     """Weights and a tensor of mixed samples: refused if a gradient comes back, or if there is no other output."""
     call = followed.call
-    lost = next((where for where in call.where if type(where) is Lost), None)
+    lost = next((where for where in call.where if isinstance(where, Lost)), None)
     if lost is None or not followed.weights or not torch.is_grad_enabled():
         return NEXT
     is_block = tracker.outside is not None and tracker.isolation is None and tracker.complain is None
@@ -299,7 +310,7 @@ def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     tracker.mixed_use = tracker.mixed_use or make_mixed_error(call, lost, tracker)
     result = _run(followed, tracker)
     for made in find_results(result, call.args):
-        tracker.set_layout(made, lost)
+        tracker.set_layout(made, lose_entries(lost))
     return result
 
 
@@ -431,6 +442,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _check_isolation,
     _start_by_use,
     _follow_hook,
+    _forget_sizes,
     _multiply_sum,
     _use_mixed_samples,
     _use_weights,
