@@ -31,6 +31,33 @@ def accumulation(model: nn.Module, batch: Batch) -> None:
         loss.backward()
 
 
+@habits(
+    "augmentations of each sample in one call, predictions averaged",
+    classifier,
+    labelled,
+    front_ends=(RECORD,),
+    options={"units": 3},
+)
+def averaged_augmentations(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    repeated = x.repeat_interleave(3, dim=0)
+    outputs = model(repeated + torch.arange(len(repeated))[:, None] % 3)
+    return F.cross_entropy(outputs.view(len(y), 3, -1).mean(1), y)
+
+
+@habits(
+    "augmentations of each sample in one call, losses added up",
+    classifier,
+    labelled,
+    front_ends=(RECORD,),
+    options={"units": 3, "unit_reduction": "mean"},
+)
+def added_augmentations(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    views = x[:, None].expand(-1, 3, -1) + torch.arange(3)[:, None]
+    return F.cross_entropy(model(views.reshape(-1, x.shape[1])), y.repeat_interleave(3))
+
+
 @habits("mixed precision by autocast (bfloat16)", classifier, labelled, tolerance=0.1)
 def autocast(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch

@@ -48,10 +48,10 @@ def _give_to_each_sample(output: Tensor, tracker: Tracker) -> Tensor:
 def make_gradient_refusal(cause: str, tracker: Tracker, pairs: Crossed | None = None) -> Callable[[Tensor], None]:
     """A hook for a tensor in which samples are mixed; of `pairs`, only some may have a gradient."""
     advice, complain = tracker.advice, tracker.complain  # not the tracker: the hook must not keep it alive
-    batch = tracker.batch
+    batch, units = tracker.batch, tracker.counted.units
 
     def refuse(grad: Tensor) -> None:
-        if pairs is not None and not has_mixed_pairs(grad, pairs, batch):
+        if pairs is not None and not has_mixed_pairs(grad, pairs, batch, units):
             return
         message = f"The loss depends on a tensor in which the samples of the batch are mixed: {cause}. {advice}"
         raise_or_complain(SamplesMixed(message), complain)

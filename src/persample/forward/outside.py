@@ -299,6 +299,24 @@ class OutsideTensors:
         """Numbers that the code before the first call of the model has counted over all samples."""
         return self._early_totals.get(batch, {})
 
+    def describe_repeats(self, arguments: Iterable[Tensor], batch: int) -> str:
+        """For errors: which samples belong together, if the arguments have several rows for each row of other tensors.
+
+        Such as augmentations, made by `repeat_interleave`, or the two halves of a batch of pairs, joined by `cat`.
+        """
+        for tensor in arguments:
+            for size, known in (self._early or {}).items():
+                where, rows = known.get(tensor), batch // max(1, size)
+                if not (isinstance(where, Layout) and where.is_pattern and where.inner in (1, rows)):
+                    continue
+                if 1 < size < batch and batch % size == 0:
+                    units = str(rows) if where.inner == rows else f"torch.arange({size}).repeat({rows})"
+                    return (
+                        f" The {batch} samples were made of {size}, {rows} of each; if the samples of each belong "
+                        f"together, pass units={units}."
+                    )
+        return ""
+
     def take_early(self, arguments: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Where]]:
         """The tensors whose layouts were found before the first call of the model, which has these arguments.
 

@@ -45,8 +45,9 @@ from persample.layouts import (
     Scattered,
     Summed,
     Where,
+    enter_units,
     find_listed_total,
-    find_motion,
+    find_motion_with_units,
     find_read_total,
     give_to_one_sample,
     is_pointwise,
@@ -322,8 +323,7 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
     tracker.buffers.save(call)
     if tracker.batch == 1:
         call = give_to_one_sample(call)
-    if tracker.is_coupled:
-        call = prepare_use(call, tracker.place())
+    call = prepare_use(call, tracker.place()) if tracker.is_coupled else enter_units(call)
     rules, adapter = get_rules(call.func), find_adapter(handler)
     if not rules and adapter is None and isinstance(call.func, FunctionType):
         return run_op_by_op(call, tracker)
@@ -462,7 +462,7 @@ def set_layouts(call: Call, result: Any, tracker: Tracker, summed: Summed | None
     if not results or call.func in _UNCHANGING:
         return
     tracker.counted.sizes = None if tracker.is_inside or tracker.outside is None else tracker.outside.sizes
-    motion = find_coupled_motion(call, results) if tracker.is_coupled else find_motion(call, results)
+    motion = find_coupled_motion(call, results) if tracker.is_coupled else find_motion_with_units(call, results)[1]
     _check_motion(call, motion, tracker)
     for made, layout in zip(results, motion.results, strict=True):
         if not tracker.is_inside:

@@ -79,7 +79,7 @@ from persample.layouts import (
     Summed,
     Where,
     add_samples_to_layout,
-    find_motion,
+    find_motion_with_units,
     find_simple_layout,
     find_size_free_layout,
     get_argument,
@@ -287,9 +287,11 @@ class Tracker(TorchFunctionMode):
 
     def start_batch(self, batch: int, arguments: Iterable[Tensor]) -> None:
         """Set the batch size, for a call of the model that is about to run with these arguments."""
-        self.batch = batch
+        self.batch, arguments = batch, [*arguments]
         if self.outside is not None:
             self.counted.totals.update(self.outside.get_early_totals(batch))
+            if self.isolation is None and self.counted.units is None:
+                self.advice += self.outside.describe_repeats(arguments, batch)
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
 
@@ -706,7 +708,7 @@ class Tracker(TorchFunctionMode):
 
     def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
         """How a use moves the samples, and the call with the samples that own the rows of its results."""
-        return find_owners(call, results) if self.is_coupled else (call, find_motion(call, results))
+        return find_owners(call, results) if self.is_coupled else find_motion_with_units(call, results)
 
     def _run_autograd_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`autograd.grad` of something else than parameters; it leaves no per-sample gradients."""

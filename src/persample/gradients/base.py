@@ -23,7 +23,7 @@ from persample.gradients.split_units import SplitUnits, split_units
 from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units
-from persample.layouts import Reduced
+from persample.layouts import Reduced, SampleUnits, make_sample_units
 from persample.terms import Term, add_terms, merge_samples
 from persample.terms.base import find_factors
 
@@ -97,6 +97,16 @@ class RecordedGradients(ABC):
                 self._units = self._split_units.own
         self._batch_size = batch_size
         return batch_size
+
+    def make_sample_units(self) -> SampleUnits | None:
+        """The units of the samples, for the forward pass: samples of one unit may be combined."""
+        if self._units is not None and self._split_units is None:
+            self._reduction.units = make_sample_units(self._units.groups.rows.tolist())
+        return self._reduction.units
+
+    def share_sample_units(self, units: SampleUnits | None) -> None:
+        """Take the units that another loss of the same forward pass has."""
+        self._reduction.units = units
 
     def grow(self, batch_size: int) -> None:
         """Add samples to the batch: a forward pass has got another part of it."""
@@ -209,6 +219,11 @@ class RecordedGradients(ABC):
             self._reduction.end_pass()
         if self._split_units is not None:
             self._receive_rows_of_units(self._split_units)
+        if self._units is not None and self._units.reduction == "mean" and self._reduction.units_have_met:
+            raise PerSampleError(
+                "unit_reduction='mean' averages the gradients of the samples of a unit, but the code combines these "
+                "samples, so that none of them has a loss of its own. Leave unit_reduction out."
+            )
         self._is_backward_done = True
 
     @torch.no_grad()
@@ -390,8 +405,11 @@ class RecordedGradients(ABC):
 
     @property
     def _scale(self) -> float:
-        """Undoes the division by the batch size in a mean loss."""
-        return float(self.batch_size) if self._reduction.kind == "mean" else 1.0
+        """Undoes the division by the batch size in a mean loss, or by the number of units if these are combined."""
+        if self._reduction.kind != "mean":
+            return 1.0
+        units = self._reduction.units
+        return float(len(units.first) if units is not None and units.have_met else self.batch_size)
 
     @property
     def _row_kind(self) -> str:

@@ -12,7 +12,7 @@ from persample._internal.precision import in_full_precision
 from persample.errors import PerSampleError
 from persample.gradients.explanation import Explanation
 from persample.gradients.matrix import PerSampleGradients
-from persample.layouts import Reduced
+from persample.layouts import Reduced, SampleUnits
 from persample.terms import Term
 
 
@@ -46,6 +46,13 @@ class LossGradients:
         for grads in self._grads:
             grads.start(batch_size)
         return batch_size
+
+    def make_sample_units(self) -> SampleUnits | None:
+        """The units of the samples, for the forward pass, which is that of all losses."""
+        found = self._grads[0].make_sample_units()
+        for grads in self._grads[1:]:
+            grads.share_sample_units(found)
+        return found
 
     def grow(self, batch_size: int) -> None:
         """Add samples to the batch: a forward pass has got another part of it."""

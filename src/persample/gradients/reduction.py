@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from persample.errors import PerSampleError
-from persample.layouts import Reduced, Reduction, describe_divisors, find_own_factors
+from persample.layouts import Reduced, Reduction, SampleUnits, describe_divisors, find_own_factors
 from persample.layouts.divisors import Divisor
 from persample.terms import Term
 
@@ -24,6 +24,7 @@ class LossReduction:
         self._found: Reduction | None = None
         self._divisors: tuple[Divisor, ...] = ()
         self._batch = 0
+        self.units: SampleUnits | None = None
         self._factors: Tensor | None = None  # of the samples' parts in the running backward pass
 
     @property
@@ -32,12 +33,24 @@ class LossReduction:
         return self.given or self._found or "sum"
 
     @property
+    def units_have_met(self) -> bool:
+        """Whether samples of one unit were combined, so that none of them has a loss of its own."""
+        return self.units is not None and self.units.have_met
+
+    @property
+    def _met_units(self) -> SampleUnits | None:
+        return self.units if self.units_have_met else None
+
+    def _describe_divisors(self) -> str | None:
+        return describe_divisors(self._divisors, self._batch, self._met_units)
+
+    @property
     def has_own_means(self) -> bool:
         """Whether samples with different parts of a divisor have had theirs divided by their own numbers."""
-        return self._owns_divisor and describe_divisors(self._divisors, self._batch) is not None
+        return self._owns_divisor and self._describe_divisors() is not None
 
     def __str__(self) -> str:
-        divisors = describe_divisors(self._divisors, self._batch)
+        divisors = self._describe_divisors()
         if divisors is None:
             return self.kind
         return f"{self.kind} of the samples' own means" if self.has_own_means else f"{self.kind} over {divisors}"
@@ -56,7 +69,7 @@ class LossReduction:
                 f"{where}. Pass loss_reduction='{loss.kind}', or leave it out to use what is found."
             )
         self._divisors, self._batch = loss.divisors if loss.is_share else (), batch
-        factors = find_own_factors(self._divisors, batch) if self._owns_divisor else None
+        factors = find_own_factors(self._divisors, batch, self._met_units) if self._owns_divisor else None
         if isinstance(factors, str):
             raise PerSampleError(
                 f"divisor='own' was given, but {factors}: {where}. Reduce each sample's loss by itself first, or leave "

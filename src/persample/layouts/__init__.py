@@ -24,7 +24,14 @@ from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, make_call, without_function
-from persample.layouts.counts import READS, CountedSizes, Scale, Totals, find_listed_total, find_read_total
+from persample.layouts.counts import (
+    READS,
+    CountedSizes,
+    Scale,
+    Totals,
+    find_listed_total,
+    find_read_total,
+)
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, give_to_one_sample, mark_simple
@@ -58,6 +65,8 @@ from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
 from persample.layouts.reductions import BILINEAR, LINEAR, make_reduced
+from persample.layouts.sample_units import SampleUnits, make_sample_units
+from persample.layouts.within_units import enter_units, find_motion_with_units
 
 __all__ = [
     "BILINEAR",
@@ -86,6 +95,7 @@ __all__ = [
     "Owners",
     "Reduced",
     "Reduction",
+    "SampleUnits",
     "Scale",
     "Scattered",
     "Summed",
@@ -93,11 +103,13 @@ __all__ = [
     "Where",
     "add_samples_to_layout",
     "describe_divisors",
+    "enter_units",
     "find_declared_motion",
     "find_layout_of_ids",
     "find_listed_total",
     "find_motion",
     "find_motion_by_trial",
+    "find_motion_with_units",
     "find_own_factors",
     "find_read_total",
     "find_simple_layout",
@@ -116,6 +128,7 @@ __all__ = [
     "make_pattern",
     "make_reduced",
     "make_sample_ids",
+    "make_sample_units",
     "make_strided_ids",
     "make_uniform_motion",
     "mark_simple",

@@ -13,6 +13,7 @@ from torch import Tensor
 from persample import _torch
 from persample.layouts.divisors import Divisor, DivisorMode, make_number_of_rows, make_sum_of_entries
 from persample.layouts.layout import Layout, Lost, Reduced, Where
+from persample.layouts.sample_units import SampleUnits
 
 # Numbers that depend on all samples, such as the number of valid tokens; None if a loss may not be divided by one,
 # because it is computed from outputs, or is no sum.
@@ -73,6 +74,7 @@ class CountedSizes:
         self._ends: dict[int, set[int]] = {}  # by the number of rows: where groups ended that were selected
         self.packed_orders: list[PackedOrder] = []
         self.totals: Totals = {}
+        self.units: SampleUnits | None = None  # whose samples may be combined
 
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""

@@ -19,6 +19,7 @@ from persample.layouts.call import Call
 from persample.layouts.functions import MOVES, T
 from persample.layouts.layout import Crossed, Layout, Lost, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.sample_units import SampleUnits
 
 _DIAGONALS = {torch.diag, T.diag}
 
@@ -35,9 +36,12 @@ def find_crossed_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return None
 
 
-def has_mixed_pairs(gradient: Tensor, crossed: Crossed, batch: int) -> bool:
-    """Whether the gradient of a tensor of pairs is not zero for a pair of rows of different samples."""
+def has_mixed_pairs(gradient: Tensor, crossed: Crossed, batch: int, units: SampleUnits | None) -> bool:
+    """Whether the gradient of a tensor of pairs is not zero for a pair of rows of different samples, or units."""
     first, second = (make_sample_ids(gradient, layout, batch) for layout in crossed.rows)
+    if units is not None:
+        unit = torch.tensor([*units.of_sample, -1], device=gradient.device)  # of the samples; -1 has none
+        first, second = unit[first.long()], unit[second.long()]
     return bool((gradient != 0)[(first != second) & (first >= 0) & (second >= 0)].any())
 
 

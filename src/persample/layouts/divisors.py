@@ -18,6 +18,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample.layouts.layout import Layout, Scattered, make_sample_ids
+from persample.layouts.sample_units import SampleUnits
 
 # What is done with a divisor that counts: it is held constant, replaced by each sample's own number, or refused.
 DivisorMode = Literal["batch", "own", "refuse"]
@@ -55,9 +56,17 @@ class Divisor:
             is_owned = owner >= 0
             return counts.index_add_(0, owner[is_owned], entries.flatten()[is_owned].double())
 
-    def describe(self, batch: int) -> str | None:
-        """The divisor in words; None if all samples have equal parts of it, as in an ordinary mean."""
+    def count_by_row(self, batch: int, units: SampleUnits | None) -> Tensor | None:
+        """What each sample adds, or each unit; None if that is not known."""
         counts = self.count_by_sample(batch)
+        if counts is None or units is None:
+            return counts
+        unit = torch.tensor(units.of_sample, device=counts.device)
+        return counts.new_zeros(len(units.first)).index_add_(0, unit, counts)
+
+    def describe(self, batch: int, units: SampleUnits | None = None) -> str | None:
+        """The divisor in words; None if all rows have equal parts of it, as in an ordinary mean."""
+        counts = self.count_by_row(batch, units)
         if counts is not None and torch.allclose(counts, counts[0]):
             return None
         total = self.total if counts is None else float(counts.sum())
@@ -97,23 +106,26 @@ def _get_version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def describe_divisors(divisors: Sequence[Divisor], batch: int) -> str | None:
+def describe_divisors(divisors: Sequence[Divisor], batch: int, units: SampleUnits | None = None) -> str | None:
     """Some divisors in words, None if all of them are those of ordinary means."""
-    return " and ".join(dict.fromkeys(filter(None, (divisor.describe(batch) for divisor in divisors)))) or None
+    return " and ".join(dict.fromkeys(filter(None, (divisor.describe(batch, units) for divisor in divisors)))) or None
 
 
-def find_own_factors(divisors: Sequence[Divisor], batch: int) -> Tensor | str | None:
+def find_own_factors(divisors: Sequence[Divisor], batch: int, units: SampleUnits | None = None) -> Tensor | str | None:
     """`(batch,)`: by what to multiply B times the shares, so that each sample's part is divided by its own number.
 
-    None if nothing changes; the reason, in words, if a number is not known.
+    With units, each unit's part is divided by the number of the unit. None if nothing changes; the reason, in words, if
+    a number is not known.
     """
     found: Tensor | None = None
     for number, divisor in enumerate(divisors):
-        counts = divisor.count_by_sample(batch)
+        counts = divisor.count_by_row(batch, units)
         if counts is None:
             return f"how much each sample adds to the divisor ({divisor.describe(batch)}) is not known"
-        factors = torch.where(counts > 0, counts.sum() / (batch * counts), 0.0)
+        factors = torch.where(counts > 0, counts.sum() / (len(counts) * counts), 0.0)
         if number and found is not None and not torch.allclose(found, factors):
             return "parts of the loss have different divisors"
         found = factors
-    return None if found is None or torch.allclose(found, torch.ones_like(found)) else found
+    if found is None or torch.allclose(found, torch.ones_like(found)):
+        return None
+    return found if units is None else found[torch.tensor(units.of_sample, device=found.device)]

@@ -45,6 +45,7 @@ from persample.recording.verification import (
     NotVerified,
     RowCheck,
     Verification,
+    describe,
     start_late_verification,
     start_verification,
 )
@@ -230,6 +231,7 @@ class Recording:
         self._has_status = False  # whether it is known if the calls so far are verified
         # The module of the running call and its arguments, if calls like it were verified.
         self._verified_before: tuple[nn.Module, Arguments] | None = None
+        self._had_met = False  # whether samples of one unit were combined before the running call
         self.is_verifying = False  # calls of the model are extra passes
         if options.samples is not None:
             self._declare_samples(options.samples)
@@ -441,6 +443,8 @@ class Recording:
     def _start_batch(self, batch_size: int, tensors: Iterable[Tensor]) -> None:
         self.processes.start_forward()
         self._batch_size = self.grads.start(batch_size)
+        if self.options.units is not None and self.tracker.isolation is None and self.options.coupled is None:
+            self.tracker.counted.units = self.grads.make_sample_units()
         self.tracker.start_batch(batch_size, tensors)
 
     def _find_sizes(self, arguments: Arguments) -> set[int]:
@@ -459,7 +463,13 @@ class Recording:
         if self.tracker.isolation is not None:
             self.tracker.isolation.start_forward(self._get_model())
         self.tracker.is_inside = True
+        self._had_met = self._units_have_met
         self.tracker.begin_audit()
+
+    @property
+    def _units_have_met(self) -> bool:
+        units = self.tracker.counted.units
+        return units is not None and units.have_met
 
     def hide_earlier_data(self) -> None:
         """In private training: the model, which is about to run, must not use data of earlier steps."""
@@ -481,6 +491,10 @@ class Recording:
         if may_differ and self._verified_before is not None:
             verification = self._start_late_verification(*self._verified_before)
         self._verified_before = None
+        if self._units_have_met and not self._had_met:
+            reason = NotVerified("the model combines samples of one unit")
+            verification = None
+            self._note_status(describe(reason, self.options))
         if verification is not None and output is not None:
             self.is_verifying = True
             try:

@@ -27,6 +27,9 @@ DECLARATIONS: dict[Any, Declaration] = {}
 # single samples, loose rows. They always return a motion.
 FOR_ANY_LAYOUT: set[Any] = set()
 
+# Why a call mixes samples, after the name of its function.
+DIFFERENT_ORDERS = "has the samples in different orders in its arguments (pairs in one call need record(units=...))"
+
 # Functions whose result depends on the position of a row.
 _READING_POSITIONS: set[Any] = set()
 
@@ -190,8 +193,7 @@ def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -
             return None
         merged = merge_rows(found, here, size, call.batch)
         if merged is None:
-            cause = f"{get_op_name(call.func)} has the samples in different orders in its arguments"
-            return Motion((Lost(cause),))
+            return lose(call, call.tensors[:1], DIFFERENT_ORDERS)
         found = merged
     if found is None or len(shape) <= found.dim or shape[found.dim] != size:
         return None

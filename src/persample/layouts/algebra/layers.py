@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import declare, get_argument, keep_leading, lose, move
+from persample.layouts.algebra.engine import DIFFERENT_ORDERS, declare, get_argument, keep_leading, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -56,7 +56,7 @@ def _convolve_groups(call: Call, results: Sequence[Tensor], where: Layout) -> Mo
         if own is None:
             aligned.append((i, move(layout, 0)))
         elif not isinstance(own, Layout) or own.dim or own.get_ids(channels, call.batch) != of_channels:
-            return lose(call, results, "has the samples in different orders in its arguments")
+            return lose(call, results, DIFFERENT_ORDERS)
     return Motion((layout,), tuple(aligned))
 
 

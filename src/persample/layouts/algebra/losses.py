@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.layouts.algebra.arguments import find_signatures
-from persample.layouts.algebra.engine import declare, find_common_rows, keep_leading, lose, merge_rows, move
+from persample.layouts.algebra.engine import (
+    DIFFERENT_ORDERS,
+    declare,
+    find_common_rows,
+    keep_leading,
+    lose,
+    merge_rows,
+    move,
+)
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Where
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -81,7 +89,7 @@ def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if isinstance(of_target, Layout):
         merged = merge_rows(own, of_target, logits.shape[where.dim], call.batch) if own.dim == of_target.dim else None
         if merged is None:
-            return lose(call, results, "has the samples in different orders in its arguments")
+            return lose(call, results, DIFFERENT_ORDERS)
         layout = move(merged, layout.dim)
     aligned = () if of_target is not None else tuple((i, own) for i, t in enumerate(call.tensors) if t is target)
     entries = Motion((layout,), aligned)

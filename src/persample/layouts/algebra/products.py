@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.algebra.engine import broadcast, cross, declare, get_argument, lose, merge_rows, move
+from persample.layouts.algebra.engine import (
+    DIFFERENT_ORDERS,
+    broadcast,
+    cross,
+    declare,
+    get_argument,
+    lose,
+    merge_rows,
+    move,
+)
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -42,7 +51,7 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
         else:
             found = merge_rows(found, where, size, call.batch)
             if found is None:
-                return lose(call, results, "has the samples in different orders in its arguments")
+                return lose(call, results, DIFFERENT_ORDERS)
     if found is None:
         return None
     if letter not in out:
