@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     )
     from persample.monitoring import ImportanceSampler, Monitor, monitor
     from persample.penalties import differentiable_norms
-    from persample.recording.record import record
-    from persample.recording.rows import rows
-    from persample.recording.watch import Watch, watch
+    from persample.recording.block import record
+    from persample.recording.loss_rows import rows
+    from persample.recording.watching import Watch, watch
     from persample.rules import register_rule
     from persample.scanning import Scan, evaluate, scan
 
@@ -69,7 +69,7 @@ _MODULES = {
     "Scan": "scanning",
     "StreamedClip": "gradients",
     "StreamedNorms": "gradients",
-    "Watch": "recording.watch",
+    "Watch": "recording",
     "call_for_per_sample_grads": "expanded_weights",
     "check": "checking",
     "compile": "compiled",
@@ -77,13 +77,13 @@ _MODULES = {
     "evaluate": "scanning",
     "implements_per_sample_grads": "expanded_weights",
     "monitor": "monitoring",
-    "record": "recording.record",
+    "record": "recording",
     "register_rule": "rules",
     "release_memory": "gradients",
-    "rows": "recording.rows",
+    "rows": "recording",
     "sample_labels": "gradients",
     "scan": "scanning",
-    "watch": "recording.watch",
+    "watch": "recording",
 }
 
 # If their extra is missing, the error comes at use, so that `hasattr` and `dir` work without it.

@@ -17,7 +17,7 @@ from persample.checking.subject import Gradient, Subject
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_inputs_and_targets, takes_outputs
-from persample.recording.options import Verify
+from persample.recording import Verify
 from persample.terms import Outer, Patches, Rows, Sum, Term
 from persample.terms.base import find_factors
 from persample.terms.cost import choose_norm_algorithm

@@ -23,7 +23,7 @@ from persample.batches import Batch
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_is_scalar, compute_loss
-from persample.recording.record import record
+from persample.recording import record
 
 Gradient = dict[str, Tensor]
 

@@ -31,8 +31,7 @@ from persample.errors import PerSampleError
 from persample.forward.tracker import Tracker
 from persample.gradients import PerSampleGradients
 from persample.losses import compute_step_loss
-from persample.recording.options import Options, Selection, get_trainable
-from persample.recording.record import record
+from persample.recording import Options, Selection, get_trainable, record
 
 _MAX_GRAPHS = 16  # that one step keeps
 

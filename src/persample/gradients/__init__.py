@@ -3,7 +3,8 @@
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
 answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `LossReduction`, how
 the loss combines the samples; `Bound`, how to clip; `NonFinite`, what happens to samples whose gradient is not finite;
-`UnitOptions`, how samples are combined to units; `sample_labels`, labels for the Fisher matrix; and `release_memory`.
+`UnitOptions`, how samples are combined to units; `make_projection`, a random projection of the rows, and `Stack`, the
+parameters of one shape that it projects together; `sample_labels`, labels for the Fisher matrix; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
@@ -12,23 +13,32 @@ from persample.gradients.clipping import Bound
 from persample.gradients.curvature import sample_labels
 from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.projection import METHODS as PROJECTION_METHODS
+from persample.gradients.projection import Method as ProjectionMethod
+from persample.gradients.projection import Projection, make_projection
 from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite
+from persample.gradients.stack import Stack
 from persample.gradients.streamed import StreamedClip, StreamedNorms
 from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 
 __all__ = [
+    "PROJECTION_METHODS",
     "Bound",
     "LossGradients",
     "LossReduction",
     "NonFinite",
     "PerSampleGradients",
+    "Projection",
+    "ProjectionMethod",
     "RecordedGradients",
+    "Stack",
     "StreamedClip",
     "StreamedNorms",
     "UnitIds",
     "UnitOptions",
     "UnitReduction",
+    "make_projection",
     "release_memory",
     "sample_labels",
 ]

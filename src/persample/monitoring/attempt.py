@@ -13,8 +13,7 @@ from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients
 from persample.monitoring.measurement import ExampleId, Measurement
-from persample.recording.options import Options, get_trainable
-from persample.recording.watch import Watch, find_watch
+from persample.recording import Options, Watch, find_watch, get_trainable
 
 Ids = Sequence[ExampleId] | Tensor | None
 

@@ -23,17 +23,27 @@ from persample._internal.tree import iterate_tensors
 from persample._version import __version__
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.forward.contributions import CONTRIBUTIONS
 from persample.gradients import RecordedGradients
 from persample.monitoring.advice import Advice, advise
 from persample.monitoring.attempt import Attempt, Ids, State, can_share_recording
 from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.monitoring.turns import TURNS
-from persample.recording.calls import find_parts
-from persample.recording.hooks import ModuleHook
-from persample.recording.options import Constants, Coupled, Model, Options, Selection, Verify, get_trainable
-from persample.recording.session import is_paused, is_recording, leave_ended_modes
+from persample.recording import (
+    CONTRIBUTIONS,
+    Constants,
+    Coupled,
+    Model,
+    ModuleHook,
+    Options,
+    Selection,
+    Verify,
+    find_parts,
+    get_trainable,
+    is_paused,
+    is_recording,
+    leave_ended_modes,
+)
 
 _LOGGER = logging.getLogger("persample.monitoring")
 

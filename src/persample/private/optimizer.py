@@ -26,7 +26,7 @@ from persample.private.handed_out import HandedOut
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
 from persample.private.units import BatchUnits, get_content
-from persample.recording.watch import Watch
+from persample.recording import Watch
 
 _CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results

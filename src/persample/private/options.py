@@ -12,7 +12,7 @@ from torch import Tensor
 from persample.batches import BatchDim
 from persample.gradients import NonFinite, UnitReduction
 from persample.private.errors import PrivateTrainingError
-from persample.recording.options import Constants, Verify
+from persample.recording import Constants, Verify
 
 WITH_CRITERION = ("ghost", "ghost_fsdp")
 WITH_ROWS = ("hooks", "functorch", "ew")

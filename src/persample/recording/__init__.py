@@ -1,4 +1,37 @@
 """The front ends that record a model: `record` for a block, `watch` for a model that is trained elsewhere.
 
-Other packages use `record.record`, `watch.watch`, `watch.Watch` and the types in `options`.
+Other packages use the names below: `record`, `watch` and `rows`; `Options` and the types of its fields;
+`get_trainable`, the parameters that can be recorded; `find_parts` and `ModuleHook`, for hooks on the calls of a model;
+and `is_recording`, `is_paused`, `find_watch` and `leave_ended_modes`, which tell what is recorded at present.
 """
+
+from persample.forward.contributions import CONTRIBUTIONS
+from persample.recording.block import record
+from persample.recording.calls import find_parts
+from persample.recording.hooks import ModuleHook
+from persample.recording.loss_rows import rows
+from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
+from persample.recording.session import is_paused, is_recording, leave_ended_modes
+from persample.recording.watching import Watch, find_watch, watch
+
+__all__ = [
+    "CONTRIBUTIONS",
+    "Constants",
+    "Coupled",
+    "Keep",
+    "Model",
+    "ModuleHook",
+    "Options",
+    "Selection",
+    "Verify",
+    "Watch",
+    "find_parts",
+    "find_watch",
+    "get_trainable",
+    "is_paused",
+    "is_recording",
+    "leave_ended_modes",
+    "record",
+    "rows",
+    "watch",
+]

@@ -20,9 +20,8 @@ from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients, StreamedNorms
-from persample.gradients.projection import Method, make_projection
-from persample.gradients.projection import Projection as RowProjection
+from persample.gradients import PerSampleGradients, ProjectionMethod, StreamedNorms, make_projection
+from persample.gradients import Projection as RowProjection
 from persample.losses import (
     LossFunction,
     check_inputs_and_targets,
@@ -30,8 +29,7 @@ from persample.losses import (
     compute_sample_losses,
     takes_outputs,
 )
-from persample.recording.options import Coupled, Options, Selection, Verify, get_trainable
-from persample.recording.record import record
+from persample.recording import Coupled, Options, Selection, Verify, get_trainable, record
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.predictions import Outputs, Predictions
 from persample.scanning.reduced import ReducedRows
@@ -52,7 +50,7 @@ class Projection:
 
     dim: int
     seed: int = 0
-    method: Method = "kronecker"
+    method: ProjectionMethod = "kronecker"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import nn
 
 from persample._version import __version__
 from persample.batches import BatchDim
-from persample.gradients.projection import METHODS, Method
+from persample.gradients import PROJECTION_METHODS, ProjectionMethod
 from persample.losses import LossFunction, get_name
-from persample.recording.options import Coupled, Selection, Verify
+from persample.recording import Coupled, Selection, Verify
 from persample.scanning.checkpoints import Checkpoints
 from persample.scanning.digest import compute_digest, describe_structure
 from persample.scanning.errors import ScanError
@@ -21,7 +21,7 @@ from persample.scanning.measure import Groups, Measurement, Projection
 from persample.scanning.source import Source
 from persample.scanning.store import describe_rows
 from persample.scanning.table import TableKind
-from persample.terms.kronecker import allocate
+from persample.terms import allocate
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ScanOptions:
 
     quantities: Sequence[str]
     project: int | None
-    projection: Method
+    projection: ProjectionMethod
     seed: int
     dtype: Literal["float16", "float32"]
     groups: Groups | None
@@ -48,8 +48,8 @@ class ScanOptions:
             raise ScanError(f"dtype must be 'float16' or 'float32', got {self.dtype!r}.")
         if self.table not in ("parquet", "csv"):
             raise ScanError(f"table must be 'parquet' or 'csv', got {self.table!r}.")
-        if self.projection not in METHODS:
-            raise ScanError(f"projection must be one of {', '.join(METHODS)}; got {self.projection!r}.")
+        if self.projection not in PROJECTION_METHODS:
+            raise ScanError(f"projection must be one of {', '.join(PROJECTION_METHODS)}; got {self.projection!r}.")
         if self.project is not None and self.project < 1:
             raise ScanError(f"project must be a positive number of dimensions or None, got {self.project}.")
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample.losses import LossFunction, get_function, is_class_loss, takes_outputs
-from persample.recording.hooks import ModuleHook
-from persample.recording.session import is_paused
+from persample.recording import ModuleHook, is_paused
 from persample.scanning.source import LABEL_KEYS, find_labels
 
 Kind = Literal["classes", "binary", "labels", "numbers"]

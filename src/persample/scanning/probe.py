@@ -16,8 +16,7 @@ from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.gradients import PerSampleGradients
 from persample.losses import LossFunction, check_inputs_and_targets, compute_sample_losses, get_name, takes_outputs
-from persample.recording.options import Options, Selection
-from persample.recording.record import record
+from persample.recording import Options, Selection, record
 from persample.scanning.checkpoints import State, check_weights
 from persample.scanning.errors import ScanError
 from persample.scanning.influence import TestGradients

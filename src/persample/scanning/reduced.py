@@ -7,8 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from persample.gradients.projection import Projection
-from persample.gradients.stack import Stack
+from persample.gradients import Projection, Stack
 
 
 class ReducedRows:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.recording.options import Selection
+from persample.recording import Selection
 from persample.scanning import influence, queries, rankings
 from persample.scanning.checkpoints import State, check_weights, load_last
 from persample.scanning.damping import Damping

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
-from persample.gradients.projection import Method
+from persample.gradients import ProjectionMethod
 from persample.losses import LossFunction
-from persample.recording.options import Coupled, Selection, Verify
+from persample.recording import Coupled, Selection, Verify
 from persample.scanning.alignment import average_rows, write_alignment
 from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
@@ -47,7 +47,7 @@ def scan(
     out: str | Path | None = None,
     batch_size: int | None = None,
     project: int | None = 512,
-    projection: Method = "kronecker",
+    projection: ProjectionMethod = "kronecker",
     seed: int = 0,
     dtype: Literal["float16", "float32"] = "float16",
     groups: Groups | None = None,

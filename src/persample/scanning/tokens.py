@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from persample.losses import LossFunction, compute_loss
-from persample.recording.record import record
+from persample.recording import record
 
 
 def measure_tokens(

@@ -16,7 +16,7 @@ from persample.backward.collector import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.projection import make_projection
-from persample.recording.record import record
+from persample.recording import record
 from persample.rules.registry import Rule, get_rules
 from persample.terms import Dense
 from persample.terms.sketch import SparseSketch, TensorSketch
