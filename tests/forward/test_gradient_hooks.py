@@ -225,3 +225,26 @@ def test_the_backward_of_custom_functions(name: str) -> None:
 def test_a_backward_of_custom_functions_that_mixes_samples_is_refused(name: str) -> None:
     model = Calls(lambda m, x: m.a(MIXING_FUNCTIONS[name](m.a(x))), a=nn.Linear(D, D)).double()
     refuse(model, "The backward of .*, an autograd.Function called in .*, mixes the samples")
+
+
+class CentredLater(torch.autograd.Function):
+    """Centres the gradient if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, centres: bool) -> Tensor:
+        ctx.centres = centres
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return 2 * (gradient - gradient.mean(0) if ctx.centres else gradient), None
+
+
+def test_a_custom_function_with_other_settings_in_a_later_pass() -> None:
+    model = Calls(lambda m, x: m.a(CentredLater.apply(m.a(x), m.centres)), a=nn.Linear(D, D)).double()
+    model.centres = False
+    for _ in range(3):
+        check(model)
+    model.centres = True
+    for _ in range(12):
+        refuse(model, "The backward of .*, an autograd.Function called in .*, mixes the samples")

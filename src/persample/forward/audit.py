@@ -76,6 +76,7 @@ class History:
     audits_due: int = 1  # the number of passes to come that are audited as a whole
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
     decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
+    settings: set[Any] = field(default_factory=set)  # of functions of the user whose backward was checked
     together_with: WeakKeyDictionary[nn.Module, History] = field(default_factory=WeakKeyDictionary)
 
     def note_finding(self) -> None:

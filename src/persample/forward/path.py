@@ -20,6 +20,8 @@ from persample.layouts import Call, Lost, Reduced, Where
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
+_MAX_SETTINGS = 1000  # of functions of the user: others are checked each time
+
 
 class Path:
     """The way of a forward pass through the sequences of functions of audited passes of the same model.
@@ -123,6 +125,15 @@ class Path:
             return False
         self.node = following
         return True
+
+    def is_new_setting(self, setting: Any) -> bool:
+        """Whether the pass is audited, or no audited pass has called a function of the user with these settings."""
+        history = self._find_history()
+        known = set() if history is None else history.settings
+        is_new = setting not in known and history is not None
+        if len(known) < _MAX_SETTINGS:
+            known.add(setting)
+        return is_new or self.audit is not None
 
     def grow(self, before: int, batch: int) -> None:
         """Samples are added to the batch, which had `before` samples."""

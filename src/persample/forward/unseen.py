@@ -57,14 +57,18 @@ def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> No
 
 
 def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> None:
-    """In an audited pass: have the backward of an `autograd.Function` checked, which may mix samples."""
-    node = tensor.grad_fn
-    if not tracker.path.is_audited or not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout):
+    """Have the backward of an `autograd.Function` checked, which may mix samples.
+
+    In passes that are not audited, this is done if no audited pass had a call of the function with the same settings.
+    """
+    node: Any = tensor.grad_fn
+    if not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout) or is_tap(node):
         return
-    if tracker.is_coupled:
+    if tracker.batch < 2 or tracker.is_coupled or node in tracker.path.checked_nodes:
         return
-    if tracker.batch > 1 and node not in tracker.path.checked_nodes and not is_tap(node):
-        tracker.path.checked_nodes.add(node)
+    tracker.path.checked_nodes.add(node)
+    settings = frozenset((name, type(v), v) for name, v in vars(node).items() if type(v) in (bool, int, str))
+    if tracker.path.is_new_setting((type(node), settings)):
         check_custom_backward(tensor, layout, tracker)
 
 
