@@ -27,8 +27,7 @@ from benchmarks.output import RESULTS, write_json
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 from persample.errors import PerSampleError, get_op_name
-from persample.forward import steps, tracker
-from persample.layouts import CACHE, Call, Lost, Motion
+from persample.layouts import CACHE, Call, Lost, Motion, within_units
 from persample.testing.oracle import compute_test_loss
 from tests.support.cases import CASES
 
@@ -73,7 +72,7 @@ class Counts:
 def count_calls() -> Iterator[Counts]:
     """Count the calls with samples inside the block. Nothing is cached there, so that each call is followed anew."""
     counts = Counts()
-    find_motion = tracker.find_motion
+    find_motion = within_units.find_motion
 
     def find_and_count(call: Call, results: Sequence[Tensor]) -> Motion:
         motion = find_motion(call, results)
@@ -82,8 +81,7 @@ def count_calls() -> Iterator[Counts]:
 
     with (
         mock.patch.object(CACHE, "get", return_value=None),
-        mock.patch.object(tracker, "find_motion", find_and_count),
-        mock.patch.object(steps, "find_motion", find_and_count),
+        mock.patch.object(within_units, "find_motion", find_and_count),
     ):
         yield counts
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import persample
 from persample.distributed import Processes
+from persample.gradients import LossReduction
 from persample.scanning import RandomScores, ScanError, influence, queries, stored_gradients
 from persample.scanning.damping import Whitening, choose_damping
 from persample.scanning.store import Store
@@ -61,7 +62,7 @@ def find_projection(model: nn.Module) -> Tensor:
     """`(numbers, DIM)`: the matrix of the projection, from the projections of all unit vectors."""
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
-    grads = persample.PerSampleGradients(parameters, "sum", Processes())
+    grads = persample.PerSampleGradients(parameters, LossReduction("sum"), Processes())
     grads.start(total)
     unit = torch.eye(total, dtype=torch.float64).split([p.numel() for p in parameters.values()], dim=1)
     for (name, p), part in zip(parameters.items(), unit, strict=True):

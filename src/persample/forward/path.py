@@ -114,6 +114,8 @@ class Path:
         To write as in an audited pass is to write samples in the same arguments, and into memory that no other tensor
         shares: which one that would be can differ. Code outside torch may write to a constant that is exposed to it.
         """
+        if tracing.get_trace() is not None:  # tensors without values have no memory
+            return True
         if not is_writing(call):
             return self.audit is not None or call.func not in EXPOSING or any(call.where)
         key = tuple([where is not None for where in call.where])

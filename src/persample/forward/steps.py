@@ -299,6 +299,15 @@ def _forget_sizes(followed: Followed, tracker: Tracker) -> Any:
     return NEXT
 
 
+def _prepare_use(followed: Followed, tracker: Tracker) -> Any:
+    """Give rows of a batch of one, of a unit, or of coupled samples to the samples that own them."""
+    if not followed.weights or not followed.has_samples or not torch.is_grad_enabled():
+        return NEXT
+    call = give_to_one_sample(followed.call) if tracker.batch == 1 else followed.call
+    followed.call = prepare_use(call, tracker.place()) if tracker.is_coupled else enter_units(call)
+    return NEXT
+
+
 def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     """Weights and a tensor of mixed samples: refused if a gradient comes back, or if there is no other output."""
     call = followed.call
@@ -321,9 +330,6 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     call, handler = followed.call, followed.handler
     tracker.buffers.save(call)
-    if tracker.batch == 1:
-        call = give_to_one_sample(call)
-    call = prepare_use(call, tracker.place()) if tracker.is_coupled else enter_units(call)
     rules, adapter = get_rules(call.func), find_adapter(handler)
     if not rules and adapter is None and isinstance(call.func, FunctionType):
         return run_op_by_op(call, tracker)
@@ -444,6 +450,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _follow_hook,
     _forget_sizes,
     _multiply_sum,
+    _prepare_use,
     _use_mixed_samples,
     _use_weights,
     _read_samples,

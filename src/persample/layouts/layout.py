@@ -430,6 +430,8 @@ def add_samples_to_layout(where: Where | None, shape: Sequence[int], before: int
     >>> add_samples_to_layout(Layout(0, inner=2), (4,), 2, 3).ids
     (0, 0, 1, 1)
     """
+    if isinstance(where, Reduced) and before == 1:  # the loss of the first sample
+        return make_layout(0, (0,) * shape[0], batch) if shape else Layout(0, ids=(0,))
     if isinstance(where, Crossed):
         first, second = (add_samples_to_layout(rows, shape, before, batch) for rows in where.rows)
         assert isinstance(first, Layout) and isinstance(second, Layout)
