@@ -1,13 +1,17 @@
-"""docs/design.md names the packages and modules that exist."""
+"""The map of the project and its pages name packages and modules that exist, and the map stays short."""
 
 from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
+
+import pytest
 
 from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs/design.md").read_text()
+PATH = ROOT / "docs/design.md"
+PAGE = PATH.read_text()
 SOURCE = ROOT / "src/persample"
 
 
@@ -34,6 +38,11 @@ def test_path_counts_its_modules() -> None:
     assert int(count) == len(modules) == len(set(modules))
 
 
-def test_modules_that_the_page_names_exist() -> None:
-    for name in set(re.findall(r"\b[\w]+(?:/[\w]+)*/[\w]+\.py\b", PAGE)):
+def test_map_is_short() -> None:
+    assert len(PAGE.split()) <= 3000
+
+
+@pytest.mark.parametrize("page", [PATH, *sorted((ROOT / "docs/internals").glob("*.md"))], ids=lambda page: page.name)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    for name in set(re.findall(r"\b[\w]+(?:/[\w]+)*/[\w]+\.py\b", page.read_text())):
         assert (SOURCE / name).is_file() or (ROOT / name).is_file(), name
