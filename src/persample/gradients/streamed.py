@@ -298,7 +298,7 @@ class StreamedClip(_Streamed):
         return not (isinstance(self.max_norm, Mapping) or self._bound.keeps_rows or tracing.get_trace() is not None)
 
     def _find_least_square(self, names: Iterable[str]) -> float:
-        """A squared norm below which rounding in a parameter's part of a row cannot make the row exceed its bound."""
+        """Upper bound of the rounding error of a squared norm of one parameter's part of a row."""
         if self._bound.stabiliser:
             return 0.0
         if isinstance(self.max_norm, Mapping):

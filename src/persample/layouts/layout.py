@@ -35,8 +35,8 @@ class Layout:
             selected by its index. `ids` is always given.
         loose_index: the values of the tensor are indices of loose rows. The tensor may only be used as an index of
             loose rows.
-        by_rank: one loose row that was selected by its index, or a tensor into which such rows were written, at the
-            same indices, and some are missing. It may only be written, or be written to.
+        by_rank: a loose row that was selected by its index, or a tensor that is partly filled with such rows: other
+            ops refuse it until all rows are written.
     """
 
     dim: int
