@@ -90,7 +90,7 @@ class Isolation:
         self._given[tensor] = True
 
     def hide_data(self, tracker: Tracker) -> None:
-        """Tensors from earlier batches count as samples of those batches, except tensors that this batch contains again."""
+        """Count tensors from earlier batches as samples of those, except tensors that this batch contains again."""
         # A loop that keeps its batches has many of them. Those without gradients go into the tracker as they are.
         is_saving = _torch.get_saved_tensor_hooks() is not None
         hidden: _Entries = {}
