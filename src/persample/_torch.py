@@ -259,9 +259,6 @@ get_saved_tensor_hooks: Callable[[], Any] = partial(
     _find("torch._C._autograd._top_saved_tensors_default_hooks", "Recording a checkpointed model"), False
 )
 
-# `Tensor.retain_grad` without the detour over function modes.
-retain_grad: Callable[[Tensor], None] = _find("torch._C.TensorBase.retain_grad", "Every recording")
-
 # The number of in-place changes that autograd counts for a tensor.
 get_version: Callable[[Tensor], int] = attrgetter("_version")
 

@@ -18,7 +18,7 @@ from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
-from persample.backward.retained import RetainedUse, find_changed, group_uses, stack_uses, take_gradients
+from persample.backward.retained import RetainedUse, group_uses, stack_uses, take_gradients
 from persample.errors import Complain
 from persample.terms import Term, add_samples
 
@@ -81,7 +81,6 @@ class Collector:
         self._entangled: set[int] = set()  # parameters that are also used through a derived weight
         self._arrived: dict[int, Arrived] = {}
         self._shared: list[tuple[Tensor, Tensor]] = []  # weights, and their gradients that belong to no sample
-        self._pass_number = 1  # of the running or the next backward pass
         self._has_ended = False  # whether the end of the running backward pass was noted
         self._collecting: Arrived | None = None  # what has arrived in a pass that has just ended
 
@@ -147,7 +146,7 @@ class Collector:
         Activations may require grad without a weight behind them (`requires_grad_()` in the model).
         """
         is_inside_another = _torch.get_backward_pass() >= 0  # of a reentrant checkpoint
-        if not (self._has_ended or is_inside_another) and any(r.result.grad is not None for r in self.retained):
+        if not (self._has_ended or is_inside_another) and any(retained.grads for retained in self.retained):
             self._deliver_all({})
 
     def _end(self, backward_pass: int) -> None:
@@ -199,39 +198,31 @@ class Collector:
     # ---- uses without a tap ----
 
     def prepare_backward(self) -> None:
-        """Before a backward pass: hook the nodes of results that were changed in place."""
+        """Before a backward pass: it has not ended."""
         self._has_ended = False
-        changed = find_changed(self.retained)
-        for retained in changed:
-            retained.hook_node(self)
-        if changed:
-            self.retained = [retained for retained in self.retained if retained.node is not None]
 
     def forget_gradients(self, is_graph_kept: bool) -> None:
         """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
         for retained in self.retained:
-            if retained.collected_in != self._pass_number:
-                retained.result.grad = None
-        self._pass_number += 1
+            retained.grads.clear()
         if not is_graph_kept:  # other forward passes in the block have graphs of their own
-            self.retained = [retained for retained in self.retained if not retained.collected_in]
+            self.retained = [retained for retained in self.retained if not retained.is_collected]
 
     def refuse_second_derivatives(self) -> None:
         """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
         for retained in self.retained:
-            if retained.result.grad is not None:
+            if retained.grads:
                 retained.make_use(self).refuse_second_derivative()
 
-    def release(self, result: Tensor | None = None) -> None:
-        """Hook the node of this result, or of all: the caller wants its gradient, or the recording ends."""
-        released = [retained for retained in self.retained if result is None or retained.result is result]
-        for retained in released:
+    def release(self) -> None:
+        """Read each gradient in a hook of its own from now on: the recording ends."""
+        for retained in self.retained:
             retained.hook_node(self)
-        self.retained = [retained for retained in self.retained if retained.node is not None]
+        self.retained = []
 
     def _collect_retained(self, arrived: Arrived) -> None:
         several = {key for key, count in self._get_use_counts().items() if count != 1} | self._entangled
-        for group in group_uses(take_gradients(self.retained, self, self._pass_number)):
+        for group in group_uses(take_gradients(self.retained, self)):
             if len(group) == 1:
                 ((retained, grad),) = group
                 retained.make_use(self).backward(retained.saved, [grad], deliver=True)

@@ -1,11 +1,12 @@
 """Uses of weights whose gradient is read without a node of Python in the autograd graph.
 
-A tap costs two calls of Python in each step. If the result of a use is small, that is more than the arithmetic. Torch
-can keep the gradient of such a result by itself (`retain_grad`), and the collector reads it at the end of the backward
-pass. Uses that have the same plan and the same shapes, as in the layers of a transformer, are then computed as one.
+A tap costs two calls of Python in each step. If the result of a use is small, that is more than the arithmetic. The
+autograd node of such a result gets a hook that appends the gradient to a list, which needs no call of Python, and the
+collector reads the lists at the end of the backward pass. Uses that have the same plan and the same shapes, as in the
+layers of a transformer, are then computed as one.
 
 A use can be retained if a tap is behind its activations: the tap tells the collector that the pass has ended and that
-it was for the weights. The result and the activations are kept alive until then, so large ones get a tap.
+it was for the weights. The gradient and the activations are kept alive until then, so large ones get a tap.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ _MAX_STACKED_ENTRIES = 2**14
 
 
 class RetainedUse:
-    """A use, what it saved, and its result, which keeps its gradient.
+    """A use, what it saved, and the gradients of its result that backward passes have left.
 
-    `node` is the autograd node of the result, or of the rows that the result is a view of.
+    `node` is the autograd node of the result, or of the rows that the result is a view of. In-place changes of the
+    result come after it.
     """
 
-    __slots__ = ("batch", "collected_in", "node", "plan", "result", "saved", "version", "versions", "weights")
+    __slots__ = ("batch", "grads", "handle", "is_collected", "node", "plan", "saved", "shape", "versions", "weights")
 
     def __init__(
         self,
@@ -47,7 +49,7 @@ class RetainedUse:
         saved: Sequence[Tensor],
         weights: dict[int, Tensor],
         batch: int,
-        result: Tensor,
+        shape: torch.Size,
         node: Any,
     ) -> None:
         self.plan = plan
@@ -55,15 +57,15 @@ class RetainedUse:
         self.weights = weights
         self.batch = batch
         self.versions = [*map(_torch.get_version, saved)]
-        self.result = result
-        self.version = result._version
+        self.shape = shape
         self.node = node
-        self.collected_in = 0  # the last backward pass for the weights that has reached it; they count from 1
-        _torch.retain_grad(result)
+        self.is_collected = False  # whether a backward pass for the weights has reached it
+        self.grads: list[Sequence[Tensor | None]] = []  # of the results of the node, for each pass
+        self.handle = node.register_prehook(self.grads.append)
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
-        return RecordedUse(self.plan, (self.result.shape,), self.weights, None, self.batch, collector)
+        return RecordedUse(self.plan, (self.shape,), self.weights, None, self.batch, collector)
 
     def check_unchanged(self) -> None:
         """Refuse what torch refuses too: a saved tensor that was changed in place."""
@@ -76,8 +78,8 @@ class RetainedUse:
 
     def hook_node(self, collector: Collector) -> None:
         """Read the gradient in a hook of the result's node from now on."""
-        use, saved, check, shape = self.make_use(collector), self.saved, self.check_unchanged, self.result.shape
-        self.result = None  # type: ignore[assignment]  # the hook must not keep the result alive
+        use, saved, check, shape = self.make_use(collector), self.saved, self.check_unchanged, self.shape
+        self.handle.remove()
 
         def receive(grads: Sequence[Tensor | None]) -> None:
             if grads[0] is None:
@@ -93,28 +95,21 @@ class RetainedUse:
         self.node = None
 
 
-def find_changed(uses: Sequence[RetainedUse]) -> list[RetainedUse]:
-    """The uses whose result was changed in place, so that its gradient is no longer that of the use."""
-    return [retained for retained in uses if retained.result._version != retained.version]
-
-
-def take_gradients(uses: Sequence[RetainedUse], collector: Collector, number: int) -> list[tuple[RetainedUse, Tensor]]:
-    """The uses that the running backward pass has reached, with their gradients, which are removed from the results.
-
-    `number` counts the backward passes.
-    """
+def take_gradients(uses: Sequence[RetainedUse], collector: Collector) -> list[tuple[RetainedUse, Tensor]]:
+    """The uses that the running backward pass has reached, with their gradients, which are not kept any longer."""
     found = []
     for retained in uses:
-        result = retained.result
-        grad = result.grad
+        if not retained.grads:
+            continue
+        grad = retained.grads[-1][0]
+        retained.grads.clear()
         if grad is not None:
-            result.grad = None
-            retained.collected_in = number
+            retained.is_collected = True
             if grad.requires_grad:
                 retained.make_use(collector).refuse_second_derivative()
             if [*map(_torch.get_version, retained.saved)] != retained.versions:
                 retained.check_unchanged()
-            found.append((retained, grad))
+            found.append((retained, grad if grad.shape == retained.shape else grad.reshape(retained.shape)))
     return found
 
 

@@ -426,8 +426,6 @@ def _run(followed: Followed, tracker: Tracker) -> Any:
     call = followed.call
     tracker.buffers.save(call)
     result = call.func(*call.args, **call.kwargs)
-    if call.func is Tensor.retain_grad:  # from now on the gradient of the tensor is the user's
-        tracker.collector.release(call.tensors[0])
     hidden = tracker.of_hidden_weights
     if not torch.is_grad_enabled() and (followed.weights or any(t in hidden for t in call.tensors)):
         for made in find_tensors(result):

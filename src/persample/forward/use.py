@@ -135,7 +135,7 @@ def repeat_use(
         collector.used_parameters += weights.values()
         can_retain = forward.can_retain and plan.has_graph and (chosen is not result or base is None)
         if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
-            collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result, chosen.grad_fn))
+            collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
             return result
         if collector.early:
             collector.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)

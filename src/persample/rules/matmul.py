@@ -25,6 +25,7 @@ def _make_product_term(input: Tensor, grad: Tensor) -> Outer:
     accepts=lambda input, dim: dim < input.dim() - 1,
     when=lambda input, other: other.dim() == 2 and input.dim() >= 2,
     reads_result=False,
+    stacks=True,
 )  # fmt: skip
 def samples_times_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"other": _make_product_term(input.flatten(1, -2), grad.flatten(1, -2))}
@@ -41,10 +42,12 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"input": Outer(other.mT.flatten(1, -2), grad.mT.flatten(1, -2))}
 
 
-@register_rule(torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False)
+@register_rule(
+    torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False, stacks=True
+)
 def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: complex = 1, alpha: complex = 1) -> Terms:
-    input_grad = sum_to_shape(grad, input.shape) * beta.conjugate()
-    return {"input": Dense(input_grad), "mat2": _make_product_term(mat1, grad * alpha.conjugate())}
+    of_input, of_product = (grad if factor == 1 else grad * factor.conjugate() for factor in (beta, alpha))
+    return {"input": Dense(sum_to_shape(of_input, input.shape)), "mat2": _make_product_term(mat1, of_product)}
 
 
 @register_rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
