@@ -158,3 +158,49 @@ def test_missing_state_of_the_optimizer_warns(private: Private, tmp_path: Path) 
     engine.save_checkpoint(path=tmp_path / "with", module=module, optimizer=optimizer)
     with pytest.warns(UserWarning, match="no optimizer was passed"):
         engine.load_checkpoint(path=tmp_path / "with", module=module)
+
+
+def test_discarded_steps_stay_in_the_history(private: Private, tmp_path: Path) -> None:
+    """What was released after a checkpoint was released, also if the training goes back to it."""
+    engine, module, optimizer = private
+    engine.save_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+    before = engine.get_epsilon(1e-3)
+    for _ in range(3):
+        optimizer.step()
+    spent = engine.get_epsilon(1e-3)
+    engine.load_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+    assert engine.get_epsilon(1e-3) == spent > before
+    other = PrivacyEngine(accountant="rdp")
+    other.load_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+    assert other.get_epsilon(1e-3) == before
+    other.load_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+    assert other.get_epsilon(1e-3) == before  # it has made no steps since
+    other.accountant.history.append((2.0, 0.5, 1))
+    engine.load_checkpoint(path=tmp_path / "file", module=module)
+    assert engine.get_epsilon(1e-3) == spent
+    stranger = PrivacyEngine(accountant="rdp")
+    stranger.accountant.history = [(1.0, 0.5, 2)]
+    stranger.load_checkpoint(path=tmp_path / "file", module=module)
+    assert stranger.get_epsilon(1e-3) > before  # steps of another training
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("with_units", [False, True])
+def test_a_restart_draws_other_batches(seed: int | None, with_units: bool, tmp_path: Path) -> None:
+    """A script that sets its seeds at its start, and goes on from a checkpoint."""
+    data, found = TensorDataset(torch.arange(64.0)[:, None]), []
+    for start in range(2):
+        torch.manual_seed(0)
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        module, engine = nn.Linear(1, 1), PrivacyEngine()
+        _, optimizer, loader = engine.make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=1.0,
+            data_loader=DataLoader(data, batch_size=16, generator=generator), max_grad_norm=1.0,
+            unit_ids=range(64) if with_units else None,
+        )  # fmt: skip
+        if start:
+            engine.load_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+        found.append([x.flatten().tolist() for (x,) in loader])
+        engine.save_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
+        optimizer.release()
+    assert found[0] != found[1]

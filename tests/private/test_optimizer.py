@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
-from persample.private.engine import get_noise_state, set_noise_state
 from persample.private.noise import Noise, Normals, RandomBytes
 from tests.support.modules import flatten_rows
 
@@ -549,40 +548,28 @@ def test_a_fork_does_not_draw_the_noise_of_its_parent(monkeypatch: pytest.Monkey
     assert abs(torch.corrcoef(torch.stack([first, again]))[0, 1]) < 0.5
 
 
-def test_state_of_the_noise() -> None:
-    model = make_model()
-    optimizer = make_optimizer(model, noise_multiplier=1.0)
-    optimizer.step()
-    state = get_noise_state(optimizer)
-    optimizer.step()
-    expected = get_grads(model)
-    again = make_optimizer(model, noise_multiplier=1.0)
-    again.step()
-    assert not torch.equal(get_grads(model), expected)  # without the state it is new
-    set_noise_state(again, None)
-    again.step()
-    assert not torch.equal(get_grads(model), expected)
-    set_noise_state(again, state)
-    again.step()
-    assert torch.equal(get_grads(model), expected)
-    with pytest.raises(PerSampleError, match="the state of another generator"):
-        set_noise_state(again, torch.Generator().get_state())
-
-
-def test_checkpoint_without_the_noise_draws_new_noise(tmp_path: Path) -> None:
+def test_keys_are_new_after_a_checkpoint(tmp_path: Path) -> None:
+    """Two branches of a training from one checkpoint would have the same noise, which cancels in their difference."""
     path, model = tmp_path / "checkpoint.pt", make_model()
-    engine, optimizer = PrivacyEngine(), make_optimizer(model, noise_multiplier=1.0)
-    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
-    saved = torch.load(path, weights_only=False)
-    del saved["persample_noise_state"]
-    torch.save(saved, path)
-    draws = []
-    for _ in range(2):
-        torch.manual_seed(42)
-        engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
-        optimizer.step()
-        draws.append(get_grads(model))
-    assert not torch.equal(*draws)
+    engine, draws = PrivacyEngine(), []
+    for generator in (None, torch.Generator().manual_seed(3)):
+        optimizer = make_optimizer(model, noise_multiplier=1.0, generator=generator)
+        batches = torch.Generator().manual_seed(1)
+        optimizer.generators.append(batches)
+        engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(42)
+            if generator is not None:
+                generator.manual_seed(3)
+            batches.manual_seed(1)
+            engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+            optimizer.step()
+            draws.append(get_grads(model))
+            drawn.append(torch.rand(8, generator=batches))
+        assert not torch.equal(*drawn)
+        optimizer.release()
+    assert len({tuple(draw.tolist()) for draw in draws}) == 4
 
 
 # ---- parts of split batches ----

@@ -20,7 +20,7 @@ from opacus import schedulers
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from persample import PerSampleError, SamplesMixed, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
@@ -637,8 +637,8 @@ def test_engine_of_opacus_with_recorded_rows() -> None:
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
-def test_resumed_run_equals_an_uninterrupted_run(own_generator: bool, tmp_path: Path) -> None:
-    """A resumed run has the weights, noise, optimizer state and budget of an uninterrupted run."""
+def test_resumed_run_continues_with_new_noise(own_generator: bool, tmp_path: Path) -> None:
+    """A resumed run has the weights, optimizer state and budget of the run before, but never its noise."""
     path = tmp_path / "checkpoint.pt"
     x, y = make_data()[:8]
 
@@ -662,16 +662,18 @@ def test_resumed_run_equals_an_uninterrupted_run(own_generator: bool, tmp_path: 
     module, engine, optimizer = begin()
     steps(module, optimizer, 3)
     engine.save_checkpoint(path=path, module=module, optimizer=optimizer)
+    saved = copy.deepcopy((module.state_dict(), optimizer.state_dict()["state"]))
     steps(module, optimizer, 4)
     assert {p.name for p in tmp_path.iterdir()} == {"checkpoint.pt"}
 
     again, new_engine, new_optimizer = begin()
     new_engine.load_checkpoint(path=path, module=again, optimizer=new_optimizer)
     assert count_steps(new_engine) == 3
+    torch.testing.assert_close((again.state_dict(), new_optimizer.state_dict()["state"]), saved, rtol=0, atol=0)
     steps(again, new_optimizer, 4)
     assert count_steps(new_engine) == 7
     assert new_engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(module.parameters(), again.parameters(), strict=True))
     assert list(torch.load(path, weights_only=False)["module_state_dict"]) == list(make_mlp().state_dict())
 
 
@@ -744,3 +746,29 @@ def test_averaged_weights_follow_private_training() -> None:
         averaged(x)
     for i, p in enumerate(averaged.module.parameters()):
         torch.testing.assert_close(p, torch.stack([parameters[i] for parameters in seen]).mean(0))
+
+
+# ---- loaders and bounds ----
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda data: DataLoader(data, batch_size=8, sampler=SubsetRandomSampler(range(10))), "SubsetRandomSampler"),
+    (lambda data: DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * 48, 48)), "WeightedRandom"),
+    (lambda data: DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), "The list of the loader selects"),
+    (lambda data: DataLoader(data, batch_size=None), "batch_size=None"),
+    (lambda data: [data.tensors], "must be a DataLoader"),
+])  # fmt: skip
+def test_loaders_that_poisson_sampling_would_ignore(make: Any, message: str) -> None:
+    module = make_mlp()
+    with pytest.raises(PerSampleError, match=message):
+        PrivacyEngine().make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.5), data_loader=make(make_data()),
+            noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("bound", [0.0, 1e-20, 1e-30, float("nan"), float("inf"), [1.0, 1.0, 1.0, 1e-25]])
+def test_bounds_whose_squares_vanish_are_refused(bound: Any) -> None:
+    clipping = "per_layer" if isinstance(bound, list) else "flat"
+    with pytest.raises(PerSampleError, match="at least 1e-15"):
+        make_private(PrivacyEngine(), make_mlp(), max_grad_norm=bound, clipping=clipping)

@@ -7,9 +7,11 @@ could make. Files are checked when they are written, so that every file can be r
 from __future__ import annotations
 
 import pickle
+import secrets
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -55,10 +57,60 @@ def check_loadable(file: Any) -> None:
         )
 
 
+Steps = tuple[float, float, int]  # noise multiplier, sample rate, number of steps
+
+
+class History:
+    """The steps of an accountant, of which none is lost when a checkpoint is loaded.
+
+    Steps after the checkpoint were released, too. A random name tells whether the checkpoint and the accountant are of
+    one training, and so have their first steps in common.
+
+    >>> from opacus.accountants import RDPAccountant
+    >>> accountant = RDPAccountant()
+    >>> history = History(accountant)
+    >>> accountant.history = [(1.0, 0.1, 10)]
+    >>> before = accountant.state_dict()
+    >>> accountant.history = [(1.0, 0.1, 15)]
+    >>> history.load_state_dict(before, history.lineage)
+    >>> accountant.history
+    [(1.0, 0.1, 15)]
+    """
+
+    def __init__(self, accountant: Any) -> None:
+        self.accountant = accountant
+        self.lineage = secrets.token_hex(16)
+
+    def load_state_dict(self, state: Mapping[str, Any], lineage: str | None) -> None:
+        """Load the steps of a checkpoint, and keep those of the accountant that it does not have."""
+        own = list(self.accountant.history)
+        self.accountant.load_state_dict(state)
+        loaded = list(self.accountant.history)
+        self.accountant.history = _join(loaded + (_list_further(own, loaded) if lineage == self.lineage else own))
+        self.lineage = self.lineage if lineage is None else lineage
+
+
+def _join(history: list[Steps]) -> list[Steps]:
+    """The same history, with neighbouring steps of one kind as one entry."""
+    groups = [(kind, [*steps]) for kind, steps in groupby(history, lambda entry: entry[:2])]
+    return [(*kind, sum(steps for _, _, steps in entries)) for kind, entries in groups]
+
+
+def _list_further(own: list[Steps], loaded: list[Steps]) -> list[Steps]:
+    """The steps of `own` after those that both histories begin with."""
+    for i, (noise, rate, steps) in enumerate(own):
+        if i >= len(loaded) or loaded[i][:2] != (noise, rate):
+            return own[i:]
+        if loaded[i][2] != steps:
+            further = [(noise, rate, steps - loaded[i][2])] if steps > loaded[i][2] else []
+            return further + own[i + 1 :]
+    return []
+
+
 def restore_parts(
     checkpoint: dict[str, Any],
     *,
-    accountant: Any,
+    accountant: History,
     module: Any,
     optimizer: Any = None,
     noise_scheduler: Any = None,
@@ -68,7 +120,7 @@ def restore_parts(
     """Load the parts of a checkpoint in the format of Opacus; return the checkpoint without the loaded states."""
     state = remove_prefix(checkpoint["module_state_dict"], module)
     module.load_state_dict(state, **(module_options or {}))
-    accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+    accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"], checkpoint.pop("persample_lineage", None))
     parts = {"optimizer": optimizer, "noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
     for name, part in parts.items():
         state = checkpoint.pop(f"{name}_state_dict", None)

@@ -22,6 +22,7 @@ from persample._internal.files import remove_unfinished, write_atomically
 from persample._internal.options import make_options, show_options
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.checkpoints import (
+    History,
     ModuleWithPrefix,
     StateWithoutFunctions,
     check_loadable,
@@ -35,7 +36,13 @@ from persample.private.loader import hand_out_batches
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.options import WITH_CRITERION, EngineOptions, PrivateOptions
 from persample.private.processes import send_from_first
-from persample.private.sampling import make_secret_generator, prepare_empty_batches, replace_sampler
+from persample.private.sampling import (
+    WithAttributes,
+    check_loader,
+    make_secret_generator,
+    prepare_empty_batches,
+    replace_sampler,
+)
 from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
 
@@ -66,6 +73,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
     >>> bool(0 < engine.get_epsilon(delta=1e-3) < 10)
     True
     """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.history = History(self.accountant)
 
     @show_options(EngineOptions, PrivateOptions)
     def make_private(
@@ -103,6 +114,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         _check_parameters(module, optimizer)
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
         distributed = _prepare_processes(module, chosen.distributed)
+        data_loader = self._with_secret_batches(data_loader, chosen)
         data_loader = self._make_loader(data_loader, chosen, distributed)
         private = self._make_optimizer(optimizer, module, data_loader, chosen, distributed, amount)
         data_loader = hand_out_batches(data_loader, private)
@@ -111,6 +123,15 @@ class PrivacyEngine(opacus.PrivacyEngine):
             criterion = Criterion(chosen.criterion or nn.CrossEntropyLoss(), chosen.loss_reduction)
             return model, private, criterion, data_loader
         return model, private, data_loader
+
+    def _with_secret_batches(self, data_loader: DataLoader[Any], chosen: EngineOptions) -> Any:
+        """The loader with a generator of its batches that no seed of the program reaches, unless it has one itself."""
+        if chosen.poisson_sampling:
+            check_loader(data_loader)
+        has_generator = self.secure_mode or chosen.noise_generator is not None or data_loader.generator is not None
+        if has_generator or not chosen.poisson_sampling:
+            return data_loader
+        return WithAttributes(data_loader, generator=make_secret_generator())
 
     def _make_loader(self, data_loader: DataLoader[Any], chosen: EngineOptions, distributed: bool) -> DataLoader[Any]:
         """The loader of Poisson samples, of examples or of units."""
@@ -163,6 +184,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             private: PrivateOptimizer = AdaptiveOptimizer(optimizer, **common, **chosen.adaptive)
         else:
             private = PrivateOptimizer(optimizer, clipping=chosen.clipping, **common)
+        if chosen.poisson_sampling and not self.secure_mode and data_loader.generator is not None:
+            private.generators.append(data_loader.generator)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         return private
 
@@ -315,16 +338,17 @@ class PrivacyEngine(opacus.PrivacyEngine):
         torch_save_kwargs: dict[str, Any] | None = None,
         for_opacus: bool = False,
     ) -> None:
-        """Save a checkpoint as Opacus does, atomically and with the state of the noise generator.
+        """Save a checkpoint as Opacus does, atomically.
 
-        Without that state, a script that sets its seed at the start would draw the same noise again after a restart.
-        Contents that `load_checkpoint` would refuse raise an error. Functions of schedulers are left out.
+        It has no key of the noise or of the batches: both are drawn anew. Contents that `load_checkpoint` would refuse
+        raise an error. Functions of schedulers are left out.
 
         Args:
             for_opacus: write the names of the module's parameters as the wrapped models of Opacus have them, with
                 "_module." in front. `load_checkpoint` reads both.
         """
-        together = {**(checkpoint_dict or {}), **get_private_state(optimizer)}
+        lineage = {"persample_lineage": self.history.lineage}
+        together = {**(checkpoint_dict or {}), **get_private_state(optimizer), **lineage}
         schedulers = {"noise_scheduler": noise_scheduler, "grad_clip_scheduler": grad_clip_scheduler}
         contents: dict[str, Any] = {
             "module": ModuleWithPrefix(module) if for_opacus else module,
@@ -353,14 +377,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
         module_load_dict_kwargs: dict[str, Any] | None = None,
         torch_load_kwargs: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Load a checkpoint as Opacus does; with an optimizer, also restore the state of its noise generator.
+        """Load a checkpoint as Opacus does; with an optimizer, its noise and its batches are new from now on.
 
-        Checkpoints of Opacus itself can be loaded. The file may come from somebody else: objects that could run code
-        are refused (`weights_only=True`).
+        The steps that this engine has made since the checkpoint stay in the history: they were released. Checkpoints
+        of Opacus itself can be loaded. The file may come from somebody else: objects that could run code are refused
+        (`weights_only=True`).
         """
+        loaded = load_safely(path, torch_load_kwargs)
+        if isinstance(optimizer, PrivateOptimizer):
+            optimizer.draw_new_keys(with_seeds="persample_lineage" in loaded)
         checkpoint = restore_parts(
-            load_safely(path, torch_load_kwargs),
-            accountant=self.accountant,
+            loaded,
+            accountant=self.history,
             module=module,
             optimizer=optimizer,
             noise_scheduler=noise_scheduler,
@@ -413,28 +441,13 @@ def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def get_noise_state(optimizer: Any) -> torch.Tensor | None:
-    """State of the noise of an optimizer; None in secure mode, where it cannot be saved."""
-    if not isinstance(optimizer, PrivateOptimizer) or optimizer.secure_mode:
-        return None
-    return (optimizer.noise if optimizer.generator is None else optimizer.generator).get_state()
-
-
-def set_noise_state(optimizer: Any, state: torch.Tensor | None) -> None:
-    """Continue the noise of a checkpoint. Without its state, an optimizer without a generator keeps its new key."""
-    if isinstance(optimizer, PrivateOptimizer) and state is not None and not optimizer.secure_mode:
-        (optimizer.noise if optimizer.generator is None else optimizer.generator).set_state(state)
-
-
 def get_private_state(optimizer: Any) -> dict[str, Any]:
-    """Entries of a checkpoint besides those of Opacus: the noise, and a bound that the training has adapted."""
-    bound = {"persample_max_grad_norm": optimizer.max_grad_norm} if isinstance(optimizer, AdaptiveOptimizer) else {}
-    return {"persample_noise_state": get_noise_state(optimizer), **bound}
+    """Entries of a checkpoint besides those of Opacus: a bound that the training has adapted."""
+    return {"persample_max_grad_norm": optimizer.max_grad_norm} if isinstance(optimizer, AdaptiveOptimizer) else {}
 
 
 def set_private_state(optimizer: Any, checkpoint: dict[str, Any]) -> None:
     """Restore the entries of `get_private_state`, and take them out of the checkpoint."""
-    set_noise_state(optimizer, checkpoint.pop("persample_noise_state", None))
     bound = checkpoint.pop("persample_max_grad_norm", None)
     if bound is not None and isinstance(optimizer, AdaptiveOptimizer):
         optimizer.max_grad_norm = bound

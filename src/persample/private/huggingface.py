@@ -17,11 +17,11 @@ from persample._internal.files import write_atomically
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
 from persample.private.checkpoints import check_loadable, load_safely
-from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
+from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import (
     PartSampler,
-    WithLength,
+    WithAttributes,
     copy_with_sampler,
     make_generator_of_process,
     make_secret_generator,
@@ -69,7 +69,7 @@ class PrivateTrainer(Trainer):
         self.engine = engine or PrivacyEngine()
         self._private = {"max_grad_norm": max_grad_norm, **(private or {})}
         self._loader: Any = None  # of whole batches; the Trainer has the parts
-        self._noise_state: Tensor | None = None  # loaded from a checkpoint, until the optimizer exists
+        self._is_resumed = False
         self._check_arguments()
         self.args.max_grad_norm = 0.0  # the Trainer itself must not clip the sum
         if self.label_smoother is not None:
@@ -102,8 +102,7 @@ class PrivateTrainer(Trainer):
         if self._loader is None:
             loader: Any = super().get_train_dataloader()
             steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
-            whole: Any = WithLength(loader, steps)
-            whole.generator = self._make_sampling_generator()
+            whole: Any = WithAttributes(loader, steps, generator=self._make_sampling_generator())
             self._loader = self.engine._prepare_data_loader(
                 whole, poisson_sampling=True, distributed=self._is_distributed
             )
@@ -128,8 +127,8 @@ class PrivateTrainer(Trainer):
             **self._private,
         )
         private.parts_per_step = self.args.gradient_accumulation_steps
-        set_noise_state(self.optimizer, self._noise_state)
-        self._noise_state = None
+        if self._is_resumed:
+            private.draw_new_keys()
         return self.optimizer
 
     def _count_steps(self) -> int:
@@ -156,7 +155,7 @@ class PrivateTrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save a checkpoint as the Trainer does. The accountant is saved first, so that no checkpoint is without it."""
         folder = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
-        state = {**self.engine.accountant.state_dict(), "noise": get_noise_state(self._get_private_optimizer())}
+        state = {**self.engine.accountant.state_dict(), "lineage": self.engine.history.lineage}
         if self.args.should_save:
             with write_atomically(folder / _ACCOUNTANT) as file:
                 torch.save(state, file)
@@ -172,8 +171,8 @@ class PrivateTrainer(Trainer):
                 "checkpoints that PrivateTrainer wrote."
             )
         state = load_safely(path)
-        self._noise_state = state.pop("noise", None)
-        self.engine.accountant.load_state_dict(state)
+        self.engine.history.load_state_dict(state, state.pop("lineage", None))
+        self._is_resumed = True
 
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None, *args: Any, **kwargs: Any

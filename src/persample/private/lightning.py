@@ -14,9 +14,16 @@ from torch.utils.data import DataLoader
 
 from persample.errors import PerSampleError
 from persample.private.budget import Budget
-from persample.private.engine import PrivacyEngine, get_noise_state, set_noise_state
+from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.sampling import PartSampler, PoissonSampler, WithLength, prepare_empty_batches
+from persample.private.sampling import (
+    PartSampler,
+    PoissonSampler,
+    WithAttributes,
+    check_loader,
+    make_secret_generator,
+    prepare_empty_batches,
+)
 
 
 def poisson(loader: DataLoader[Any], parts: int = 1) -> DataLoader[Any]:
@@ -27,7 +34,8 @@ def poisson(loader: DataLoader[Any], parts: int = 1) -> DataLoader[Any]:
 
     With several processes, each process has the batch size of the loader.
     """
-    sampled = DPDataLoader.from_data_loader(loader)
+    check_loader(loader)
+    sampled = DPDataLoader.from_data_loader(loader, generator=loader.generator or make_secret_generator())
     prepare_empty_batches(sampled)
     sampler = PoissonSampler(len(loader.dataset), math.ceil(len(loader) / parts), sampled.generator)  # type: ignore[arg-type]
     vars(sampled)["batch_sampler"] = PartSampler(sampler, parts)  # not setattr, which a loader refuses
@@ -68,7 +76,6 @@ class PrivateTraining(pl.Callback):
         self.engine = engine or PrivacyEngine()
         self._epochs = epochs
         self._optimizer: Any = None
-        self._noise_state: Any = None  # loaded from a checkpoint, until the optimizer exists
         self._is_restored = False  # from the checkpoint of this call of fit()
         self._module = module
         self._private = {"max_grad_norm": max_grad_norm, **private}
@@ -84,13 +91,13 @@ class PrivateTraining(pl.Callback):
             self._count_steps(trainer, loader) if self.budget.target_epsilon is not None else 0,
             module=self._find_module(trainer, pl_module),
             optimizer=trainer.optimizers[0],
-            data_loader=WithLength(loader, len(loader) // trainer.accumulate_grad_batches),
+            data_loader=WithAttributes(loader, len(loader) // trainer.accumulate_grad_batches),
             **self._private,
         )
         self._optimizer.parts_per_step = self._optimizer.loss_divisor = trainer.accumulate_grad_batches
         trainer.strategy.optimizers = [self._optimizer]
-        set_noise_state(self._optimizer, self._noise_state)
-        self._noise_state = None
+        if self._is_restored:
+            self._optimizer.draw_new_keys()
 
     def _find_module(self, trainer: Any, pl_module: Any) -> Any:
         """What the Trainer calls: the module, a part of it, or with several processes the module under DDP."""
@@ -165,13 +172,12 @@ class PrivateTraining(pl.Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint: the accountant and the noise generator, so that noise never repeats."""
-        return {"accountant": self.engine.accountant.state_dict(), "noise": get_noise_state(self._optimizer)}
+        """State for a checkpoint: the accountant. Noise and batches are drawn anew when a training is resumed."""
+        return {"accountant": self.engine.accountant.state_dict(), "lineage": self.engine.history.lineage}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the accountant now, and the noise when training starts."""
-        self.engine.accountant.load_state_dict(state_dict["accountant"])
-        self._noise_state = state_dict.get("noise")
+        """Restore the accountant."""
+        self.engine.history.load_state_dict(state_dict["accountant"], state_dict.get("lineage"))
         self._is_restored = True
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from os import getpid, urandom
 from typing import Any
 
@@ -55,6 +56,10 @@ class Noise:
         self._key = urandom(_KEY_BYTES)
         self._draws = 0
         self._process = getpid()
+
+    def mix(self) -> None:
+        """Continue with another key: a digest of the key so far and of fresh entropy of the operating system."""
+        self._key = sha256(self._key + urandom(_KEY_BYTES)).digest()
 
     def _leave_parent(self) -> None:
         """After a fork, draw a new key: the noise must not be that of the parent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,6 +32,8 @@ from persample.recording import Watch
 _CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
 
+_LEAST_BOUND = 1e-15  # of a gradient or a part of it; squares of smaller norms would vanish
+
 _log = logging.getLogger("persample.private")
 
 Sums = dict[int, Tensor]  # of parameters, by the id of the parameter
@@ -44,8 +47,11 @@ class _Settings:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        if not 0 < self.max_grad_norm < math.inf:
-            raise PrivateTrainingError(f"max_grad_norm must be positive and finite, got {self.max_grad_norm}.")
+        if not _LEAST_BOUND <= self.max_grad_norm < math.inf:
+            raise PrivateTrainingError(
+                f"max_grad_norm must be positive, finite and at least {_LEAST_BOUND}, so that squares of norms do not "
+                f"vanish, got {self.max_grad_norm}."
+            )
         if not 0 <= self.noise_multiplier < math.inf:
             raise PrivateTrainingError(
                 f"noise_multiplier must be finite and not negative, got {self.noise_multiplier}."
@@ -141,6 +147,7 @@ class PrivateOptimizer(DPOptimizer):
         self.loss_divisor = 1.0  # what a trainer divides the loss by, and so each row before it is clipped
         self.normalize_clipping = normalize_clipping
         self._has_grad_samples = grad_samples
+        self.generators = [] if secure_mode or generator is None else [generator]  # of the noise and of the batches
         self.noise = Noise()  # unused if a generator is given
         # Called before a step with its noise multiplier; raises if the step is not allowed.
         self.check_step: Callable[[PrivateOptimizer, float], None] | None = None
@@ -190,6 +197,8 @@ class PrivateOptimizer(DPOptimizer):
                 "clipping='per_layer' requires a list as max_grad_norm, with one bound for each of the "
                 f"{len(self.params)} trainable parameters of the optimizer, got {bounds}"
             )
+        if not min(bounds, default=_LEAST_BOUND) >= _LEAST_BOUND:
+            raise PrivateTrainingError(f"Each of the bounds must be at least {_LEAST_BOUND}, got {min(bounds)}.")
         return {self._names[id(p)]: float(bound) for p, bound in zip(self.params, bounds, strict=True)}
 
     def _make_options(self) -> Mapping[str, Any]:
@@ -236,6 +245,12 @@ class PrivateOptimizer(DPOptimizer):
             batch = next(batches)
         self.add_samples(batch)
         return get_content(batch)
+
+    def draw_new_keys(self, with_seeds: bool = True) -> None:
+        """Draw other noise from now on than without this call; `with_seeds`: also from generators of the user."""
+        self.noise.mix()
+        for generator in self.generators if with_seeds else ():
+            generator.manual_seed(secrets.randbits(63))
 
     def release(self) -> None:
         """End private training: from now on the model and this optimizer train without clipping and noise."""

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from persample.private.errors import PrivateTrainingError
 
 _LARGE_PRIME = 2_147_483_647
 
@@ -23,7 +25,7 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
     """
 
     def __init__(self, *, total_size: int, sample_rate: float, generator: torch.Generator | None = None) -> None:
-        generator = make_generator_of_process() if generator is None else generator
+        generator = make_secret_generator() if generator is None else generator
         super().__init__(total_size=total_size, sample_rate=sample_rate, generator=generator)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -33,10 +35,10 @@ class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
             yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
 
 
-def make_generator_of_process(seed: int | None = None) -> torch.Generator:
-    """A generator that differs between processes, even if all of them have the same seed: by default that of torch."""
+def make_generator_of_process(seed: int) -> torch.Generator:
+    """A generator that differs between processes, even if all of them have the same seed."""
     rank = torch.distributed.get_rank() if _count_processes() > 1 else 0
-    seed = ((torch.initial_seed() if seed is None else seed) + _LARGE_PRIME * rank) % 2**63
+    seed = (seed + _LARGE_PRIME * rank) % 2**63
     return torch.Generator().manual_seed(seed)
 
 
@@ -65,11 +67,12 @@ class PartSampler:
                 yield batch[start:stop]
 
 
-class WithLength:
-    """A loader with another number of batches, from which Opacus makes one with Poisson sampling."""
+class WithAttributes:
+    """A loader with some other attributes, or another number of batches, for Poisson sampling."""
 
-    def __init__(self, loader: Any, length: int) -> None:
-        self._loader, self._length = loader, length
+    def __init__(self, loader: Any, length: int | None = None, **attributes: Any) -> None:
+        self._loader, self._length = loader, len(loader) if length is None else length
+        vars(self).update(attributes)
 
     def __len__(self) -> int:
         return self._length
@@ -132,6 +135,35 @@ def copy_loader(loader: Any, dataset: Any, batch_sampler: Any, collate: Any, gen
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+
+
+_WHOLE = (SequentialSampler, DistributedSampler)
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse loaders whose examples are not those of their dataset, each once: Poisson sampling draws from all."""
+    if not hasattr(loader, "dataset") or not hasattr(loader, "batch_sampler"):
+        raise PrivateTrainingError(
+            f"data_loader must be a DataLoader, from whose dataset the batches are drawn, got {type(loader).__name__}."
+        )
+    if loader.batch_sampler is None:
+        raise PrivateTrainingError(
+            "The loader has batch_size=None, so that its dataset returns whole batches. Private training samples "
+            "single examples: pass a dataset of examples and a batch_size."
+        )
+    kind, sampler = type(loader.batch_sampler), getattr(loader.batch_sampler, "sampler", None)
+    if kind.__module__.partition(".")[0] in ("persample", "opacus"):
+        return
+    is_whole = isinstance(sampler, _WHOLE)
+    if isinstance(sampler, RandomSampler):
+        is_whole = not sampler.replacement and sampler.num_samples == len(loader.dataset)
+    if kind is not BatchSampler or not is_whole:
+        name = kind.__name__ if kind is not BatchSampler else type(sampler).__name__
+        raise PrivateTrainingError(
+            f"The {name} of the loader selects examples, and Poisson sampling would replace it: the training would use "
+            "examples that it leaves out. Pass a loader of torch.utils.data.Subset(dataset, indices), or set "
+            "poisson_sampling=False."
+        )
 
 
 def prepare_empty_batches(loader: Any) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
-from persample.private.sampling import copy_loader, make_generator_of_process, show_example
+from persample.private.sampling import copy_loader, make_secret_generator, show_example
 
 
 class UnitBatch(NamedTuple):
@@ -167,7 +167,7 @@ def make_unit_loader(
         units,
         batches=max(1, round(len({*units}) / (loader.batch_size * processes))),
         examples_per_unit=examples_per_unit,
-        generator=make_generator_of_process() if distributed and generator is None else generator,
+        generator=make_secret_generator() if generator is None else generator,
         rank=rank,
         processes=processes,
     )
