@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 from persample import record
-from persample.layouts.functions import _SYNONYMS, find_functions
+from persample._internal.facts import _SYNONYMS, find_functions
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
 
 D = 4
@@ -27,6 +27,10 @@ REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
     "subtract of two": lambda losses: losses.sum().subtract((losses * 0.3).sum()),
     "rsub": lambda losses: torch.negative(torch.rsub(losses.sum(), 1.0)),
     "positive": lambda losses: torch.positive(losses.sum()),
+    "linalg.matmul": lambda losses: torch.linalg.matmul(torch.ones_like(losses).detach(), losses),
+    "__rmatmul__": lambda losses: Tensor.__rmatmul__(losses, torch.ones_like(losses).detach()),
+    "row_stack with a constant": lambda losses: torch.row_stack([losses, torch.ones(1, len(losses))]).square().sum(),
+    "as_strided_": lambda losses: losses.clone().as_strided_((1, len(losses)), (1, 1)).square().sum(),
 }
 
 
@@ -44,6 +48,23 @@ def test_aliases_of_linear_functions_of_a_loss(name: str) -> None:
     assert_rows_close(grads.dense(), loop_gradients(model, x, loss))
 
 
+@pytest.mark.parametrize(
+    "add_up", [torch.sum, torch.nansum, lambda h: torch.linalg.matmul(torch.ones(5 * 2).double(), h)]
+)
+def test_aliases_beside_a_learned_factor(add_up: Callable[[Tensor], Tensor]) -> None:
+    model = InForward(distributions.Normal).double()
+    perturb(model)
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model.scale.sum().exp() * add_up(model.mean(x)[:, :2].square().flatten())
+
+    x = torch.randn(5, 3).double()
+    with record(model) as grads:
+        loss(model, x).backward()
+    rows = loop_gradients(model, x, lambda model, x: model.scale.sum().exp() * model.mean(x)[:, :2].square().sum())
+    assert_rows_close(grads.dense(), rows)
+
+
 def test_a_sum_in_a_divisor_is_refused_in_all_spellings() -> None:
     for function in (torch.divide, torch.true_divide, Tensor.__rtruediv__):
         model = nn.Linear(3, 1)
@@ -58,7 +79,8 @@ def test_a_sum_in_a_divisor_is_refused_in_all_spellings() -> None:
 def test_synonyms_compute_the_same(name: str) -> None:
     a, b = torch.rand(3, 3), torch.rand(3, 3)
     arguments: dict[str, tuple[Any, ...]] = {
-        "cat": ((a, b),), "outer": (a[0], b[0]), "clamp": (a, 0.3, 0.6), "movedim": (a, 0, 1), "transpose": (a, 0, 1),
+        "cat": ((a, b),), "vstack": ((a, b),), "outer": (a[0], b[0]), "clamp": (a, 0.3, 0.6), "movedim": (a, 0, 1),
+        "transpose": (a, 0, 1),
     }  # fmt: skip
     args = arguments.get(name, (a, b) if name in "atan2 div ge gt le lt mul ne sub".split() else (a,))
     found = [getattr(torch, each) for each in _SYNONYMS[name] if hasattr(torch, each)]

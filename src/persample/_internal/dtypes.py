@@ -1,9 +1,12 @@
-"""Conversions of tensors to wider dtypes."""
+"""The dtypes of indices, and conversions of tensors to wider dtypes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+# The dtypes of indices and masks.
+INDEX_DTYPES = {torch.bool, torch.uint8, torch.int64, torch.int32}
 
 
 def widen(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Facts about a call of a torch function that follow from its name and arguments."""
+"""The torch functions without a declared motion, and what follows from the name and the arguments of a call."""
 
 from __future__ import annotations
 
@@ -7,19 +7,77 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal.facts import T, describe
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 
-# Functions that return the memory of a tensor to code outside torch.
-EXPOSING: set[Any] = {
-    Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage,
-    Tensor.share_memory_,
-}  # fmt: skip
+# ---- moves ----
+
+describe(
+    "fliplr", "flipud", "rot90", "diagonal", "hsplit", "vsplit", "dsplit", "atleast_1d", "atleast_2d", "atleast_3d",
+    "as_strided", "hstack", "vstack", "dstack", "column_stack", "unsafe_chunk", "unsafe_split", "narrow_copy",
+    "unsafe_split_with_sizes", "alias_copy", "diagonal_copy", "expand_copy", "permute_copy", "split_with_sizes_copy",
+    "squeeze_copy", "t_copy", "transpose_copy", "unbind_copy", "unfold_copy", "unsqueeze_copy", "view_copy",
+    torch.fft.fftshift, torch.fft.ifftshift, torch.linalg.diagonal, T.data.__get__, moves_entries=True,
+)  # fmt: skip
+describe("gather", "take_along_dim", "masked_select", moves_entries=True, picks_entries=True)
+describe(
+    "index_copy", "index_add", "index_reduce", "index_put", "scatter", "scatter_add", "scatter_reduce",
+    "masked_scatter", T.__setitem__, writes_entries=True,
+)  # fmt: skip
+describe(T.copy_, writes_entries=True, combines_pairs=True)
+describe(torch.nonzero, T.nonzero, "argwhere", "unique", "unique_consecutive", lists_entries=True)
+
+# ---- new tensors ----
+
+describe(
+    T.type, T.cpu, T.cuda, T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.bool, T.char, T.byte,
+    T.cfloat, T.cdouble, T.chalf, T.to, T.pin_memory, casts=True, is_size_free=True,
+)  # fmt: skip
+describe("tensor", "as_tensor", "asarray", casts=True, is_size_free=True, imports_data=True)
+describe("zeros_like", "ones_like", "empty_like", "full_like", makes_like=True, is_size_free=True)
+describe("rand_like", "randn_like", "randint_like", makes_like=True, is_size_free=True, is_random=True)
+describe("new_zeros", "new_ones", "new_empty", makes_new=True, makes_sized=True)
+describe(T.new, "new_empty_strided", "new_full", "new_tensor", makes_new=True)
+describe("arange", "zeros", "ones", "empty", "eye", makes_sized=True)
+describe(torch.rand, "randn", "randint", "randperm", is_random=True)
+
+# ---- losses ----
+
+describe(F.gaussian_nll_loss, is_additive=True, is_pointwise_loss=True, has_entries=True)
+describe(F.triplet_margin_with_distance_loss, is_additive=True)
+
+# ---- what leaves torch ----
+
+describe(T.tolist, T.item, T.__int__, T.__float__, T.__index__, reads_values=True)
+describe(T.numpy, T.__array__, reads_values=True, exposes_memory=True)
+describe(T.__dlpack__, T.data_ptr, T.storage, T.untyped_storage, T.share_memory_, exposes_memory=True)
+describe(
+    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.ndim.__get__, T.requires_grad.__get__, T.layout.__get__,
+    T.is_cuda.__get__, T.is_leaf.__get__, T.grad_fn.__get__, T.is_sparse.__get__, T.is_quantized.__get__,
+    T.is_mps.__get__, T.is_meta.__get__, T.is_nested.__get__, T.itemsize.__get__, T.nbytes.__get__, T.is_cpu.__get__,
+    T.is_xpu.__get__, T.is_mkldnn.__get__, "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset",
+    "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference",
+    "is_signed", "get_device", "is_tensor", T.__len__, reads_metadata=True,
+)  # fmt: skip
+describe("equal", "allclose", compares_tensors=True)
+
+# ---- the graph ----
+
+describe("diag")
+describe("native_dropout", is_random=True)
+describe(torch.batch_norm, updates_statistics=True)
+describe(torch.embedding_bag, shares_weights=False)
+describe(torch.autograd.grad, T.backward, torch.autograd.backward, differentiates=True)
+describe(T.register_hook, registers_hook=True, returns_argument=True)
+describe(T.register_post_accumulate_grad_hook, registers_hook=True)
+describe(T.retain_grad, returns_argument=True)
 
 
 @cache

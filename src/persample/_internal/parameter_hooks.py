@@ -13,9 +13,6 @@ from persample.errors import PerSampleError
 # Packages whose own hooks on parameters are known: our refusals, and the wrappers that recordings support.
 _KNOWN = ("persample.", "torch.distributed.", "torch.nn.parallel.")
 
-# Methods of a tensor that register a hook on its gradient.
-REGISTRATIONS = {Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
-
 
 def has_gradient_hooks(tensors: Iterable[Tensor]) -> bool:
     """Whether any of some leaves has a hook on its gradient, ours included."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from persample import _torch
-from persample._internal.functions import EXPOSING
+from persample._internal.facts import facts
 from persample._internal.rng import is_generator, preserve_rng
 from persample._internal.tree import find_tensors
 
@@ -285,7 +285,7 @@ class _Exposures(TorchFunctionMode):
         self._writes = writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in EXPOSING:
+        if facts(func).exposes_memory:
             for tensor in find_tensors(args[:1]):
                 self._writes.keep(tensor)
         return func(*args, **(kwargs or {}))

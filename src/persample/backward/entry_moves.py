@@ -15,7 +15,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
-from persample.layouts import MOVES, PICKS, WRITES, Call, Indexing, make_layout, split_samples
+from persample.layouts import Call, Indexing, make_layout, split_samples
 from persample.terms import Dense, Rows, Term
 
 
@@ -41,8 +41,8 @@ class MovedEntries:
 
 def is_entry_move(call: Call) -> bool:
     """Whether an op only moves entries. A write with `reduce=` also changes them."""
-    return call.func in MOVES or (
-        call.func in WRITES and "reduce" not in call.kwargs and "reduce" not in call.func.__name__
+    return call.facts.moves_entries or (
+        call.facts.writes_entries and "reduce" not in call.kwargs and "reduce" not in call.func.__name__
     )
 
 
@@ -60,20 +60,20 @@ def compute_moved_terms(
     Returns None if a step is being traced and the op uses an index: the index has no values then.
     """
     terms: dict[int, Term] = {}
-    traced = tracing.get_trace() is not None
+    facts, traced = call.facts, tracing.get_trace() is not None
     moved_count = len(list(find_tensors(call.args[0])))  # the tensors after these are indices
     for position in weights:
         tensor = call.tensors[position]
         with tracing.suspend():
             numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)
-        if call.func in WRITES and not traced:
+        if facts.writes_entries and not traced:
             entries = _find_written_entries(
                 Indexing(call), position == 0, numbers, owner, grad, call.kwargs.get("alpha", 1)
             )
             terms[position] = entries.make_term(tensor, call.batch)
-        elif call.func in PICKS and (rows := _find_picked_rows(Indexing(call), owner, grad, call.batch)) is not None:
+        elif facts.picks_entries and (rows := _find_picked_rows(Indexing(call), owner, grad, call.batch)) is not None:
             terms[position] = rows
-        elif traced and (call.func in WRITES or len(call.tensors) > moved_count):
+        elif traced and (facts.writes_entries or len(call.tensors) > moved_count):
             return None
         else:
             with tracing.suspend():

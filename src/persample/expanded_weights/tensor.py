@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from persample import _torch
+from persample._internal.facts import T, all_with
 from persample.rules import HANDLED_FUNCTIONS
 from persample.rules.recurrent import CELLS
 
-T: Any = Tensor
-
 # What answers for the original weight: its metadata, none of its entries.
-_METADATA = {
-    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.data.__get__,
-    T.is_cuda.__get__, T.ndim.__get__, T.layout.__get__, T.requires_grad.__get__,
-    T.is_leaf.__get__, T.itemsize.__get__, T.nbytes.__get__,
-    T.is_cpu.__get__, T.is_meta.__get__, T.is_mps.__get__, T.is_xpu.__get__,
-    T.is_sparse.__get__, T.is_quantized.__get__, T.is_mkldnn.__get__, T.grad.__get__,
-    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset,
-    T.data_ptr, T.get_device, T.is_contiguous, T.is_floating_point, T.is_complex,
-    T.is_signed, T.element_size, T.type, T.__len__, torch.numel, torch.is_floating_point,
-    torch.is_complex,
-}  # fmt: skip
+_METADATA = all_with("reads_metadata") | {T.data.__get__, T.grad.__get__, T.data_ptr, T.type}
 
 
 class ExpandedWeight(Tensor):

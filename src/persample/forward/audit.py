@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
-from persample._internal.functions import EXPOSING, find_results, is_inplace
+from persample._internal.dtypes import INDEX_DTYPES
+from persample._internal.facts import all_with, facts
+from persample._internal.functions import find_results, is_inplace
 from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
@@ -34,7 +36,6 @@ from persample.forward.repeats import Node
 from persample.forward.unseen import has_parameters_behind
 from persample.forward.views import find_layout_of_view
 from persample.layouts import (
-    INDEX_DTYPES,
     Call,
     Layout,
     Lost,
@@ -240,7 +241,7 @@ def _make_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tu
 # ---- torch functions ----
 
 # Functions that run other ops than those of their own forward: these are followed one by one.
-_RUNNING_OTHERS = {torch.autograd.grad, Tensor.backward, torch.autograd.backward, *_torch.DUAL_FUNCTIONS}
+_RUNNING_OTHERS = {*all_with("differentiates"), *_torch.DUAL_FUNCTIONS}
 
 
 @cache
@@ -389,7 +390,7 @@ class Audit(_Mode):
 
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`run` for a function that the tracker follows as a whole."""
-        if func in EXPOSING:
+        if facts(func).exposes_memory:
             self._expose(args[0])
         with self.follow_whole():
             changed = self._save_known(args) if is_inplace(func) else None

@@ -16,7 +16,7 @@ from persample import _torch
 from persample.backward.collector import Collector
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
-from persample.layouts import BILINEAR, DIVISIONS, LINEAR, Call, NoParts, Reduced, Summed
+from persample.layouts import Call, NoParts, Reduced, Summed
 from persample.terms import Dense
 
 
@@ -36,19 +36,19 @@ class Follower(Protocol):
 
 def is_beside_sum(call: Call) -> bool:
     """Whether a call combines weights with sums over the samples, and with nothing else that depends on the batch."""
-    return all(where is None or isinstance(where, Reduced) for where in call.where) and call.func in LINEAR
+    return all(where is None or isinstance(where, Reduced) for where in call.where) and call.facts.keeps_sums
 
 
 def run_beside_sum(call: Call, weights: dict[int, Tensor], follower: Follower) -> Any:
     """Run such a call. The caller finds the layout of the result."""
     collector = follower.collector
-    if call.func not in BILINEAR:
+    if not call.facts.is_bilinear:
         tensors = enumerate(call.tensors)
         tapped = [_Apart.apply(t.detach(), [t], collector, collector.anchor) if i in weights else t for i, t in tensors]
         args, kwargs = call.fill(tapped)
         return call.func(*args, **kwargs)
     is_first = isinstance(call.where[0], Reduced)
-    if len(call.tensors) != 2 or len(weights) != 1 or (call.func in DIVISIONS and not is_first):
+    if len(call.tensors) != 2 or len(weights) != 1 or (call.facts.is_division and not is_first):
         raise SamplesMixed(
             f"{get_op_name(call.func)}, in {follower.place()}, is not linear in a sum over the samples. Multiply each "
             "sample's loss before it is added up."

@@ -19,7 +19,6 @@ from persample import _torch
 from persample.errors import ROWS_ADVICE, SamplesMixed, get_op_name
 from persample.forward.roots import NoteLoss, mark_statistic
 from persample.layouts import (
-    BILINEAR,
     Call,
     Crossed,
     Divided,
@@ -147,7 +146,7 @@ def _undivide(call: Call) -> Call:
 
 def scales_statistic(call: Call) -> bool:
     """Whether a call multiplies or divides what belongs to no sample, and has no parts that do."""
-    return call.func in BILINEAR and any(isinstance(where, Statistic) for where in call.where)
+    return call.facts.is_bilinear and any(isinstance(where, Statistic) for where in call.where)
 
 
 def prepare_use(call: Call, place: str) -> Call:

@@ -19,7 +19,6 @@ from persample._internal.state import find_state_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
 from persample.forward.places import Places
-from persample.forward.written import UPDATING
 from persample.layouts import Call, Lost, get_argument
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ class Isolation:
 
     def note_statistics(self, call: Call, tracker: Tracker) -> None:
         """After a norm layer with running statistics: these hold samples, if it updates them."""
-        if call.func not in UPDATING:
+        if not call.facts.updates_statistics:
             return
         if not get_argument(call, 5, "training", "use_input_stats", default=call.func is F.instance_norm):
             return

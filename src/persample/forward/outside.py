@@ -15,21 +15,15 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal.dtypes import INDEX_DTYPES
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
-from persample.forward.places import RANDOM
 from persample.forward.remembered import RememberedConstants, find_site
 from persample.layouts import (
-    INDEX_DTYPES,
-    PICKS,
-    READS,
-    WRITES,
     Call,
     Layout,
     Lost,
@@ -40,18 +34,6 @@ from persample.layouts import (
     find_read_total,
     make_layout,
 )
-
-# Functions that bring data into torch: their results are as foreign as tensors from outside.
-IMPORTS = {torch.tensor, torch.as_tensor, torch.asarray}
-
-# The arguments of losses that have an entry for each class, by definition.
-CLASS_WEIGHTS: dict[Any, str] = {
-    F.cross_entropy: "weight",
-    F.nll_loss: "weight",
-    F.multi_margin_loss: "weight",
-    F.multilabel_soft_margin_loss: "weight",
-    F.binary_cross_entropy_with_logits: "pos_weight",
-}
 
 _BEFORE = "the code before the call of the model"
 _MAX_SIZES = 8  # batch sizes that are followed before the model is called
@@ -120,7 +102,7 @@ class OutsideTensors:
 
     def read_class_weights(self, call: Call) -> Call:
         """The same call, in which a tensor from outside that has an entry for each class is a constant."""
-        weight = call.kwargs.get(CLASS_WEIGHTS.get(call.func, ""))
+        weight = call.kwargs.get(call.facts.class_weights)
         if not isinstance(weight, Tensor) or weight not in self._taken:
             return call
         read = self._counted.get(weight)
@@ -132,9 +114,9 @@ class OutsideTensors:
 
         Whatever decided which rows it selects, such as a matching, the samples of the selected rows are known.
         """
-        if call.func not in PICKS and call.func not in WRITES:
+        if not (call.facts.picks_entries or call.facts.writes_entries):
             return call
-        value = call.args[-1] if call.func in WRITES else None
+        value = call.args[-1] if call.facts.writes_entries else None
         where = [
             None if i and t is not value and t.dtype in INDEX_DTYPES and self._is_imported(t, w) else w
             for i, (t, w) in enumerate(zip(call.tensors, call.where, strict=True))
@@ -201,12 +183,12 @@ class OutsideTensors:
         if self._early is not None and not batch:
             if call.tensors:
                 self._follow_early(call, result)
-            for size in self._early_reads if call.func in IMPORTS else ():
+            for size in self._early_reads if call.facts.imports_data else ():
                 if (lost := self.judge_import(result, size)) is not None:
                     self._early[size][result] = lost
-        if call.func in IMPORTS:
+        if call.facts.imports_data:
             return
-        is_drawn = not is_inside and (call.func in RANDOM or any(tensor in self._drawn for tensor in call.tensors))
+        is_drawn = not is_inside and (call.facts.is_random or any(tensor in self._drawn for tensor in call.tensors))
         for made in find_tensors(result):
             if is_drawn:
                 self._drawn[made] = True
@@ -260,9 +242,9 @@ class OutsideTensors:
         for batch, known in self._early.items():
             where = tuple(known.get(tensor) for tensor in call.tensors)
             totals = self._early_totals.setdefault(batch, {})
-            if call.func in READS and any(where):
+            if call.facts.reads_values and any(where):
                 self._early_reads.add(batch)
-            if call.func in READS:
+            if call.facts.reads_values:
                 totals.update(find_read_total(call.tensors[0], where[0], result))
             if batch < 2 or not any(where) or not results:
                 continue

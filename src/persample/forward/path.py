@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.functions import EXPOSING
 from persample.forward.audit import ANY_SEQUENCE, Audit, History, get_history
 from persample.forward.gradient_hooks import follow_module_hooks
 from persample.forward.written import is_writing, writes_own_memory
@@ -117,7 +116,7 @@ class Path:
         if tracing.get_trace() is not None:  # tensors without values have no memory
             return True
         if not is_writing(call):
-            return self.audit is not None or call.func not in EXPOSING or any(call.where)
+            return self.audit is not None or not call.facts.exposes_memory or any(call.where)
         key = tuple([where is not None for where in call.where])
         if self.audit is not None:
             self.audit.advance(key)

@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
@@ -26,33 +25,10 @@ from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
 from persample.forward.use import ForwardPass
-from persample.layouts import MOVES, PICKS, WRITES, Call, Indexing, Layout, Motion, get_argument
+from persample.layouts import Call, Indexing, Layout, Motion, get_argument
 
-_RANDOM_NAMES = """
-    rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial normal_
-    uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ dropout dropout_ alpha_dropout
-    alpha_dropout_ feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_ native_dropout rrelu
-    rrelu_ dropout1d dropout2d dropout3d gumbel_softmax
-""".split()
-
-# Functions that draw random numbers.
-RANDOM: set[Any] = {
-    function
-    for owner in (torch, Tensor, F)
-    for name in _RANDOM_NAMES
-    if callable(function := getattr(owner, name, None))
-} | {*_torch.RANDOM_FUNCTIONS, _torch.sample_dirichlet}
-
-# Functions that put entries of several tensors beside each other: a part that was not drawn stays as it is.
-_CONCATENATIONS: set[Any] = {torch.cat, torch.concat, torch.concatenate}
-_JOINS: set[Any] = {*_CONCATENATIONS, torch.stack}
-_OTHER_JOINS: set[Any] = {torch.hstack, torch.vstack, torch.dstack, torch.column_stack}
-
-# Functions that treat the rows of a matrix differently.
-_TRIANGLES: set[Any] = {torch.tril, torch.triu, Tensor.tril, Tensor.triu, Tensor.tril_, Tensor.triu_}
-
-# Functions that write a constant to the rows that an index lists.
-_FILLS: set[Any] = {torch.index_fill, Tensor.index_fill, Tensor.index_fill_}
+# Operators that put entries of several tensors beside each other, in dimensions that depend on the ranks.
+_OTHER_JOINS = {"hstack", "vstack", "dstack", "column_stack"}
 
 _ADVICE = (
     "A sample's number in the batch must not influence its result: in private training the bound of a sample would not "
@@ -79,11 +55,11 @@ class Places:
 
     def note_constant(self, call: Call, result: Any) -> None:
         """Note whether a call without samples draws random numbers, or computes with such numbers."""
-        if call.func in RANDOM:
+        if call.facts.is_random:
             is_random = True
         elif not self._random or not call.tensors:
             return
-        elif call.func in WRITES or call.func in MOVES:  # all parts must be drawn; an index moves entries only
+        elif call.facts.writes_entries or call.facts.moves_entries:  # all parts must be drawn, but not an index
             values = self._list_values(call)
             is_random = all(tensor in self._random for tensor in values)
         else:
@@ -96,9 +72,9 @@ class Places:
 
     def _list_values(self, call: Call) -> Sequence[Tensor]:
         """The tensors whose entries a call moves."""
-        if call.func in WRITES:
+        if call.facts.writes_entries:
             return [t for t in (call.tensors[0], call.tensors[-1]) if t.is_floating_point()] or call.tensors
-        return call.tensors[:1] if call.func in PICKS else call.tensors
+        return call.tensors[:1] if call.facts.picks_entries else call.tensors
 
     def _has_places(self, call: Call) -> bool:
         """Whether a call combines random numbers with a constant that differs along their first dimension."""
@@ -124,7 +100,7 @@ class Places:
         before, self._before = self._before, None
         if call.batch < 2:
             return
-        if call.func in _TRIANGLES and isinstance(where := call.where[0], Layout):
+        if call.facts.reads_positions and isinstance(where := call.where[0], Layout):
             if where.dim >= call.tensors[0].dim() - 2:
                 self._refuse_row_numbers(call, forward)
             return
@@ -133,17 +109,17 @@ class Places:
         if call.is_inplace and before is not None and before.shape == call.tensors[0].shape:
             call = call.with_tensors([before, *call.tensors[1:]])
         aligned: Sequence[tuple[int, Layout]] = motion.aligned
-        if call.func in _JOINS:
+        if call.facts.operator in ("cat", "stack"):
             aligned = _find_joined_rows(call, motion)
-        elif call.func in _OTHER_JOINS:
+        elif call.facts.operator in _OTHER_JOINS:
             where = motion.results[0]
             if isinstance(where, Layout) and not _joins_equal_rows(call, where):
                 self._refuse(call, next(t for t, own in zip(call.tensors, call.where, strict=True) if not own), forward)
-        elif call.func in _FILLS:
+        elif call.facts.operator == "index_fill":
             dim = get_argument(call, 1, "dim") % call.tensors[0].dim()
             if isinstance(call.where[0], Layout) and dim == call.where[0].dim and call.tensors[1] not in self._random:
                 self._refuse_row_numbers(call, forward)
-        elif (call.func in PICKS or call.func in WRITES) and self._is_moved_by_place(call, motion):
+        elif (call.facts.picks_entries or call.facts.writes_entries) and self._is_moved_by_place(call, motion):
             self._refuse(call, next(t for t, where in zip(call.tensors, call.where, strict=True) if not where), forward)
         for position, layout in aligned:
             tensor = call.tensors[position]
@@ -341,7 +317,7 @@ def _find_joined_rows(call: Call, motion: Motion) -> list[tuple[int, Layout]]:
         return []
     rank = call.tensors[0].dim()
     dim = get_argument(call, 1, "dim", "axis", default=0)
-    if call.func in _CONCATENATIONS:
+    if call.facts.operator == "cat":
         own = where.dim
         if dim % rank == own:  # rows that belong to no sample
             return []

@@ -17,11 +17,11 @@ from types import EllipsisType, NoneType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from persample._internal.facts import all_with
 from persample.backward.recorded_use import Plan
-from persample.layouts import POINTWISE, Call, Layout
+from persample.layouts import Call, Layout
 from persample.rules import count_rule_changes
 
 Key = tuple[Any, ...]
@@ -41,17 +41,8 @@ _INTEGERS = {int}
 _MAX_ENTRIES = 20_000
 _MAX_TUPLES = 1_000
 
-T: Any = Tensor
-
-# Functions that return no tensor and read no values: they need not be followed.
-WITHOUT_TENSORS: set[Any] = {
-    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.ndim.__get__, T.requires_grad.__get__, T.layout.__get__,
-    T.is_cuda.__get__, T.is_leaf.__get__, T.grad_fn.__get__, T.is_sparse.__get__, T.is_quantized.__get__,
-    T.is_mps.__get__, T.is_meta.__get__, T.is_nested.__get__, T.itemsize.__get__, T.nbytes.__get__,
-    T.size, T.dim, T.ndimension, T.numel, T.nelement, T.stride, T.storage_offset, T.is_contiguous, T.element_size,
-    T.is_floating_point, T.is_complex, T.is_conj, T.is_neg, T.is_inference, T.__len__, T.get_device,
-    torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor,
-}  # fmt: skip
+# Functions that need not be followed.
+WITHOUT_TENSORS = all_with("reads_metadata")
 
 
 @dataclass(slots=True)
@@ -178,17 +169,6 @@ def add_quick_call(key: Key, layout: Layout, plan: Plan | None) -> None:
     QUICK_CALLS[key] = QuickCall(layout, plan, count_rule_changes())
 
 
-# Functions of `layouts.SIZE_FREE` in which no dimension of a weight belongs to the samples.
-_WITH_SHARED_WEIGHTS: set[Any] = {
-    F.linear, F.embedding, torch.embedding, F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, F.group_norm,
-    torch.group_norm, F.instance_norm, F.batch_norm, torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d,
-    torch.conv_transpose2d, torch.conv_transpose3d,
-}  # fmt: skip
-
-_MATRIX_PRODUCTS: set[Any] = {torch.matmul, T.matmul, T.__matmul__, torch.mm, T.mm}
-_SUMS_OF_PRODUCTS: set[Any] = {torch.addmm, T.addmm}
-
-
 def has_fixed_weights(call: Call, plan: Plan, layout: Layout, result: Tensor) -> bool:
     """Whether no weight of a use can have rows for each sample, whatever its size is.
 
@@ -197,11 +177,11 @@ def has_fixed_weights(call: Call, plan: Plan, layout: Layout, result: Tensor) ->
     dims = [call.tensors[i].dim() for i, _ in plan.weights_at]
     if any(plan.layouts[i] is not None for i, _ in plan.weights_at):
         return False
-    if call.func in _WITH_SHARED_WEIGHTS:
+    if call.facts.shares_weights:
         return True
-    if call.func in _MATRIX_PRODUCTS:
+    if call.facts.operator in ("matmul", "mm"):
         return max(dims) <= 2
-    if call.func in _SUMS_OF_PRODUCTS:
+    if call.facts.operator == "addmm":
         return all(dim == (1 if i == 0 else 2) for (i, _), dim in zip(plan.weights_at, dims, strict=True))
     # Functions of entries: dimensions are counted from the last one.
-    return call.func in POINTWISE and all(dim < result.dim() - layout.dim for dim in dims)
+    return call.facts.is_pointwise and all(dim < result.dim() - layout.dim for dim in dims)

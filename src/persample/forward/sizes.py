@@ -10,14 +10,6 @@ from torch import Tensor
 
 from persample.layouts import Call, Lost, Reduced, make_call
 
-_NARROW = {Tensor.narrow, torch.narrow}
-
-# Functions whose arguments after the first one are sizes.
-SIZED: set[Any] = {
-    Tensor.view, Tensor.reshape, Tensor.expand, Tensor.repeat, Tensor.tile, torch.reshape, torch.tile,
-    torch.broadcast_to, Tensor.broadcast_to, *_NARROW,
-}  # fmt: skip
-
 
 def read_sizes(call: Call) -> Call:
     """The same call with numbers in place of sizes that all samples share, such as the largest count of any sample.
@@ -36,7 +28,7 @@ def read_sizes(call: Call) -> Call:
         return int(value) if isinstance(value, Tensor) else value
 
     args = (call.args[0], *map(read, call.args[1:]))
-    if call.func in _NARROW:  # the first or the last part; a part in the middle is a choice of entries
+    if call.facts.operator == "narrow":  # the first or the last part; a part in the middle is a choice of entries
         _, dim, start, length = args
         if start and start + length != call.tensors[0].shape[dim]:
             return call

@@ -13,13 +13,11 @@ from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.dropped_arguments import DROPPED, find_dropped
 from persample._internal.functions import find_results
-from persample._internal.parameter_hooks import REGISTRATIONS
 from persample._internal.tree import find_tensors
 from persample.errors import PerSampleError, get_op_name
 from persample.forward.beside_sums import is_beside_sum, run_beside_sum
@@ -28,15 +26,10 @@ from persample.forward.checkpointing import prepare_recomputation
 from persample.forward.contributions import find_coupled_motion, prepare_use, scales_statistic
 from persample.forward.gradient_hooks import follow_tensor_hook
 from persample.forward.inline import is_composite, make_inline
-from persample.forward.outside import CLASS_WEIGHTS, IMPORTS
 from persample.forward.own_rows import selects_first_rows
 from persample.forward.preparations import PREPARATIONS
 from persample.forward.use import check_not_mixed, make_mixed_error, run_use
-from persample.forward.written import UPDATING
 from persample.layouts import (
-    BILINEAR,
-    MOVES,
-    READS,
     Call,
     Layout,
     Lost,
@@ -50,7 +43,6 @@ from persample.layouts import (
     find_motion_with_units,
     find_read_total,
     give_to_one_sample,
-    is_pointwise,
     lose_entries,
     make_call,
     mark_simple,
@@ -63,25 +55,10 @@ if TYPE_CHECKING:
 # What a step returns if a call is not for it.
 NEXT: Any = object()
 
-# Functions that return their argument itself, unchanged.
-_UNCHANGING = {
-    Tensor.requires_grad_, Tensor.register_hook, Tensor.retain_grad, Tensor.backward, torch.autograd.backward,
-    torch.autograd.grad,
-}  # fmt: skip
-
 # Functions that read only the dtype and device of their second tensor, or only its shape.
 _TYPED = {Tensor.type_as, Tensor.to}
 _SHAPED: dict[Any, Any] = {
     Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
-}  # fmt: skip
-
-# Functions that return whether two tensors are equal as a whole.
-_COMPARING = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose}
-
-# Functions of the entries of two tensors of one shape, besides the pointwise ones.
-_ENTRYWISE: set[Any] = {
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div, F.cosine_similarity, F.pairwise_distance,
-    torch.dist, Tensor.dist, torch.dot, Tensor.dot, torch.vdot, Tensor.vdot, Tensor.copy_,
 }  # fmt: skip
 
 
@@ -140,7 +117,7 @@ def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | No
         func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
     elif call.func in _SHAPED and not (call.func is Tensor.expand_as and tracker.is_weight(call.tensors[0])):
         func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
-    elif tracker.outside is not None and call.func in CLASS_WEIGHTS:
+    elif tracker.outside is not None and call.facts.class_weights:
         return tracker.outside.read_class_weights(call)
     elif tracker.outside is not None and tracker.outside.has_reads and tracker.isolation is None:
         return tracker.outside.read_indices(call)
@@ -235,7 +212,7 @@ def _start_by_use(followed: Followed, tracker: Tracker) -> Any:
     call = followed.call
     if tracker.start_by_use is None or tracker.is_inside or followed.has_samples or not torch.is_grad_enabled():
         return NEXT
-    if not followed.weights or call.func in _COMPARING or call.func in READS:
+    if not followed.weights or call.facts.compares_tensors or call.facts.reads_values:
         return NEXT
     shapes = _list_shapes_of_weights(followed)
     others = [t for i, t in enumerate(call.tensors) if i not in followed.weights and t.shape not in shapes]
@@ -249,15 +226,14 @@ def _list_shapes_of_weights(followed: Followed) -> set[torch.Size]:
 
     A tensor of such a shape is no batch: pretrained weights, a running average.
     """
-    func = followed.call.func
-    is_by_entry = is_pointwise(func) or func in _ENTRYWISE
+    is_by_entry = followed.call.facts.is_pointwise or followed.call.facts.combines_pairs
     return {w.shape for w in followed.weights.values()} if is_by_entry else set()
 
 
 def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
     """Refuse hooks on weights, whose gradients are kept per sample, and follow those on gradients of samples."""
     call = followed.call
-    if followed.weights and call.func in REGISTRATIONS:
+    if followed.weights and call.facts.registers_hook:
         raise PerSampleError(
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
@@ -280,7 +256,7 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     summed = tracker.make_summed(call)
     result = run_beside_sum(call, followed.weights, tracker)
-    if call.func not in BILINEAR:
+    if not call.facts.is_bilinear:
         set_layouts(call, result, tracker, summed)
         return result
     where = next(where for where in call.where if isinstance(where, Reduced))
@@ -352,7 +328,7 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
 def _read_samples(followed: Followed, tracker: Tracker) -> Any:
     """Numbers of samples that Python reads: sizes and counts, decisions, and values."""
     call = followed.call
-    if not followed.has_samples or call.func not in READS:
+    if not followed.has_samples or not call.facts.reads_values:
         return NEXT
     result = _run(followed, tracker)
     tracker.counted.add(result)
@@ -372,7 +348,7 @@ def _move_samples(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     call = followed.call
     func = call.func
-    if func in MOVES and call.is_inplace:  # its argument has another shape afterwards
+    if call.facts.moves_entries and call.is_inplace:  # its argument has another shape afterwards
         unchanged = call.tensors[0].detach()
         before = replace(call, args=(unchanged, *call.args[1:]), tensors=(unchanged, *call.tensors[1:]))
     else:
@@ -383,7 +359,7 @@ def _move_samples(followed: Followed, tracker: Tracker) -> Any:
     set_layouts(before, result, tracker)
     if tracker.isolation is not None:
         tracker.isolation.note_statistics(before, tracker)
-    if isinstance(followed.handler, Rewrite) or followed.weights or func in UPDATING or func in DROPPED:
+    if isinstance(followed.handler, Rewrite) or followed.weights or call.facts.updates_statistics or func in DROPPED:
         return result
     if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], call.args[1], call.batch):
         mark_simple(before, result)  # the values of the first rows decide in each call
@@ -413,7 +389,7 @@ def _combine_constants(followed: Followed, tracker: Tracker) -> Any:
         for weight in followed.weights.values():  # in a pass without gradients, before the model is called
             outside.add_constant(weight)
         outside.note_call(call, result, tracker.batch, tracker.is_inside)
-        if outside.has_reads and call.func in IMPORTS and not tracker.is_inside and tracker.batch > 1:
+        if outside.has_reads and call.facts.imports_data and not tracker.is_inside and tracker.batch > 1:
             lost = outside.judge_import(result, tracker.batch)
             if lost is not None:
                 tracker.set_layout(result, lost)
@@ -464,7 +440,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
 def set_layouts(call: Call, result: Any, tracker: Tracker, summed: Summed | None = None) -> None:
     """Find and set the layout of each result. `summed`: how the call adds up samples, if it changes its arguments."""
     results = find_results(result, call.args) if result is not None or call.is_inplace else ()
-    if not results or call.func in _UNCHANGING:
+    if not results or call.facts.returns_argument or call.facts.differentiates:
         return
     tracker.counted.sizes = None if tracker.is_inside or tracker.outside is None else tracker.outside.sizes
     motion = find_coupled_motion(call, results) if tracker.is_coupled else find_motion_with_units(call, results)[1]
@@ -495,4 +471,4 @@ def _check_motion(call: Call, motion: Motion, tracker: Tracker) -> None:
 
 
 def _note_decision(call: Call, result: bool, tracker: Tracker) -> None:
-    tracker.path.note_decision(call, result, call.func in _COMPARING, tracker.is_inside)
+    tracker.path.note_decision(call, result, call.facts.compares_tensors, tracker.is_inside)

@@ -17,6 +17,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
+from persample._internal.facts import all_with, facts
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.model_table import read_model
 from persample._internal.tree import find_tensors
@@ -41,7 +42,6 @@ from persample.forward.known_tensors import TensorMap
 from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
-from persample.forward.places import RANDOM
 from persample.forward.quick import (
     HAS_PARAMETERS,
     HAS_SAMPLES,
@@ -60,7 +60,7 @@ from persample.forward.tried import TriedFunctions
 from persample.forward.unseen import check_backward, check_custom_function, find_unseen_layout, name_parameters
 from persample.forward.use import can_repeat, repeat_use
 from persample.forward.views import find_layout_of_base, find_layout_of_view
-from persample.forward.written import UPDATING, Written
+from persample.forward.written import Written
 from persample.layouts import (
     BY_SHAPE,
     CACHE,
@@ -88,7 +88,7 @@ from persample.layouts import (
 )
 from persample.rules import Rewrite, count_rule_changes, get_handler
 
-_DIFFERENTIATING = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_DIFFERENTIATING = all_with("differentiates")
 
 _UNKNOWN = (Lost("the tracker has not seen it"), False)
 
@@ -575,7 +575,7 @@ class Tracker(TorchFunctionMode):
                     if quick is not None:
                         self._keep_quick_call(quick, call, result)
                 return result
-            if motion.use is not None and func not in UPDATING and can_repeat(call, motion.use, self):
+            if motion.use is not None and not call.facts.updates_statistics and can_repeat(call, motion.use, self):
                 is_checkpointed = prepare_recomputation(self)
                 result = repeat_use(args, kwargs, motion.use, self, is_checkpointed)
                 self.set_layout(result, motion.results[0])
@@ -612,7 +612,7 @@ class Tracker(TorchFunctionMode):
                 if torch.is_grad_enabled():
                     note_repeat(following, known, args, kwargs, entries, parameters)
                 return self._repeat_call(func, args, kwargs, known)
-            if not contents and not is_inplace(func) and not (rows and func in RANDOM):  # constants alone
+            if not contents and not is_inplace(func) and not (rows and facts(func).is_random):  # constants alone
                 return func(*args, **kwargs)
         return self._follow_call(func, args, kwargs, self.find_known_layout, quick)
 
@@ -669,7 +669,7 @@ class Tracker(TorchFunctionMode):
         key, contents = quick
         if not contents & HAS_SAMPLES or isinstance(get_handler(call.func), Rewrite) or not torch.is_grad_enabled():
             return
-        if call.func in UPDATING and get_argument(call, 5, "training", "use_input_stats", default=True):
+        if call.facts.updates_statistics and get_argument(call, 5, "training", "use_input_stats", default=True):
             return
         results = find_results(result, call.args)
         layout = find_size_free_layout(call, results)

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from persample._internal import tracing
 from persample.layouts import Call, Layout, Lost, Reduced
-
-WHERES = {torch.where, Tensor.where}
 
 
 def drop_unused_branch(call: Call) -> Call:

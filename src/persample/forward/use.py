@@ -21,7 +21,7 @@ from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap
 from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
-from persample.layouts import WRITES, Call, Layout, Lost, Motion, Reduced
+from persample.layouts import Call, Layout, Lost, Motion, Reduced
 from persample.rules import Rule, get_rules
 
 
@@ -48,7 +48,7 @@ def run_use(
     `motion` is given if it is known already.
     """
     check_not_mixed(call, forward)
-    if call.func in WRITES and not is_entry_move(call):
+    if call.facts.writes_entries and not is_entry_move(call):
         raise PerSampleError(
             f"{get_op_name(call.func)}, in {forward.place()}, combines weights with samples while it writes them into "
             "a tensor (reduce=...). Combine them first, then write the result."

@@ -6,23 +6,18 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from persample import _torch
+from persample._internal.facts import facts
 from persample._internal.functions import is_inplace
 from persample._internal.tree import find_tensors
 from persample.layouts import Call
 
-# Functions that write into buffers among their arguments.
-UPDATING = {nn.functional.batch_norm, nn.functional.instance_norm, torch.batch_norm, torch.instance_norm}
-
-# Functions that replace the memory of their first argument.
-REPLACING: set[Any] = {Tensor.data.__set__}  # type: ignore[attr-defined]
-
 
 def is_writing(call: Call) -> bool:
     """Whether a call writes into its first argument or into `out`, or replaces the memory of its first argument."""
-    return call.is_inplace or call.func in REPLACING or call.kwargs.get("out") is not None
+    return call.is_inplace or call.facts.replaces_memory or call.kwargs.get("out") is not None
 
 
 def writes_own_memory(call: Call, known: Iterable[tuple[Tensor, Any]]) -> bool:
@@ -30,7 +25,7 @@ def writes_own_memory(call: Call, known: Iterable[tuple[Tensor, Any]]) -> bool:
 
     `known` are the tensors that the tracker knows. It follows these, the base of a view, and the views of that.
     """
-    if call.func in REPLACING:
+    if call.facts.replaces_memory:
         return False
     first = (*call.args, *call.kwargs.values())[:1] if call.is_inplace else ()
     return all(_has_own_memory(tensor, known) for tensor in find_tensors((first, call.kwargs.get("out"))))
@@ -61,7 +56,7 @@ class Written:
         self.tensor = args[0] if args and is_inplace(func) else kwargs.get("out")
         self._version = self.tensor._version if isinstance(self.tensor, Tensor) else 0
         self._statistics: Sequence[tuple[Tensor, Tensor]] = ()
-        if func in UPDATING:
+        if facts(func).updates_statistics:
             vectors = [t for t in find_tensors((args, kwargs)) if t.dim() == 1 and not t.requires_grad]
             self._statistics = [(vector, vector.clone()) for vector in vectors]
 

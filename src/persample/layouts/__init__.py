@@ -12,12 +12,10 @@ Other packages use the names below.
 from persample.layouts.algebra import (
     BY_SHAPE,
     DECLARATIONS,
-    POINTWISE,
     SIZE_FREE,
     find_declared_motion,
     find_size_free_layout,
     get_argument,
-    is_pointwise,
 )
 from persample.layouts.algebra.engine import move as move_layout
 from persample.layouts.by_index import Indexing
@@ -25,7 +23,6 @@ from persample.layouts.by_trial import find_motion_by_trial, has_different_order
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, make_call, without_function
 from persample.layouts.counts import (
-    READS,
     CountedSizes,
     Scale,
     Totals,
@@ -35,7 +32,6 @@ from persample.layouts.counts import (
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, give_to_one_sample, mark_simple
-from persample.layouts.functions import DIVISIONS, INDEX_DTYPES, MOVES, PICKS, WRITES
 from persample.layouts.layout import (
     Crossed,
     Divided,
@@ -64,24 +60,15 @@ from persample.layouts.layout import (
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
-from persample.layouts.reductions import BILINEAR, LINEAR, make_reduced
+from persample.layouts.reductions import make_reduced
 from persample.layouts.sample_units import SampleUnits, make_sample_units
 from persample.layouts.within_units import enter_units, find_motion_with_units
 
 __all__ = [
-    "BILINEAR",
     "BY_SHAPE",
     "CACHE",
     "DECLARATIONS",
-    "DIVISIONS",
-    "INDEX_DTYPES",
-    "LINEAR",
-    "MOVES",
-    "PICKS",
-    "POINTWISE",
-    "READS",
     "SIZE_FREE",
-    "WRITES",
     "Call",
     "CountedSizes",
     "Crossed",
@@ -119,7 +106,6 @@ __all__ = [
     "has_different_orders",
     "has_equal_shares",
     "has_mixed_pairs",
-    "is_pointwise",
     "join_samples",
     "lose_entries",
     "make_call",

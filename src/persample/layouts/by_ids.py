@@ -5,27 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from persample._internal.facts import T
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.by_trial import is_row_equivariant
 from persample.layouts.call import Call
-from persample.layouts.functions import PICKS, RESHAPES, T
 from persample.layouts.layout import Layout, Lost, Where, find_layout_of_ids, make_sample_ids, make_strided_ids
 from persample.layouts.motion import Motion, make_uniform_motion
 
-# Functions that read the strides of their argument.
-_STRIDED = {torch.as_strided, T.as_strided}
-
-# Functions that split into groups of given sizes.
-_SPLITS = {T.split, T.split_with_sizes, torch.split, torch.split_with_sizes}
-
 
 def find_motion_by_ids(call: Call, results: Sequence[Tensor]) -> Motion:
-    """The exact motion of a call of a function in MOVES."""
+    """The exact motion of a call of a function that moves entries."""
     moved = range(len(list(find_tensors(call.args[0] if call.args else next(iter(call.kwargs.values()))))))
     if any(call.where[len(moved) :]):
         return make_uniform_motion(Lost(f"{get_op_name(call.func)} indexes with per-sample values"), results)
@@ -49,9 +42,10 @@ def find_motion_by_ids(call: Call, results: Sequence[Tensor]) -> Motion:
 
 def _move_ids(call: Call, moved: Mapping[int, Where | None]) -> tuple[Tensor, ...]:
     """The results of the call for sample ids in place of the moved tensors, which have these layouts."""
-    make_ids = make_strided_ids if call.func in _STRIDED else make_sample_ids
+    is_strided = call.facts.operator == "as_strided"
+    make_ids = make_strided_ids if is_strided else make_sample_ids
     ids = {i: make_ids(call.tensors[i], where, call.batch) for i, where in moved.items()}
-    if call.func not in _STRIDED:
+    if not is_strided:
         ids = {i: part.clone() for i, part in ids.items()}
     args, kwargs = call.fill([ids.get(i, t) for i, t in enumerate(call.tensors)])
     kwargs.pop("out", None)
@@ -69,7 +63,7 @@ def _move_alternatives(call: Call, first: Layout, found: Where | None) -> Where 
 def _selects_group(call: Call, where: Layout) -> bool:
     """Whether a call is `rows[a:b]` with one of the groups of loose rows whose sizes were counted."""
     tensor = call.tensors[0]
-    if call.func is T.narrow or call.func is torch.narrow:
+    if call.facts.operator == "narrow":
         _, dim, start, length = (*call.args, *call.kwargs.values())
         start, stop = int(start), int(start) + int(length)
     elif call.func is T.__getitem__ and not isinstance(call.args[1], tuple):
@@ -91,7 +85,7 @@ def _check_loose_rows(call: Call, found: Where | None, results: int) -> Where | 
     where = call.where[0]
     concatenates = isinstance(call.args[0], (list, tuple))
     sizes = [a for a in (*call.args[1:], *call.kwargs.values()) if isinstance(a, (list, tuple))]
-    groups = call.func in _SPLITS and bool(sizes) and call.counted.contains(sizes[0])
+    groups = call.facts.operator in ("split", "split_with_sizes") and bool(sizes) and call.counted.contains(sizes[0])
     if concatenates and any(w is None for w in call.where) and not is_row_equivariant(call, [found]):
         return Lost(f"{get_op_name(call.func)} joins constants with rows whose order depends on all samples")
     if concatenates or groups or not isinstance(where, Layout) or not isinstance(found, Layout):
@@ -100,9 +94,9 @@ def _check_loose_rows(call: Call, found: Where | None, results: int) -> Where | 
         return found
     before, after = where.ids or (), found.ids or ()
     # Each row still belongs to one sample, and the rows of one sample are in the same order as without other samples.
-    if after == before or call.func in RESHAPES:
+    if after == before or call.facts.reshapes:
         return found
     keeps_all = bool(before) == bool(after) and len(after) % max(1, len(before)) == 0
-    if results == 1 and keeps_all and call.func not in PICKS:
+    if results == 1 and keeps_all and not call.facts.picks_entries:
         return found
     return Lost(f"{get_op_name(call.func)} selects rows by position, but their order depends on all samples")

@@ -27,7 +27,7 @@ from persample.errors import get_op_name, raise_if_out_of_memory
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Lost, Reduced, Where, iterate_patterns
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import ADDITIVE, make_reduced
+from persample.layouts.reductions import make_reduced
 
 Results = tuple[Tensor, ...]
 
@@ -92,7 +92,7 @@ def _find_motion_by_values(call: Call, results: Sequence[Tensor]) -> Motion:
     """The motion from values alone, if sizes are given as numbers or there is no kernel for meta tensors."""
     candidates: Candidates = [
         list(_iterate_layouts(result, call))
-        if result.dim() or call.func not in ADDITIVE
+        if result.dim() or not call.facts.is_additive
         else make_reduced(call, results)
         for result in results
     ]
@@ -214,7 +214,7 @@ def _find_candidates_by_shape(call: Call, results: Sequence[Tensor]) -> Candidat
         grown = [d for d in range(result.dim()) if old.shape[d] != new.shape[d]]
         if not grown:
             candidates.append(
-                make_reduced(call, results) if call.func in ADDITIVE else Lost(f"{name} reduces over the samples")
+                make_reduced(call, results) if call.facts.is_additive else Lost(f"{name} reduces over the samples")
             )
         elif len(grown) > 1:
             cause = f"{name} combines samples with each other in a result of shape {tuple(result.shape)}"

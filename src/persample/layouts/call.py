@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from persample._internal.facts import Facts, facts
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import map_tensors
 from persample.layouts.counts import CountedSizes
@@ -54,6 +55,11 @@ class Call:
             self._key = make_call(self.func, self.args, self.kwargs, self.batch, lambda _: next(where))._key
             assert self._key is not None
         return self._key
+
+    @property
+    def facts(self) -> Facts:
+        """What is known about the function."""
+        return facts(self.func)
 
     @property
     def is_inplace(self) -> bool:

@@ -19,11 +19,6 @@ from persample.layouts.sample_units import SampleUnits
 # because it is computed from outputs, or is no sum.
 Totals = dict[float, Divisor | None]
 
-# Functions that return values of a tensor as Python numbers or as an array.
-READS = {
-    Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy, Tensor.__array__,
-}  # fmt: skip
-
 # Orders of packed sequences that are kept at most; a model makes few in one forward pass.
 _MOST_ORDERS = 64
 

@@ -13,24 +13,20 @@ import torch
 from torch import Tensor
 
 from persample._internal.functions import find_results
-from persample.layouts.algebra import is_pointwise
 from persample.layouts.algebra.engine import merge_rows, move
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, T
 from persample.layouts.layout import Crossed, Layout, Lost, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.sample_units import SampleUnits
-
-_DIAGONALS = {torch.diag, T.diag}
 
 
 def find_crossed_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The motion of a call with a tensor of pairs; None if the function may combine pairs."""
     if not all(where is None or isinstance(where, (Layout, Crossed)) for where in call.where):
         return None
-    if call.func in MOVES or (call.func in _DIAGONALS and call.tensors[0].dim() == 2):
+    if call.facts.moves_entries or (call.facts.operator == "diag" and call.tensors[0].dim() == 2):
         return _move(call)
-    if is_pointwise(call.func) and len(results) == 1:
+    if call.facts.is_pointwise and len(results) == 1:
         where = _combine_entries(call, results[0].shape)
         return None if where is None else make_uniform_motion(where, results)
     return None

@@ -11,21 +11,20 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
+from persample._internal.dtypes import INDEX_DTYPES
 from persample.errors import get_op_name, raise_if_out_of_memory
-from persample.layouts.algebra import DECLARATIONS, FOR_ANY_LAYOUT, find_declared_motion
+from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.cache import CACHE
 from persample.layouts.call import Call, CallKey
 from persample.layouts.crossed import find_crossed_motion
-from persample.layouts.functions import CASTS, INDEX_DTYPES, LISTS, MOVES, PICKS, SORTS, WRITES
 from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
-    SUMS,
     add_divisors,
     adds_up_one_sample,
     enter_divided,
@@ -83,7 +82,7 @@ def find_simple_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     """Look up the motion of a call, or compute and cache it."""
-    if call.func in FOR_ANY_LAYOUT:
+    if call.facts.handles_any_layout:
         return _ask_declaration(call, results)
     if (unequal := find_unequal_divisors(call)) is not None:  # before the cache: private training refuses more
         return make_uniform_motion(unequal, results)
@@ -130,16 +129,16 @@ def _find_traced_motion(call: Call, results: Sequence[Tensor], trace: tracing.Tr
         require_equal_divisors(call, trace)
     with tracing.suspend():
         try:
-            if call.func in FOR_ANY_LAYOUT:
+            if call.facts.handles_any_layout:
                 return _ask_declaration(call, results)
         except Exception:  # it reads values
             return lost
         motion = _find_motion(trace.stand_in(call), results)
-    return lost if motion.depends_on_values and call.func not in WRITES and call.func not in PICKS else motion
+    return lost if motion.depends_on_values and not (call.facts.writes_entries or call.facts.picks_entries) else motion
 
 
 def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    if call.func in CASTS and call.args and isinstance(call.args[0], Tensor):
+    if call.facts.casts and call.args and isinstance(call.args[0], Tensor):
         return make_uniform_motion(call.where[0], results)
     if (made := find_motion_of_maker(call, results)) is not None:
         return made
@@ -159,10 +158,10 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
             return crossed
     if any(isinstance(where, Divided) for where in call.where) and (entered := enter_divided(call)) is not None:
         return leave_divided(call, _compute_motion(entered, results))
-    lists = call.func in LISTS and (call.func is not torch.where or len(call.args) == 1)
+    lists = call.facts.lists_entries and (call.facts.operator != "where" or len(call.args) == 1)
     for where in call.where:
         if isinstance(where, Lost) and not lists:
-            is_loop = where.listing and call.func in (torch.unbind, Tensor.unbind)
+            is_loop = where.listing and call.facts.operator == "unbind"
             return make_uniform_motion(None if is_loop else lose_entries(where), results)
     if lists:
         return find_motion_of_listing(call, results)
@@ -176,9 +175,10 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         cause = f"{get_op_name(call.func)} selects rows by position, but their order depends on all samples"
         return make_uniform_motion(Lost(cause), results)
     samples = call.find_samples()
-    if len(samples) == 1 and (call.func not in WRITES or call.batch == 1) and not adds_up_one_sample(call, results):
+    is_single = len(samples) == 1 and (call.batch == 1 or not call.facts.writes_entries)
+    if is_single and not adds_up_one_sample(call, results):
         return _make_motion_of_one_sample(call, results, *samples)  # no other sample that could be mixed in
-    if call.func in SUMS and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
+    if call.facts.is_linear and not any(t.dim() for t in call.tensors):  # adds up losses of single samples
         return make_uniform_motion(make_reduced(call, results), results)
     try:
         declared = find_declared_motion(call, results)
@@ -194,16 +194,17 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
 def _find_moved_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The motion of a call that moves entries, or that cannot be followed at all; None if it must be tried."""
     has_invented_index = _has_invented_index(call, first=1)
-    if call.func in WRITES or (call.func in PICKS and (any(call.where[1:]) or has_invented_index)):
+    is_fill = call.facts.operator == "masked_fill"  # takes a mask and moves no entries
+    if call.facts.writes_entries or (call.facts.picks_entries and (any(call.where[1:]) or has_invented_index)):
         return find_motion_by_index(call)
-    if has_invented_index and (call.func in MOVES or (_find_cache_key(call) is None and call.func not in _FILLS)):
+    if has_invented_index and (call.facts.moves_entries or (not is_fill and _find_cache_key(call) is None)):
         return make_uniform_motion(Lost(f"{get_op_name(call.func)} {UNKNOWN_VALUES}"), results)
-    if call.func in MOVES:
+    if call.facts.moves_entries:
         return find_motion_by_ids(call, results)
     if any(isinstance(where, Layout) and where.loose_index for where in call.where):
         cause = f"{get_op_name(call.func)} computes with indices of rows whose order depends on all samples"
         return make_uniform_motion(Lost(cause), results)
-    return find_motion_of_sort(call, results) if call.func in SORTS else None
+    return find_motion_of_sort(call, results) if call.facts.sorts else None
 
 
 def _try_call(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -217,10 +218,6 @@ def _try_call(call: Call, results: Sequence[Tensor]) -> Motion:
     if key is not None and not motion.depends_on_values and not is_traced:
         CACHE.add(key, motion)
     return motion
-
-
-# Functions that take a mask and move no entries.
-_FILLS = {Tensor.masked_fill, Tensor.masked_fill_, torch.masked_fill}
 
 
 def _has_invented_index(call: Call, first: int = 0) -> bool:
@@ -266,11 +263,7 @@ _INDEXING_NAMES = re.compile(
 )
 
 # Functions with such names in which an index of samples does not move entries between samples.
-_LOOKUPS = {torch.nn.functional.embedding, torch.embedding, torch.nn.functional.embedding_bag, torch.embedding_bag}
-
-
-# Functions whose result depends on the strides of their argument, which are not part of a key.
-_READING_STRIDES = {torch.as_strided, Tensor.as_strided}
+_LOOKUPS = {"embedding", "embedding_bag"}
 
 
 def _has_indexing_name(func: Callable[..., Any]) -> bool:
@@ -279,17 +272,19 @@ def _has_indexing_name(func: Callable[..., Any]) -> bool:
 
 def _has_deciding_index(call: Call) -> bool:
     return any(
-        t.dtype in INDEX_DTYPES and (where is None or call.func not in _LOOKUPS)
+        t.dtype in INDEX_DTYPES and (where is None or call.facts.operator not in _LOOKUPS)
         for t, where in zip(call.tensors, call.where, strict=True)
     )
 
 
 def _find_cache_key(call: Call) -> CallKey | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
-    if (_has_indexing_name(call.func) or call.func in MOVES) and _has_deciding_index(call):
+    if (_has_indexing_name(call.func) or call.facts.moves_entries) and _has_deciding_index(call):
         return None
-    if call.func in _READING_STRIDES or any(isinstance(where, Reduced) for where in call.where):
-        return None  # of a sum, what was counted in the same pass decides
+    if any(isinstance(where, Reduced) for where in call.where):
+        return None  # what was counted in the same pass decides
+    if call.facts.operator == "as_strided":  # strides are not part of a key
+        return None
     try:
         hash(call.key)
     except TypeError:

@@ -14,23 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.facts import T
 from persample.layouts.call import Call
 from persample.layouts.counts import PackedOrder
-from persample.layouts.functions import T
 from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion
-
-_SPLITS = {T.split, T.split_with_sizes, torch.split, torch.split_with_sizes}
-_CATS = {torch.cat, torch.concat, torch.concatenate}
 
 
 def find_packed_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The motion of a call that slices, joins or writes rows in a packed order; None for other calls."""
     orders = call.counted.packed_orders
     layouts: tuple[Layout, ...] | None
-    if call.func in _CATS:
+    if call.facts.operator == "cat":
         layouts = _join_rows(call, orders)
-    elif call.func in _SPLITS:
+    elif call.facts.operator in ("split", "split_with_sizes"):
         layouts = _split_rows(call, orders)
     elif call.func is T.__getitem__:
         layouts = _select_rows(call, orders)

@@ -16,7 +16,6 @@ from persample._internal.tree import map_tensors
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Reduced, Scattered, make_sample_ids
-from persample.layouts.reductions import ENTRYWISE_LOSSES, SUMS_OF_SAMPLES
 
 
 class NoParts(Exception):
@@ -49,9 +48,9 @@ class Summed:
         ]
         if any(self.sources) or any(is_single):
             return self._follow_sums(is_single)
-        if call.func in SUMS_OF_SAMPLES:
+        if call.facts.is_plain_sum or call.facts.operator == "mean":
             return _split_sum(call)
-        if call.func in ENTRYWISE_LOSSES:
+        if call.facts.has_entries:
             return self._split_loss()
         raise NoParts(f"{get_op_name(call.func)} does not tell the parts of the samples")
 
@@ -116,7 +115,7 @@ def _split_sum(call: Call) -> Tensor:
     if position is None:
         raise NoParts(f"{get_op_name(call.func)} adds up no samples")
     tensor, where = call.tensors[position].detach(), call.where[position]
-    name = get_op_name(call.func)
+    name = call.facts.operator
     if len(call.args) == 1 and not call.kwargs and name in ("sum", "mean"):
         total = _add_up(tensor, where, call.batch)
         return total / tensor.numel() if name == "mean" else total

@@ -27,7 +27,7 @@ def make_packed_layout(sizes: Tensor, order: Tensor | None, batch: int, loose: b
     return make_layout(0, tuple(n for size in sizes.tolist() for n in samples[:size]), batch, loose)
 
 
-@declare(declare_batch_second, for_any_layout=True)
+@declare(declare_batch_second, handles_any_layout=True)
 def _find_state_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     return Motion(tuple(map(_choose_dim_1, call.where)))
 
@@ -38,7 +38,7 @@ def _choose_dim_1(where: Where | None) -> Where | None:
     return next((replace(layout, alternatives=()) for layout in layouts if layout.dim == 1), where)
 
 
-@declare(recurrent_layer, for_any_layout=True)
+@declare(recurrent_layer, handles_any_layout=True)
 def _find_layer_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     # It is cached because the plans of the uses are kept in it.
     return CACHE.get_or_find(call.key, lambda: _compute_layer_motion(call))
@@ -65,7 +65,7 @@ def _compute_layer_motion(call: Call) -> Motion:
     return Motion((where, *[of_state] * len(state)), tuple((1 + i, of_state) for i in range(len(state))))
 
 
-@declare(_torch.pack_padded_sequence, for_any_layout=True)
+@declare(_torch.pack_padded_sequence, handles_any_layout=True)
 def _find_packing_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     input, lengths, batch_first = call.args
     where = call.where[0]
@@ -81,7 +81,7 @@ def _find_packing_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     return Motion((layout, None))
 
 
-@declare(_torch.pad_packed_sequence, for_any_layout=True)
+@declare(_torch.pad_packed_sequence, handles_any_layout=True)
 def _find_padding_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     data, sizes, batch_first, *_ = call.args
     where = call.where[0]

@@ -24,69 +24,9 @@ from persample.layouts.divisors import (
     make_number_of_rows,
     make_sum_of_entries,
 )
-from persample.layouts.functions import DIVISIONS, MOVES, REVERSED_DIVISIONS, T, find_functions
 from persample.layouts.layout import Divided, Layout, Lost, Reduced, Reduction, Scattered, Where, make_sample_ids
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.scales import ADVICE, scale_sum
-
-# Can reduce over the batch to a sum over the samples (or a mean), in which each sample has its own term.
-ADDITIVE: set[Any] = {
-    torch.sum, T.sum, torch.mean, T.mean, torch.nansum, T.nansum,
-    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss,
-    F.margin_ranking_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss,
-    F.soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss, F.triplet_margin_with_distance_loss,
-    F.ctc_loss, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum, torch.matmul,
-    T.matmul, T.__matmul__, torch.count_nonzero, T.count_nonzero,
-}  # fmt: skip
-
-# Linear in one argument at a time: not linear in two sums over the samples.
-BILINEAR: set[Any] = {*find_functions("mul"), *DIVISIONS}
-
-# Of a sum over the samples, these return such a sum again, if all other arguments are constants or other sums.
-LINEAR: set[Any] = {
-    *find_functions("add", "sub", "neg", "pos"), *BILINEAR, torch.rsub, torch.sum, T.sum, torch.mean, T.mean,
-    torch.stack, T.to, T.float, T.double, *MOVES,
-}  # fmt: skip
-
-_REVERSED_SUBTRACTIONS: set[Any] = {T.__rsub__, torch.rsub}
-
-# Linear in all arguments at once.
-SUMS: set[Any] = LINEAR - BILINEAR - MOVES
-
-# Add up the entries of a tensor.
-_SUMS_OF_ENTRIES: set[Any] = {torch.sum, T.sum}
-_MEANS_OF_ENTRIES: set[Any] = {torch.mean, T.mean}
-
-_COUNTING = _SUMS_OF_ENTRIES | _MEANS_OF_ENTRIES | {torch.count_nonzero, T.count_nonzero}
-
-# Losses whose mean is divided by the sum of the weights.
-WEIGHTED_MEANS: set[Any] = {F.mse_loss, F.l1_loss, F.huber_loss, F.smooth_l1_loss}
-
-# Losses whose mean is taken over the targets that are not `ignore_index`.
-_MEANS_OVER_VALID_TARGETS = {F.cross_entropy, F.nll_loss}
-
-# Losses with one entry for each entry of their arguments, which are broadcast.
-_POINTWISE_LOSSES = {
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    F.kl_div, F.poisson_nll_loss, F.gaussian_nll_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
-    F.soft_margin_loss,
-}  # fmt: skip
-
-# Losses whose result is a sum of the entries that they return without a reduction, or such a sum over a number.
-ENTRYWISE_LOSSES: set[Any] = {
-    *_POINTWISE_LOSSES, *_MEANS_OVER_VALID_TARGETS, F.multi_margin_loss, F.multilabel_margin_loss,
-    F.multilabel_soft_margin_loss, F.cosine_embedding_loss, F.triplet_margin_loss,
-}  # fmt: skip
-
-# Add up entries or their products, or average them.
-SUMS_OF_SAMPLES: set[Any] = {
-    torch.sum, T.sum, torch.mean, T.mean, torch.dot, T.dot, torch.vdot, T.vdot, torch.inner, T.inner, torch.einsum,
-    torch.matmul, T.matmul, T.__matmul__,
-}  # fmt: skip
-
-# Functions of ADDITIVE, by name, that do not divide by a number of rows.
-_PLAIN_SUMS = {"sum", "nansum", "dot", "vdot", "inner", "einsum", "matmul", "__matmul__", "count_nonzero"}
 
 
 def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | None = None) -> Reduced:
@@ -95,7 +35,8 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     verb = "averages over" if kind == "mean" else "adds up"
     entries = _count_entries(call, results) if call.tensors and _has_pattern(call.where[0]) else 0
     cause = f"{get_op_name(call.func)} {verb} the samples"
-    counts = call.func in _COUNTING and not any(tensor.requires_grad for tensor in call.tensors)
+    is_sum = call.facts.operator in ("sum", "mean", "count_nonzero")
+    counts = is_sum and not any(tensor.requires_grad for tensor in call.tensors)
     where = call.where[0] if call.tensors else None
     sizes = ()
     if isinstance(where, Layout) and where.ids is None:
@@ -118,11 +59,11 @@ def _find_uneven_rows(call: Call) -> tuple[int, ...]:
 def _count_entries(call: Call, results: Sequence[Tensor]) -> int:
     """The number of entries that a sum or a mean combines for each entry of its result, 0 if it is not known."""
     first = call.tensors[0]
-    if (call.func in _SUMS_OF_ENTRIES or call.func in _MEANS_OF_ENTRIES) and len(results) == 1:
+    if call.facts.operator in ("sum", "mean") and len(results) == 1:
         return first.numel() // max(1, results[0].numel())
-    if call.func in _MEANS_OVER_VALID_TARGETS:
+    if call.facts.averages_targets:
         return first.numel() // first.shape[1] if first.dim() > 1 and first.numel() else 0
-    if call.func in _POINTWISE_LOSSES:
+    if call.facts.is_pointwise_loss:
         return torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors)).numel()
     return 0
 
@@ -133,11 +74,10 @@ def _has_pattern(where: Where | None) -> bool:
 
 def _find_kind(call: Call, reduction: str | None) -> Reduction:
     """How a call that reduces over the samples combines them."""
-    name = get_op_name(call.func)
-    if name in _PLAIN_SUMS:
+    if call.facts.operator == "mean":
+        return "mean"
+    if call.facts.is_plain_sum or not call.facts.is_additive:
         return "sum"
-    if call.func not in ADDITIVE or name == "mean":
-        return "mean" if name == "mean" else "sum"
     if call.kwargs.get("size_average") is not None or call.kwargs.get("reduce") is not None:  # legacy arguments
         return "sum" if call.kwargs.get("size_average") is False else "mean"
     reduction = reduction or call.kwargs.get("reduction", "mean")
@@ -153,12 +93,11 @@ def adds_up_one_sample(call: Call, results: Sequence[Tensor]) -> bool:
     A mask may pick the rows of a single sample, and a batch may have one. In a batch of one, a sum over a given
     dimension may be over one of the sample's own, after `squeeze`.
     """
-    if call.func not in ADDITIVE or len(results) != 1 or results[0].dim():
+    if not call.facts.is_additive or len(results) != 1 or results[0].dim():
         return False
     if call.batch > 1:
         return call.has_loose_rows()
-    name = get_op_name(call.func)
-    is_loss = name not in _PLAIN_SUMS and name != "mean"
+    is_loss = not call.facts.is_plain_sum and call.facts.operator != "mean"
     has_dim = len(call.args) > 1 or not call.kwargs.keys().isdisjoint({"dim", "axis"})
     return is_loss or not has_dim or all(tensor.shape == (1,) for tensor in call.tensors)
 
@@ -176,22 +115,22 @@ def find_motion_after_reduction(call: Call, results: Sequence[Tensor]) -> Motion
             return make_uniform_motion(held, results)
     if has_samples and (divided := _divide_samples(call, sums)) is not None:
         return make_uniform_motion(divided, results)
-    divides_by_sum = call.func in DIVISIONS and not isinstance(call.where[0], Reduced)
-    multiplies_sums = call.func in BILINEAR and len(sums) > 1
-    if has_samples or call.func not in LINEAR or multiplies_sums or divides_by_sum:
+    divides_by_sum = call.facts.is_division and not isinstance(call.where[0], Reduced)
+    multiplies_sums = call.facts.is_bilinear and len(sums) > 1
+    if has_samples or not call.facts.keeps_sums or multiplies_sums or divides_by_sum:
         cause = f"{sums[0].cause} (in {sums[0].place}), and {get_op_name(call.func)} is not linear in that sum"
         return make_uniform_motion(Lost(cause), results)
     found = _combine_sums(call, sums)
-    if call.func in BILINEAR:
+    if call.facts.is_bilinear:
         return _scale_sum(call, found, results)
-    if get_op_name(call.func) in ("sum", "mean"):
-        is_sum = call.func in _SUMS_OF_ENTRIES and results[0].numel() > 0
+    if call.facts.operator in ("sum", "mean"):
+        is_sum = call.facts.operator == "sum" and results[0].numel() > 0
         found = replace(found, entries=found.entries * call.tensors[0].numel() // results[0].numel() if is_sum else 0)
     return make_uniform_motion(found, results)
 
 
 # Of a number that was counted, these return that number for each sample too, except where it is small.
-_BOUNDS = {"clamp", "clamp_", "clamp_min", "clamp_min_", "clip", "clip_", "maximum", "max"}
+_BOUNDS = {"clamp", "clamp_min", "maximum", "max"}
 
 
 def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
@@ -199,20 +138,20 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
     others = [where for where in sums if not where.counts]
     counts = [where for where in sums if where.counts]
     if not others and not any(isinstance(where, Layout) for where in call.where):
-        if call.func in LINEAR and call.func not in BILINEAR:
+        if call.facts.is_linear or call.facts.moves_entries:
             combined = _combine_sums(call, sums)
             if not _adds_number(call):
                 return combined
             return replace(combined, divisors=(_find_complement(call, combined) or COMPUTED,))
-        is_divided = call.func in DIVISIONS and call.where[0] is None
-        is_inverse = is_divided or call.func in REVERSED_DIVISIONS or "reciprocal" in get_op_name(call.func)
-        is_same = is_inverse or get_op_name(call.func) in _BOUNDS or call.func in BILINEAR
+        is_divided = call.facts.is_division and call.where[0] is None
+        is_inverse = is_divided or call.facts.operator in ("rtruediv", "reciprocal")
+        is_same = is_inverse or call.facts.operator in _BOUNDS or call.facts.is_bilinear
         divisors = counts[0].divisors if is_same and len(counts) == 1 else (COMPUTED,)
         return replace(counts[0], is_share=counts[0].is_share != is_inverse, divisors=divisors)
-    if len(sums) != 2 or len(others) != 1 or call.func not in BILINEAR:
+    if len(sums) != 2 or len(others) != 1 or not call.facts.is_bilinear:
         return None
     (found,), (count,) = others, counts
-    is_division = call.func in DIVISIONS
+    is_division = call.facts.is_division
     if is_division and call.where[0] is count:
         return None
     divides = is_division != count.is_share
@@ -228,11 +167,11 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
 def _divide_samples(call: Call, sums: Sequence[Reduced]) -> Divided | None:
     """The layout of samples that are divided by one number of all samples, or multiplied by its inverse."""
     (count,) = sums if len(sums) == 1 else (None,)
-    where = call.where[0] if call.func in DIVISIONS else next(filter(lambda w: isinstance(w, Layout), call.where))
+    where = call.where[0] if call.facts.is_division else next(filter(lambda w: isinstance(w, Layout), call.where))
     numbers = [tensor for tensor, own in zip(call.tensors, call.where, strict=True) if own is count]
     if count is None or not (call.counted.holds_divisors and count.counts and isinstance(where, Layout)):
         return None
-    if call.func not in BILINEAR or (call.func in DIVISIONS) == count.is_share or numbers[0].dim():
+    if not call.facts.is_bilinear or (call.facts.is_division) == count.is_share or numbers[0].dim():
         return None
     cause = f"{count.cause} (in {count.place}), and {get_op_name(call.func)} is not linear in that sum"
     return Divided(cause, layout=where, divisors=count.divisors)
@@ -242,9 +181,9 @@ def enter_divided(call: Call) -> Call | None:
     """The same call as if its samples had not been divided; None if the number would not be a divisor of the loss."""
     divided = [where for where in call.where if isinstance(where, Divided)]
     others = [where for where in call.where if where is not None and not isinstance(where, Divided)]
-    is_product = call.func in BILINEAR or (call.func in ADDITIVE and get_op_name(call.func) in _PLAIN_SUMS)
-    is_first = call.func not in DIVISIONS or isinstance(call.where[0], Divided)
-    if len(divided) == 1 and is_first and (is_product or (call.func in LINEAR and not others)):
+    is_product = call.facts.is_bilinear or call.facts.is_plain_sum
+    is_first = not call.facts.is_division or isinstance(call.where[0], Divided)
+    if len(divided) == 1 and is_first and (is_product or (call.facts.keeps_sums and not others)):
         return replace(call, where=tuple(w.layout if isinstance(w, Divided) else w for w in call.where))
     return None
 
@@ -266,15 +205,14 @@ def leave_divided(call: Call, motion: Motion) -> Motion:
 def _adds_number(call: Call) -> bool:
     """Whether a call adds more than an epsilon to what was counted, or subtracts what was counted from a number."""
     numbers = [arg for arg in call.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-    name = get_op_name(call.func)
-    has_constants = any(where is None for where in call.where) and name not in ("stack", "to", "float", "double")
-    is_sum = call.func in SUMS and name not in ("sum", "mean")
+    has_constants = any(where is None for where in call.where)
+    is_sum = call.facts.is_linear and not call.facts.is_additive
     return is_sum and (has_constants or any(abs(number) > 1e-3 for number in numbers))
 
 
 def _find_complement(call: Call, count: Reduced) -> Divisor | None:
     """The number of entries that a mask leaves out: the number of all entries, less those that were counted."""
-    if call.func not in _REVERSED_SUBTRACTIONS or call.kwargs or not call.counted.may_know_size(count.entries):
+    if call.facts.operator != "rsub" or call.kwargs or not call.counted.may_know_size(count.entries):
         return None
     entries = count.divisors[0].entries if len(count.divisors) == 1 else None
     if entries is None or call.args[1] != count.entries or count.kind != "sum" or count.is_share:
@@ -326,7 +264,7 @@ _FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torc
 
 def is_mean_over_valid_targets(call: Call) -> bool:
     """Whether the divisor of a loss is the number of targets that are not ignored."""
-    return call.func in _MEANS_OVER_VALID_TARGETS and call.kwargs.get("reduction", "mean") == "mean"
+    return call.facts.averages_targets and call.kwargs.get("reduction", "mean") == "mean"
 
 
 def make_mean(motion: Motion) -> Motion:
@@ -429,11 +367,11 @@ def add_divisors(call: Call, reduced: Reduced) -> Reduced:
 def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
     """The number that a reduction counts or divides by; None if all samples have the same part of it."""
     first, where = call.tensors[0], call.where[0]
-    if call.func in _MEANS_OVER_VALID_TARGETS:
+    if call.facts.averages_targets:
         return _count_targets(call)
     if reduced.counts and isinstance(where, (Layout, Scattered)):
-        return make_sum_of_entries(first != 0 if get_op_name(call.func) == "count_nonzero" else first, where)
-    if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.func in WEIGHTED_MEANS:
+        return make_sum_of_entries(first != 0 if call.facts.operator == "count_nonzero" else first, where)
+    if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.facts.divides_by_weights:
         return _count_weights(call, weight)
     if reduced.kind == "mean" and call.func is not F.ctc_loss and (reduced.uneven or isinstance(where, Scattered)):
         ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
@@ -474,7 +412,7 @@ def find_unequal_divisors(call: Call) -> Lost | None:
     """`Lost` if a call is a mean over rows of which the samples have different numbers."""
     name = get_op_name(call.func)
     reduction = call.kwargs.get("reduction", "mean")
-    if call.func not in ADDITIVE or reduction not in ("mean", "batchmean") or name in _PLAIN_SUMS:
+    if not call.facts.is_additive or reduction not in ("mean", "batchmean") or call.facts.is_plain_sum:
         return None
     if len(call.find_samples()) == 1:
         return None

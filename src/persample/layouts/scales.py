@@ -22,7 +22,6 @@ from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.counts import Scale
 from persample.layouts.divisors import Divisor
-from persample.layouts.functions import DIVISIONS
 from persample.layouts.layout import Lost, Reduced
 
 # "size": the batch size, or the number of entries; "count": another number of all samples; "unclear": a size or a
@@ -53,7 +52,7 @@ def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
 
 def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Reduced | Lost:
     name = get_op_name(call.func)
-    divisor = number if call.func in DIVISIONS else 1 / number
+    divisor = number if call.facts.is_division else 1 / number
     if reading.meaning == "statistic":
         return Lost(f"{found.cause}, and {name} scales that by {number:g}, which was computed from all samples")
     if reading.meaning == "count" and not (call.counted.is_sum and call.counted.holds_divisors):
@@ -79,7 +78,7 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
 
 def _read(call: Call, found: Reduced, number: float) -> _Reading:
     """What a number means, as far as this call shows."""
-    is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
+    is_division, sizes = call.facts.is_division, (call.batch, found.entries)
     divisor = number if is_division else 1 / number
     is_size = number in sizes or (call.counted.holds_divisors and _is_product_of_sizes(found, number / call.batch))
     is_item_count = call.counted.is_sum and divisor in call.counted.given_integers
@@ -113,7 +112,7 @@ def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | No
             return [known]
     if _is_close_to_any(divisor, found.uneven):
         return [Divisor("rows", divisor)]
-    if call.func in DIVISIONS and call.counted.holds_divisors and float(divisor).is_integer():
+    if call.facts.is_division and call.counted.holds_divisors and float(divisor).is_integer():
         for known in found.divisors:  # the targets of the sum that are not ignored
             counts = known.count_by_sample(call.batch)
             if counts is not None and float(counts.sum()) == divisor:
@@ -136,7 +135,7 @@ def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
     """
     if not call.counted.may_know_size(call.batch, found.entries):
         return False
-    is_division, sizes = call.func in DIVISIONS, (call.batch, found.entries)
+    is_division, sizes = call.facts.is_division, (call.batch, found.entries)
     if found.kind == "mean":
         return number in sizes and isinstance(number, int) and not is_division
     divisor = number if is_division else 1 / number
@@ -161,7 +160,7 @@ def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
     if numbers:
         return numbers[0] or None, False
     others = [t for t, where in zip(call.tensors, call.where, strict=True) if not isinstance(where, Reduced)]
-    if call.func not in DIVISIONS or found.kind != "sum" or not others or others[0].numel() != 1:
+    if not call.facts.is_division or found.kind != "sum" or not others or others[0].numel() != 1:
         return None, False
     trace = tracing.get_trace()
     if trace is not None and trace.is_invented(others[0]):
@@ -174,7 +173,7 @@ def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
 
 def _compare_with_earlier(call: Call, found: Reduced, number: float, reading: _Reading) -> _Reading:
     """The reading of the same place in an earlier step, unless this step shows that it was wrong."""
-    if reading.meaning == "statistic" or (call.func not in DIVISIONS and found.kind == "sum"):
+    if reading.meaning == "statistic" or (not call.facts.is_division and found.kind == "sum"):
         return reading
     sites, site = call.counted.sites, _find_site(call)
     before = sites.get(site)

@@ -14,21 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.facts import T
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
-from persample.layouts.algebra import is_pointwise
 from persample.layouts.algebra.engine import get_argument, normalise_dims
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, T, find_functions
 from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where, find_layout_of_ids, make_sample_ids
 from persample.layouts.motion import Motion
 from persample.layouts.reductions import make_reduced
 
-_SUMS = {torch.sum, T.sum, torch.mean, T.mean}
+_SUMS = {"sum", "mean"}
 
 # Functions that combine entries along their argument `dim`.
-_ALONG = _SUMS | set(find_functions("softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "all", "any"))
+_ALONG = _SUMS | {"softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "all", "any"}
 
 
 def find_scattered_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
@@ -36,14 +35,14 @@ def find_scattered_motion(call: Call, results: Sequence[Tensor]) -> Motion | Non
     if any(isinstance(where, (Lost, Reduced)) and not isinstance(where, Scattered) for where in call.where):
         return None
     found: Sequence[Where | None] | None = None
-    if call.func in MOVES:
+    if call.facts.moves_entries:
         found = _move(call)
-    elif is_pointwise(call.func):
+    elif call.facts.is_pointwise:
         found = _combine_entries(call, results)
     elif call.func is T.copy_ and call.where[1] is not None:  # every entry is overwritten
         ids = make_sample_ids(call.tensors[1], call.where[1], call.batch).expand_as(call.tensors[0])
         found = [find_layout_of_ids(ids, call.batch)]
-    elif call.func in _ALONG:
+    elif call.facts.operator in _ALONG:
         dims = get_argument(call, 1, "dim", "axis")
         found = _add_up(call) if dims is None else _combine_along(call, results, dims)
     return None if found is None else Motion(tuple(found), depends_on_values=True)
@@ -107,10 +106,10 @@ def _combine_along(call: Call, results: Sequence[Tensor], given: Any) -> list[Wh
 
 def _add_up(call: Call) -> list[Where | None] | None:
     where = call.where[0]
-    if call.func not in _SUMS or not isinstance(where, Scattered) or any(call.where[1:]):
+    if call.facts.operator not in _SUMS or not isinstance(where, Scattered) or any(call.where[1:]):
         return None
     counts = where.ids.flatten()[where.ids.flatten() >= 0].bincount(minlength=call.batch)
-    is_mean = get_op_name(call.func) == "mean"
+    is_mean = call.facts.operator == "mean"
     is_even = call.counted.holds_divisors or bool((counts == counts[0]).all())
     if is_mean and (int(where.ids.min()) < 0 or not is_even):
         return [Lost("mean is a mean over different numbers of entries of the samples")]

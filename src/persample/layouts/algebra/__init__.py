@@ -18,22 +18,18 @@ from persample.layouts.algebra import (  # noqa: F401  they declare motions
 )
 from persample.layouts.algebra.engine import (
     DECLARATIONS,
-    FOR_ANY_LAYOUT,
     declare,
     find_declared_motion,
     get_argument,
 )
-from persample.layouts.algebra.size_free import BY_SHAPE, POINTWISE, SIZE_FREE, find_size_free_layout, is_pointwise
+from persample.layouts.algebra.size_free import BY_SHAPE, SIZE_FREE, find_size_free_layout
 
 __all__ = [
     "BY_SHAPE",
     "DECLARATIONS",
-    "FOR_ANY_LAYOUT",
-    "POINTWISE",
     "SIZE_FREE",
     "declare",
     "find_declared_motion",
     "find_size_free_layout",
     "get_argument",
-    "is_pointwise",
 ]

@@ -18,7 +18,7 @@ from persample.layouts.motion import Motion, make_uniform_motion
 _EXCLUDED = -1e9
 
 
-@declare(F.scaled_dot_product_attention)
+@declare(F.scaled_dot_product_attention, is_size_free=True)
 def attend(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Queries, keys and values are matrices; the dimensions before them are independent."""
     in_matrices = [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
+from persample._internal.facts import find_functions
 from persample.layouts.algebra.engine import (
     DECLARATIONS,
     Declaration,
@@ -23,10 +24,9 @@ from persample.layouts.algebra.engine import (
     normalise_dims,
 )
 from persample.layouts.call import Call
-from persample.layouts.functions import SORTS, find_functions
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import ADDITIVE, make_reduced
+from persample.layouts.reductions import make_reduced
 
 # ---- one tensor ----
 
@@ -38,9 +38,9 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
         return None
     combined = normalise_dims(dims, tensor.dim())
     if where.dim in combined:
-        if call.func in SORTS:  # rows in an order that depends on all samples
+        if call.facts.sorts:  # rows in an order that depends on all samples
             return None
-        if call.func in ADDITIVE:
+        if call.facts.is_additive:
             return make_uniform_motion(make_reduced(call, results), results)
         return lose(call, results, f"of shape {tuple(tensor.shape)} combines samples along dimension {where.dim}")
     dropped = sum(dim < where.dim for dim in combined)
@@ -50,10 +50,10 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
     return Motion(tuple(move(where, dim) for dim in dims_dropped))
 
 
-def _declare_along(names: str, position: int, default: Any = None, *more: Any) -> None:
+def _declare_along(names: str, position: int, default: Any = None, *more: Any, **known: Any) -> None:
     """Declare functions that combine entries along an argument `dim`, at this position among the arguments."""
 
-    @declare(*names.split(), *more)
+    @declare(*names.split(), *more, **{"is_size_free": True, **known})
     def combine(call: Call, results: Sequence[Tensor]) -> Motion | None:
         dims = get_argument(call, position, "dim", "axis", default=default)
         if isinstance(dims, (bool, Tensor)) or (dims is not None and not _are_dims(dims)):
@@ -69,29 +69,34 @@ def _are_dims(dims: Any) -> bool:
 
 _BY_KEYWORD = 99  # the position of an argument that has no position
 
-_declare_along("sum mean nansum nanmean prod all any amax amin argmax argmin aminmax var std var_mean std_mean", 1)
-_declare_along("logsumexp count_nonzero", 1)
-_declare_along("max min median nanmedian", 1)
-_declare_along("mode", 1, -1)
+_declare_along("sum", 1, is_linear=True, is_additive=True, is_plain_sum=True)
+_declare_along("nansum", 1, is_additive=True, is_plain_sum=True)
+_declare_along("mean", 1, is_linear=True, is_additive=True)
+_declare_along("count_nonzero", 1, is_additive=True, is_plain_sum=True, is_size_free=False)
+_declare_along("prod all any amax amin argmax argmin aminmax var std var_mean std_mean logsumexp max min cumsum", 1)
+_declare_along("nanmean median nanmedian logcumsumexp cummax cummin", 1, is_size_free=False)
+_declare_along("cumprod", 1)
+_declare_along("mode", 1, -1, is_size_free=False)
 _declare_along("norm", 2)
-_declare_along("cumsum cumprod logcumsumexp cummax cummin", 1)
 _declare_along("softmax log_softmax softmin", 1, "implicit")
-_declare_along("sort argsort", 1, -1)
-_declare_along("msort", _BY_KEYWORD, 0)
-_declare_along("topk kthvalue", 2, -1)
+_declare_along("sort argsort", 1, -1, sorts=True)
+_declare_along("msort", _BY_KEYWORD, 0, is_size_free=False)
+_declare_along("topk", 2, -1, sorts=True)
+_declare_along("kthvalue", 2, -1, is_size_free=False)
 _declare_along("glu", 1, -1)
 _declare_along("", 2, 1, F.normalize)
-_declare_along("", 4, -1, F.gumbel_softmax)
-_declare_along("", 2, None, torch.linalg.vector_norm, torch.linalg.norm)
-_declare_along("", 2, (-2, -1), torch.linalg.matrix_norm)
-_declare_along("", _BY_KEYWORD, None, torch.gradient)
+_declare_along("gumbel_softmax", 4, -1, is_random=True, is_size_free=False)
+_declare_along("", 2, None, torch.linalg.vector_norm)
+_declare_along("", 2, None, torch.linalg.norm, is_size_free=False)
+_declare_along("", 2, (-2, -1), torch.linalg.matrix_norm, is_size_free=False)
+_declare_along("", _BY_KEYWORD, None, torch.gradient, is_size_free=False)
 
 _TRANSFORMS: list[tuple[str, Any]] = [
     ("fft ifft rfft irfft hfft ihfft", -1),
     ("fft2 ifft2 rfft2 irfft2 hfft2 ihfft2", (-2, -1)),
 ]
 for _names, _default in _TRANSFORMS:
-    _declare_along("", 2, _default, *(getattr(torch.fft, name) for name in _names.split()))
+    _declare_along("", 2, _default, *(getattr(torch.fft, name) for name in _names.split()), is_size_free=False)
 
 
 @declare(torch.fft.fftn, torch.fft.ifftn, torch.fft.rfftn, torch.fft.irfftn, torch.fft.hfftn, torch.fft.ihfftn)
@@ -154,21 +159,22 @@ def _count_values(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return lose(call, results, "combines all samples")
 
 
-@declare("histc", "histogram", "histogramdd", "cov", "corrcoef", "dist", "trace", *_torch.TRUTH_FUNCTIONS)
+@declare("dist", combines_pairs=True)
+@declare("histc", "histogram", "histogramdd", "cov", "corrcoef", "trace", *_torch.TRUTH_FUNCTIONS)
 def _combine_everything(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return lose(call, results, "combines all samples")
 
 
-@declare("multinomial", _torch.sample_dirichlet)
+@declare("multinomial", _torch.sample_dirichlet, is_random=True)
 def _draw_from_rows(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _combine(call, results, -1)
 
 
-@declare(torch.stft, Tensor.stft, torch.istft, Tensor.istft)
+@declare("stft", "istft")
 def _stft(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Time becomes frequencies and frames, or the reverse; a batch dimension is in front."""
     tensor, where = call.tensors[0], call.where[0]
-    last = 1 if call.func in (torch.stft, Tensor.stft) else 2
+    last = 1 if call.facts.operator == "stft" else 2
     if not isinstance(where, Layout) or any(call.where[1:]):
         return None
     if where.dim >= tensor.dim() - last:
@@ -193,12 +199,12 @@ def _combine_pairs(call: Call, results: Sequence[Tensor], dim: int) -> Motion | 
     return Motion((move(where, where.dim - (is_dropped and combined < where.dim)),), motion.aligned)
 
 
-@declare(F.cosine_similarity, torch.cosine_similarity)
+@declare("cosine_similarity", combines_pairs=True)
 def _cosine_similarity(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _combine_pairs(call, results, get_argument(call, 2, "dim", default=1))
 
 
-@declare(F.pairwise_distance, torch.pairwise_distance)
+@declare("pairwise_distance", combines_pairs=True)
 def _pairwise_distance(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _combine_pairs(call, results, -1)
 

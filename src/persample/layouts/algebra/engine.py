@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.facts import describe
 from persample.errors import get_op_name
 from persample.layouts.algebra.arguments import has_tensors_by_keyword, put_tensors_in_order
 from persample.layouts.call import Call
-from persample.layouts.functions import MOVES, find_functions
 from persample.layouts.layout import Crossed, Layout, Lost, make_layout, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
@@ -23,36 +23,21 @@ Declaration = Callable[[Call, Sequence[Tensor]], Motion | None]
 # Torch function -> its declaration.
 DECLARATIONS: dict[Any, Declaration] = {}
 
-# Functions with declarations that handle everything that can be known about an argument: lost and reduced tensors,
-# single samples, loose rows. They always return a motion.
-FOR_ANY_LAYOUT: set[Any] = set()
-
 # Why a call mixes samples, after the name of its function.
 DIFFERENT_ORDERS = "has the samples in different orders in its arguments (pairs in one call need record(units=...))"
 
-# Functions whose result depends on the position of a row.
-_READING_POSITIONS: set[Any] = set()
 
-
-def declare(
-    *functions: Any, for_any_layout: bool = False, reads_positions: bool = False
-) -> Callable[[Declaration], Declaration]:
-    """Register a declaration for some torch functions; a name stands for all functions with that name.
+def declare(*functions: Any, **known: Any) -> Callable[[Declaration], Declaration]:
+    """Register a declaration for some torch functions; a name stands for all spellings of an operator.
 
     Args:
-        for_any_layout: the declaration is asked first, whatever is known about the arguments.
-        reads_positions: the functions compute something else for a row at another position, so they cannot be used
-            with loose rows.
+        functions: the functions, or names of operators.
+        known: facts about them, as in `Facts`. A declaration that `handles_any_layout` must handle everything that can
+            be known about an argument (lost and reduced tensors, single samples, loose rows), and return a motion.
     """
 
     def register(declaration: Declaration) -> Declaration:
-        for function in functions:
-            for each in find_functions(function) if isinstance(function, str) else [function]:
-                DECLARATIONS[each] = declaration
-                if for_any_layout:
-                    FOR_ANY_LAYOUT.add(each)
-                if reads_positions:
-                    _READING_POSITIONS.add(each)
+        DECLARATIONS.update(dict.fromkeys(describe(*functions, **known), declaration))
         return declaration
 
     return register
@@ -63,7 +48,7 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
     declaration = DECLARATIONS.get(call.func)
     if declaration is None or call.kwargs.get("out") is not None or not results:
         return None
-    moves_entries = call.func in MOVES and not _is_reinterpretation(call)
+    moves_entries = call.facts.moves_entries and not _is_reinterpretation(call)
     is_loose = False
     for tensor, where in zip(call.tensors, call.where, strict=True):
         if where is None:
@@ -73,7 +58,7 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
         if where.alternatives and moves_entries:  # sample numbers move the alternatives too
             return None
         is_loose |= where.loose
-    if is_loose and (moves_entries or call.func in _READING_POSITIONS):
+    if is_loose and (moves_entries or call.facts.reads_positions):
         return None
     positions: Sequence[int] = range(len(call.tensors))
     ordered = call

@@ -29,7 +29,7 @@ def is_batched_convolution(call: Call) -> bool:
     return call.tensors[0].dim() == _CONVOLUTIONS[call.func] + 2
 
 
-@declare(*_CONVOLUTIONS)
+@declare(*_CONVOLUTIONS, is_size_free=True, shares_weights=True)
 def convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     is_batched = is_batched_convolution(call)
@@ -88,12 +88,14 @@ def _channels(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 2)
 
 
-@declare(F.fold, torch.channel_shuffle, F.local_response_norm)
+@declare(F.fold, F.local_response_norm)
+@declare("channel_shuffle", moves_entries=True)
 def _first_dim(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
 
 
-@declare(F.group_norm, torch.group_norm, F.affine_grid)
+@declare(F.affine_grid, is_size_free=True)
+@declare("group_norm", is_size_free=True, shares_weights=True)
 def normalise_groups(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1)
 
@@ -124,12 +126,12 @@ def _cell(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1, _CELLS[call.func])
 
 
-@declare(torch.pixel_shuffle, torch.pixel_unshuffle)
+@declare("pixel_shuffle", "pixel_unshuffle", moves_entries=True)
 def _shuffle_pixels(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, call.tensors[0].dim() - 3)  # before channels, height and width
 
 
-@declare(F.layer_norm, F.rms_norm, torch.layer_norm, torch.rms_norm)
+@declare("layer_norm", "rms_norm", is_size_free=True, shares_weights=True)
 def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where = call.tensors[0], call.where[0]
     shape = get_argument(call, 1, "normalized_shape")
@@ -140,7 +142,7 @@ def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, tensor.dim() - len(shape))
 
 
-@declare(F.batch_norm)
+@declare(F.batch_norm, is_size_free=True, shares_weights=True, updates_statistics=True)
 def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or where.dim == 1:
@@ -150,17 +152,17 @@ def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare(F.instance_norm, torch.instance_norm)
+@declare("instance_norm", shares_weights=True, updates_statistics=True)
 def _instance_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1)
 
 
-@declare(F.embedding)
+@declare(F.embedding, is_size_free=True, shares_weights=True)
 def look_up(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, call.tensors[0].dim())
 
 
-@declare(torch.embedding)
+@declare(torch.embedding, is_size_free=True, shares_weights=True)
 def look_up_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[1]
     if call.where[0] is not None or not isinstance(where, Layout):

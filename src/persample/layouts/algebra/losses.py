@@ -22,7 +22,7 @@ from persample.layouts.algebra.engine import (
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Where
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import WEIGHTED_MEANS, make_reduced
+from persample.layouts.reductions import make_reduced
 
 
 def _get_arguments(call: Call) -> dict[str, Any]:
@@ -47,14 +47,22 @@ def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Mo
     return Motion((make_reduced(call, results, arguments["reduction"]),), entries.aligned)
 
 
-@declare(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.soft_margin_loss, F.hinge_embedding_loss, F.kl_div)
-@declare(F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.margin_ranking_loss, F.poisson_nll_loss)
+_ENTRYWISE = {"is_additive": True, "has_entries": True}
+_POINTWISE = {"is_pointwise_loss": True, **_ENTRYWISE}
+_OF_PAIRS = {"combines_pairs": True, **_POINTWISE}
+
+
+@declare(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, divides_by_weights=True, **_OF_PAIRS)
+@declare(F.kl_div, **_OF_PAIRS)
+@declare(F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss, F.poisson_nll_loss, **_POINTWISE)
+@declare(F.binary_cross_entropy, **_POINTWISE)
+@declare(F.binary_cross_entropy_with_logits, class_weights="pos_weight", **_POINTWISE)
 def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
     entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
     arguments = _get_arguments(call)
     weight = arguments.get("weight")
-    if call.func in WEIGHTED_MEANS and weight is not None and arguments["reduction"] == "mean" and entries:
+    if call.facts.divides_by_weights and weight is not None and arguments["reduction"] == "mean" and entries:
         differs = [i for i, _ in entries.aligned if call.tensors[i] is weight]
         if differs or _get_layout(call, weight) is not None:
             cause = "divides by the sum of weights that differ between samples"
@@ -73,7 +81,7 @@ def _divide_by_weights(call: Call, results: Sequence[Tensor], entries: Motion, c
     return motion
 
 
-@declare(F.cross_entropy, F.nll_loss)
+@declare(F.cross_entropy, F.nll_loss, averages_targets=True, class_weights="weight", is_size_free=True, **_ENTRYWISE)
 def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Logits `(N, C, ...)`, with classes `(N, ...)` or probabilities `(N, C, ...)`: no result for each class."""
     arguments = _get_arguments(call)
@@ -98,7 +106,8 @@ def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _reduce(call, results, entries)
 
 
-@declare(F.cosine_embedding_loss, F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss)
+@declare(F.cosine_embedding_loss, F.multilabel_margin_loss, **_ENTRYWISE)
+@declare(F.multi_margin_loss, F.multilabel_soft_margin_loss, class_weights="weight", **_ENTRYWISE)
 def _vector_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A loss of each row `(N, ...)`."""
     if call.tensors[0].dim() < 2:
@@ -108,7 +117,7 @@ def _vector_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _reduce(call, results, rows)
 
 
-@declare(F.triplet_margin_loss)
+@declare(F.triplet_margin_loss, **_ENTRYWISE)
 def _triplet_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Distances along the last dimension."""
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
@@ -120,7 +129,7 @@ def _triplet_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _reduce(call, results, entries)
 
 
-@declare(F.ctc_loss)
+@declare(F.ctc_loss, is_additive=True)
 def _ctc_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """`(T, N, C)`, with targets `(N, S)`; the mean is over the samples, each divided by the length of its target."""
     arguments = _get_arguments(call)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
+from persample._internal.facts import T
 from persample.layouts.algebra.engine import broadcast, declare, find_common_rows, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
@@ -17,37 +18,44 @@ from persample.layouts.motion import Motion, make_uniform_motion
 _UNARY = """
     abs acos acosh angle asin asinh atan atanh bitwise_not ceil conj conj_physical cos cosh deg2rad digamma erf erfc
     erfinv exp exp2 expm1 floor frac frexp i0 imag invert isfinite isinf isnan isneginf isposinf isreal lgamma log
-    log10 log1p log2 logical_not logit mvlgamma nan_to_num neg polygamma pos rad2deg real reciprocal
+    log10 log1p log2 logical_not logit mvlgamma nan_to_num polygamma rad2deg real reciprocal
     resolve_conj resolve_neg round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc celu elu
     gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu silu softplus
-    softshrink softsign tanhshrink threshold rrelu clone detach contiguous requires_grad dropout alpha_dropout
-    feature_dropout feature_alpha_dropout bernoulli poisson normal_ uniform_ random_ exponential_ geometric_ cauchy_
-    log_normal_ zero_ fill fill_
+    softshrink softsign tanhshrink threshold zero_ fill
 """.split()
 
 _BROADCASTING = """
-    add addcdiv addcmul and atan2 binomial bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
-    clamp clamp_max clamp_min copysign div eq float_power floor_divide floordiv fmax fmin fmod ge gcd gt heaviside
-    hypot igamma igammac lcm ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill
-    maximum minimum mod mul ne nextafter normal or polar pow remainder rshift lshift rsub sub xlogy xor complex
-    isclose
+    addcdiv addcmul and atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor clamp clamp_max
+    clamp_min copysign eq float_power floor_divide floordiv fmax fmin fmod ge gcd gt heaviside hypot igamma igammac lcm
+    ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt masked_fill maximum minimum mod ne
+    nextafter or polar pow remainder rshift lshift xlogy xor complex isclose rfloordiv rlshift rmod rpow rrshift
+    rtruediv
+""".split()
+
+_RANDOM = """
+    dropout alpha_dropout feature_dropout feature_alpha_dropout rrelu bernoulli poisson uniform_ random_ exponential_
+    geometric_ cauchy_ log_normal_ binomial normal
 """.split()
 
 # All other functions of torch.special are pointwise.
-_COMBINING = {torch.special.logsumexp, torch.special.softmax, torch.special.log_softmax}
-_SPECIAL = {getattr(torch.special, name) for name in torch.special.__all__} - _COMBINING
+_SPECIAL = {*torch.special.__all__} - {"logsumexp", "softmax", "log_softmax"}
+
+_POINTWISE = {"is_pointwise": True, "is_size_free": True}
 
 
-@declare(*_UNARY, *_BROADCASTING, *_SPECIAL, *_torch.RANDOM_FUNCTIONS)
-@declare(Tensor.real.__get__, Tensor.imag.__get__)  # type: ignore[attr-defined]
-@declare(torch.unravel_index)
-@declare(F.dropout1d, F.dropout2d, F.dropout3d)  # a dropped channel belongs to one sample
-@declare("tril", "triu", reads_positions=True)
+@declare(*_UNARY, *_BROADCASTING, *_SPECIAL, T.real.__get__, T.imag.__get__, "unravel_index", **_POINTWISE)
+@declare(*_RANDOM, *_torch.RANDOM_FUNCTIONS, is_random=True, **_POINTWISE)
+@declare("dropout1d", "dropout2d", "dropout3d", is_random=True, **_POINTWISE)  # a dropped channel belongs to one sample
+@declare("add", "sub", "rsub", "neg", "pos", is_linear=True, **_POINTWISE)
+@declare("mul", "div", is_bilinear=True, **_POINTWISE)
+@declare("clone", "detach", "contiguous", moves_entries=True, **_POINTWISE)
+@declare("requires_grad", returns_argument=True, **_POINTWISE)
+@declare("tril", "triu", reads_positions=True, is_size_free=True)
 def combine_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return broadcast(call, results)
 
 
-@declare(torch.where, Tensor.where)
+@declare("where", is_pointwise=True, is_size_free=True, lists_entries=True)
 def choose_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return broadcast(call, results) if len(call.args) + len(call.kwargs) > 1 else None
 

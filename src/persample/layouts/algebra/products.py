@@ -23,7 +23,7 @@ from persample.layouts.algebra.engine import (
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, make_layout
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import ADDITIVE, make_reduced
+from persample.layouts.reductions import make_reduced
 
 Letters = Sequence[Any]
 
@@ -55,7 +55,7 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
     if found is None:
         return None
     if letter not in out:
-        if call.func in ADDITIVE:
+        if call.facts.is_additive:
             return make_uniform_motion(make_reduced(call, results), results)
         return lose(call, results, "sums over the samples")
     dim = out.index(letter)
@@ -75,22 +75,23 @@ def _matrix_letters(rank: int, rows: str, columns: str) -> list[Any]:
     return [*range(rank - 2, 0, -1), rows, columns]
 
 
-@declare("matmul", "bmm", "mm", "mv", torch.linalg.matmul)
+@declare("matmul", "rmatmul", torch.linalg.matmul, is_size_free=True, is_additive=True, is_plain_sum=True)
+@declare("bmm", "mm", "mv", is_size_free=True)
 def multiply_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) != 2:
         return None
     first, second = call.tensors
-    if call.func is Tensor.__rmatmul__:
+    if call.facts.operator == "rmatmul":
         first, second = second, first
     left = ["k"] if first.dim() == 1 else _matrix_letters(first.dim(), "n", "k")
     right = ["k"] if second.dim() == 1 else _matrix_letters(second.dim(), "k", "m")
     batch = max(len(left), len(right)) - 2
     out = [*range(batch, 0, -1), *(["n"] if first.dim() > 1 else []), *(["m"] if second.dim() > 1 else [])]
-    letters = [right, left] if call.func is Tensor.__rmatmul__ else [left, right]
+    letters = [right, left] if call.facts.operator == "rmatmul" else [left, right]
     return _contract(call, results, letters, out)
 
 
-@declare("dot", "vdot")
+@declare("dot", "vdot", is_additive=True, is_plain_sum=True, combines_pairs=True)
 def _dot(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, ["k", "k"], "")
 
@@ -100,7 +101,7 @@ def _outer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, ["n", "m"], "nm")
 
 
-@declare("inner")
+@declare("inner", is_additive=True, is_plain_sum=True)
 def _inner(call: Call, results: Sequence[Tensor]) -> Motion | None:
     left, right = ([(i, dim) for dim in range(tensor.dim() - 1)] for i, tensor in enumerate(call.tensors))
     if not all(tensor.dim() for tensor in call.tensors):
@@ -154,23 +155,22 @@ def _chain(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, letters, out)
 
 
-@declare("addmm", "baddbmm", "addmv", "addbmm", "addr")
+@declare("addmm", "baddbmm", "addmv", "addbmm", "addr", is_size_free=True)
 def multiply_and_add(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) != 3 or not all(isinstance(t, Tensor) for t in call.args[:3]) or len(call.args) < 3:
         return None
-    name = call.func.__name__.strip("_")
     letters = {
         "addmm": ("nk", "km", "nm"),
         "baddbmm": ("bnk", "bkm", "bnm"),
         "addmv": ("nk", "k", "n"),
         "addbmm": ("bnk", "bkm", "nm"),
         "addr": ("n", "m", "nm"),
-    }[name]
+    }[call.facts.operator]
     rank = call.tensors[0].dim()
     return _contract(call, results, [letters[2][len(letters[2]) - rank :], letters[0], letters[1]], letters[2])
 
 
-@declare(F.linear)
+@declare(F.linear, is_size_free=True, shares_weights=True)
 def apply_linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) > 2 and call.tensors[2].dim() > 1:  # a bias for each row
         return None
@@ -179,14 +179,14 @@ def apply_linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _contract(call, results, letters[: len(call.tensors)], [*range(rank - 1), "o"][: results[0].dim()])
 
 
-@declare(F.bilinear, torch.bilinear)
+@declare("bilinear")
 def _bilinear(call: Call, results: Sequence[Tensor]) -> Motion | None:
     batch = list(range(call.tensors[0].dim() - 1))
     letters: list[Letters] = [[*batch, "i"], [*batch, "j"], "oij", "o"]
     return _contract(call, results, letters[: len(call.tensors)], [*batch, "o"])
 
 
-@declare(torch.einsum)
+@declare(torch.einsum, is_size_free=True, is_additive=True, is_plain_sum=True)
 def apply_einsum(call: Call, results: Sequence[Tensor]) -> Motion | None:
     equation = call.args[0]
     if not isinstance(equation, str) or len(call.tensors) != equation.count(",") + 1:

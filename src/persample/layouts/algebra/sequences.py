@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from persample import _torch
+from persample._internal.facts import T
 from persample.layouts.algebra.engine import declare, get_argument
 from persample.layouts.call import Call
-from persample.layouts.functions import T
 from persample.layouts.layout import Layout, Lost, make_layout
 from persample.layouts.motion import Motion
 
@@ -34,13 +34,13 @@ def _resize(call: Call, results: Sequence[Tensor]) -> Motion:
     return Motion((Lost("resize_ keeps the entries in memory, but not in their rows"),))
 
 
-@declare(T.data.__set__, for_any_layout=True)
+@declare(T.data.__set__, handles_any_layout=True, replaces_memory=True)
 def _assign_data(call: Call, results: Sequence[Tensor]) -> Motion:
     """`x.data = y`: the first tensor gets the layout of the second."""
     return Motion((call.where[1] if len(call.where) > 1 else None,))
 
 
-@declare(T.__deepcopy__, for_any_layout=True)
+@declare(T.__deepcopy__, handles_any_layout=True)
 def _deepcopy(call: Call, results: Sequence[Tensor]) -> Motion:
     """The same entries. A trial would leave its own tensors in the memo of the copy."""
     return Motion((call.where[0],))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal.facts import T
 from persample.layouts.algebra.engine import declare, find_common_rows, get_argument, lose, move, normalise_dims
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, make_layout, make_pattern
@@ -35,7 +36,9 @@ def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], ba
     return None
 
 
-@declare("view", "reshape", "flatten", "unflatten", "ravel", "squeeze", "unsqueeze", "view_as", "reshape_as")
+@declare("view", "reshape", moves_entries=True, reshapes=True, takes_sizes=True)
+@declare("flatten", "unflatten", "ravel", moves_entries=True, reshapes=True)
+@declare("squeeze", "unsqueeze", "view_as", "reshape_as", moves_entries=True)
 def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where, result = call.tensors[0], call.where[0], results[0]
     if not isinstance(where, Layout) or call.is_inplace:
@@ -65,7 +68,7 @@ def _permute_to(call: Call, results: Sequence[Tensor], order: Sequence[int]) -> 
     return make_uniform_motion(move(where, list(order).index(where.dim)), results)
 
 
-@declare("transpose")
+@declare("transpose", moves_entries=True, is_size_free=True)
 def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     first = get_argument(call, 1, "dim0", "axis0")
@@ -77,15 +80,16 @@ def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _permute_to(call, results, order)
 
 
-@declare("t", Tensor.T.__get__, Tensor.mT.__get__, Tensor.H.__get__, Tensor.mH.__get__, "adjoint")  # type: ignore[attr-defined]
+@declare("t", T.T.__get__, T.mT.__get__, moves_entries=True)
+@declare(T.H.__get__, T.mH.__get__, "adjoint")
 def _transpose_last(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
-    if rank < 2 or (rank > 2 and call.func in (Tensor.T.__get__, Tensor.H.__get__)):  # type: ignore[attr-defined]
+    if rank < 2 or (rank > 2 and call.func in (T.T.__get__, T.H.__get__)):
         return None
     return _permute_to(call, results, [*range(rank - 2), rank - 1, rank - 2])
 
 
-@declare("permute")
+@declare("permute", moves_entries=True, is_size_free=True)
 def permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     dims = call.kwargs.get("dims", call.args[1:])
@@ -93,7 +97,7 @@ def permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _permute_to(call, results, [dim % rank for dim in dims]) if len(dims) == rank else None
 
 
-@declare("movedim")
+@declare("movedim", moves_entries=True)
 def _movedim(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     source, destination = get_argument(call, 1, "source"), get_argument(call, 2, "destination")
@@ -107,7 +111,8 @@ def _movedim(call: Call, results: Sequence[Tensor]) -> Motion | None:
 # ---- repeated entries ----
 
 
-@declare("expand", "broadcast_to", "expand_as", "repeat", "tile")
+@declare("expand", "broadcast_to", "repeat", "tile", moves_entries=True, takes_sizes=True)
+@declare("expand_as", moves_entries=True)
 def _expand(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """New dimensions in front; a repeated batch keeps its pattern."""
     tensor, where, result = call.tensors[0], call.where[0], results[0]
@@ -120,7 +125,7 @@ def _expand(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return make_uniform_motion(layout, results)
 
 
-@declare("repeat_interleave")
+@declare("repeat_interleave", moves_entries=True, picks_entries=True)
 def _repeat_interleave(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where = call.tensors[0], call.where[0]
     repeats, dim = get_argument(call, 1, "repeats"), get_argument(call, 2, "dim")
@@ -149,14 +154,14 @@ def _join(call: Call, results: Sequence[Tensor], dim: int, rank: int, is_new: bo
     return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare(torch.cat, torch.concat, torch.concatenate)
+@declare("cat", moves_entries=True, is_size_free=True)
 def concatenate(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", "axis", default=0)
     return _join(call, results, dim % rank, rank, is_new=False)
 
 
-@declare(torch.stack)
+@declare("stack", moves_entries=True, is_size_free=True)
 def stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", default=0)
@@ -175,12 +180,14 @@ def _take_part(call: Call, results: Sequence[Tensor], dim: int) -> Motion | None
     return make_uniform_motion(move(where, where.dim - (is_dropped and dim % tensor.dim() < where.dim)), results)
 
 
-@declare("split", "chunk", "split_with_sizes", "tensor_split")
+@declare("split", "chunk", "split_with_sizes", "tensor_split", moves_entries=True, is_size_free=True)
 def split(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _take_part(call, results, get_argument(call, 2, "dim", default=0))
 
 
-@declare("narrow", "select", "unbind", "index_select", Tensor.unfold)
+@declare("narrow", moves_entries=True, is_size_free=True, takes_sizes=True)
+@declare("index_select", moves_entries=True, is_size_free=True, picks_entries=True)
+@declare("select", "unbind", T.unfold, moves_entries=True, is_size_free=True)
 def select(call: Call, results: Sequence[Tensor]) -> Motion | None:
     dim = get_argument(call, 1, "dim", "dimension", default=0)
     if not isinstance(dim, int):
@@ -188,11 +195,11 @@ def select(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _take_part(call, results, dim)
 
 
-@declare("flip", "roll")
+@declare("flip", "roll", moves_entries=True, is_size_free=True)
 def reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Entries change places along some dimensions; samples that do are found by sample numbers."""
     tensor, where = call.tensors[0], call.where[0]
-    position = 2 if call.func in (torch.roll, Tensor.roll) else 1
+    position = 2 if call.facts.operator == "roll" else 1
     dims = call.kwargs.get("dims", call.args[position] if len(call.args) > position else None)
     if not isinstance(where, Layout) or where.alternatives or dims is None:
         return None
@@ -213,7 +220,7 @@ def find_padding(call: Call) -> tuple[int, int] | None:
     return before, after
 
 
-@declare(F.pad, torch.constant_pad_nd)
+@declare(F.pad, torch.constant_pad_nd, is_size_free=True)
 def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Pairs of amounts for the last dimensions, the last one first; a negative amount removes entries."""
     tensor, where = call.tensors[0], call.where[0]
@@ -268,7 +275,7 @@ def _scatter_part(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return None if own == dim else find_common_rows(call, base.shape, [0, int(is_missing and dim < own)])
 
 
-@declare(Tensor.__getitem__)
+@declare(T.__getitem__, moves_entries=True, picks_entries=True)
 def _getitem(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Numbers, slices, None and `...`, and one constant index that does not select samples."""
     where = call.where[0]

@@ -11,60 +11,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal.facts import all_with, find_functions
 from persample._internal.functions import is_inplace
-from persample.layouts.algebra import attention, layers, losses, pointwise, products, shapes
+from persample.layouts.algebra import attention, layers, losses, shapes
 from persample.layouts.algebra.engine import DECLARATIONS, find_declared_motion, get_argument
 from persample.layouts.call import Call
-from persample.layouts.functions import CASTS, LIKES, find_functions
 from persample.layouts.layout import Layout, make_pattern
 
-# Functions of entries at the same place, with broadcasting.
-POINTWISE: set[Any] = {f for f, declaration in DECLARATIONS.items() if declaration is pointwise.combine_entries}
-
-# Declared as pointwise, but the position of an entry decides.
-_BY_POSITION = set(find_functions("tril", "triu"))
-
-_BY_DIMS = """
-    sum mean nansum prod all any amax amin argmax argmin aminmax var std var_mean std_mean logsumexp max min norm cumsum
-    cumprod softmax log_softmax softmin sort argsort topk glu
-""".split()
-
-_DECLARATIONS = {
-    attention.attend, layers.convolve, layers.normalise_layer, layers.normalise_batch, layers.look_up,
-    layers.look_up_with_weight_first, layers.normalise_groups, losses.compare_classes, pointwise.choose_entries,
-    products.multiply_matrices, products.multiply_and_add, products.apply_linear, products.apply_einsum,
-    shapes.transpose, shapes.permute, shapes.concatenate, shapes.stack, shapes.split, shapes.select, shapes.reorder,
-    shapes.pad,
-}  # fmt: skip
-
 # Functions whose motion may be free of sizes; `find_size_free_layout` decides for a call.
-SIZE_FREE: set[Any] = {
-    *POINTWISE,
-    *find_functions(*_BY_DIMS),
-    *(f for f, declaration in DECLARATIONS.items() if declaration in _DECLARATIONS),
-    *CASTS,
-    *LIKES,
-    F.normalize,
-    torch.linalg.vector_norm,
-}
-
-_CONCATENATIONS = {torch.cat, torch.concat, torch.concatenate}
-
-
-def is_pointwise(function: Any) -> bool:
-    """Whether a function computes each entry of the result from entries at the same place, with broadcasting."""
-    is_declared = function in POINTWISE or DECLARATIONS.get(function) is pointwise.choose_entries
-    return is_declared and function not in _BY_POSITION
+SIZE_FREE = all_with("is_size_free")
 
 
 def find_size_free_layout(call: Call, results: Sequence[Tensor]) -> Layout | None:
     """The layout of all results of a call of a function in SIZE_FREE, if it is the same at all sizes; else None."""
     if not _is_size_free(call):
         return None
-    if call.func in CASTS or call.func in LIKES:
+    if call.facts.casts or call.facts.makes_like:
         layout = call.where[0]
     else:
         motion = find_declared_motion(call, results)
@@ -78,7 +42,7 @@ def _is_size_free(call: Call) -> bool:
     if call.batch < 2 or not all(isinstance(where, Layout) and where.is_pattern for _, where in layouts):
         return False
     dims = [(tensor.dim(), where.dim) for tensor, where in layouts if isinstance(where, Layout)]
-    if call.func in LIKES and len(layouts) > 1:  # full_like(x, y)
+    if call.facts.makes_like and len(layouts) > 1:  # full_like(x, y)
         return False
     declaration = DECLARATIONS.get(call.func)
     if declaration is layers.convolve:  # groups of channels may belong to samples
@@ -89,7 +53,7 @@ def _is_size_free(call: Call) -> bool:
         return all(dim < rank - 2 for rank, dim in dims)
     if declaration is shapes.pad:  # rows beside the samples follow the pattern at some batch sizes only
         return shapes.find_padding(call) == (0, 0)
-    if call.func in _CONCATENATIONS and None in call.where:  # a constant may be empty
+    if call.facts.operator == "cat" and None in call.where:  # a constant may be empty
         dim = get_argument(call, 1, "dim", "axis", default=0)
         return all(dim % rank != of_samples for rank, of_samples in dims)
     return True

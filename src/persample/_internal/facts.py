@@ -1,0 +1,186 @@
+"""Facts about torch functions: one record for each operator, which all of its spellings share.
+
+A function with a declared motion gets its record there (`@declare("add", is_linear=True)` in `layouts/algebra`), any
+other function in `_internal/functions.py`. CONTRIBUTING.md says how to add a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from persample.errors import get_op_name
+
+T: Any = torch.Tensor
+
+# The operators that torch gives several names.
+_SYNONYMS: dict[str, tuple[str, ...]] = {
+    "abs": ("absolute",), "acos": ("arccos",), "acosh": ("arccosh",), "asin": ("arcsin",), "asinh": ("arcsinh",),
+    "atan": ("arctan",), "atan2": ("arctan2",), "atanh": ("arctanh",), "cat": ("concat", "concatenate"),
+    "clamp": ("clip",), "div": ("divide", "true_divide", "truediv"), "ge": ("greater_equal",),
+    "gt": ("greater",), "le": ("less_equal",), "lt": ("less",), "movedim": ("moveaxis",), "mul": ("multiply",),
+    "ne": ("not_equal",), "neg": ("negative",), "outer": ("ger",), "pos": ("positive",), "sub": ("subtract",),
+    "transpose": ("swapaxes", "swapdims"), "trunc": ("fix",), "vstack": ("row_stack",),
+}  # fmt: skip
+
+# The operators that do the same if their arguments are exchanged. The reflected forms of others are operators: "rsub".
+_COMMUTATIVE = {"add", "mul", "and", "or", "xor"}
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What an operator of torch does.
+
+    Attributes:
+        operator: its name, the same for all spellings.
+        moves_entries: only moves, repeats or drops entries of its first argument, or of the tensors in it.
+        picks_entries: moves entries, selected by an index or a mask.
+        reshapes: moves entries, and keeps all of them in their order.
+        writes_entries: writes entries of one tensor into another, or adds them to it.
+        lists_entries: lists the positions of entries, or the values that occur.
+        sorts: puts entries in order.
+        casts: returns the same entries with another dtype, or on another device.
+        imports_data: brings data into torch: its result is as foreign as a tensor from outside.
+        makes_like: makes a tensor with the shape of its argument, and reads none of its values.
+        makes_new: makes a tensor with the dtype and device of its first argument, and reads nothing else of it.
+        makes_sized: makes a tensor of a size that is given by numbers.
+        takes_sizes: the arguments after the first one are sizes.
+        is_pointwise: computes each entry of the result from entries at the same place, with broadcasting.
+        reads_positions: computes something else for a row at another position.
+        is_size_free: the motion of most calls does not depend on sizes.
+        handles_any_layout: the declaration is asked first, whatever is known about the arguments.
+        is_linear: is linear in all arguments at once.
+        is_bilinear: is linear in one argument at a time.
+        is_additive: can reduce over the batch to a sum over the samples, or to a mean.
+        is_plain_sum: adds up entries or their products, and divides by no number of rows.
+        is_pointwise_loss: a loss with one entry for each entry of its arguments, which are broadcast.
+        has_entries: a loss that sums up, or averages, the entries that it returns without a reduction.
+        divides_by_weights: a loss whose mean is divided by the sum of the weights.
+        averages_targets: a loss whose mean is taken over the targets that are not `ignore_index`.
+        class_weights: the argument of a loss that has an entry for each class.
+        combines_pairs: combines entries of two tensors of one shape.
+        shares_weights: no dimension of a weight belongs to the samples.
+        is_random: draws random numbers.
+        updates_statistics: writes into running statistics among its arguments.
+        replaces_memory: replaces the memory of its first argument.
+        exposes_memory: gives the memory of a tensor to code outside torch.
+        reads_values: returns values of a tensor as Python numbers or as an array.
+        reads_metadata: returns no tensor and reads no values.
+        compares_tensors: returns whether two tensors are equal as a whole.
+        differentiates: runs a backward pass.
+        returns_argument: returns its argument itself, unchanged.
+        registers_hook: registers a hook on the gradient of a tensor.
+    """
+
+    operator: str = ""
+    moves_entries: bool = False
+    picks_entries: bool = False
+    reshapes: bool = False
+    writes_entries: bool = False
+    lists_entries: bool = False
+    sorts: bool = False
+    casts: bool = False
+    imports_data: bool = False
+    makes_like: bool = False
+    makes_new: bool = False
+    makes_sized: bool = False
+    takes_sizes: bool = False
+    is_pointwise: bool = False
+    reads_positions: bool = False
+    is_size_free: bool = False
+    handles_any_layout: bool = False
+    is_linear: bool = False
+    is_bilinear: bool = False
+    is_additive: bool = False
+    is_plain_sum: bool = False
+    is_pointwise_loss: bool = False
+    has_entries: bool = False
+    divides_by_weights: bool = False
+    averages_targets: bool = False
+    class_weights: str = ""
+    combines_pairs: bool = False
+    shares_weights: bool = False
+    is_random: bool = False
+    updates_statistics: bool = False
+    replaces_memory: bool = False
+    exposes_memory: bool = False
+    reads_values: bool = False
+    reads_metadata: bool = False
+    compares_tensors: bool = False
+    differentiates: bool = False
+    returns_argument: bool = False
+    registers_hook: bool = False
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the function makes a sum over the samples of such a sum and constants, or of such sums."""
+        return self.is_linear or self.is_bilinear or self.moves_entries
+
+    @property
+    def is_division(self) -> bool:
+        """Whether the function divides its first argument by the second one."""
+        return self.operator == "div"
+
+
+_UNKNOWN = Facts()
+_RECORDS: dict[Any, Facts] = {}
+_collected: set[str] = set()  # the fields of which a set was made
+
+
+def facts(func: Any) -> Facts:
+    """The record of a function; all fields are false for a function without a record.
+
+    >>> facts(torch.true_divide).operator, facts(T.__itruediv__).is_bilinear
+    ('div', True)
+    """
+    return _RECORDS.get(func, _UNKNOWN)
+
+
+def has_facts(func: Any) -> bool:
+    """Whether a function has a record."""
+    return func in _RECORDS
+
+
+def all_with(field: str) -> frozenset[Any]:
+    """All functions of which a field is true. To be called after the last `describe`, which otherwise raises."""
+    _collected.add(field)
+    return frozenset(function for function, record in _RECORDS.items() if getattr(record, field))
+
+
+def describe(*functions: Any, **known: Any) -> list[Any]:
+    """Add the record of some functions; a name stands for all spellings of an operator. Returns the functions."""
+    described = []
+    if early := _collected & known.keys():
+        raise ValueError(f"all_with() has collected {sorted(early)} before {functions} were described")
+    record = Facts(**known)
+    for function in functions:
+        is_name = isinstance(function, str)
+        spelled = replace(record, operator=function if is_name else get_op_name(function))
+        for each in find_functions(function) if is_name else [function]:
+            if _RECORDS.setdefault(each, spelled) != spelled:
+                raise ValueError(f"{get_op_name(each)} has two records: as {_RECORDS[each].operator} and {function}")
+            described.append(each)
+    return described
+
+
+def find_functions(*names: str) -> list[Any]:
+    """All spellings of operators: functions, methods, aliases, `__add__`, `__radd__`, in-place forms.
+
+    >>> torch.add in find_functions("add"), T.__iadd__ in find_functions("add"), torch.divide in find_functions("div")
+    (True, True, True)
+    """
+    found = (function for name in names for each in (name, *_SYNONYMS.get(name, ())) for function in _spell(each))
+    return list(dict.fromkeys(found))
+
+
+def _spell(name: str) -> Iterator[Any]:
+    places = [(owner, spelling) for owner in (torch, T, F, torch.special) for spelling in (name, f"{name}_")]
+    places += [(T, f"__{prefix}{name}__") for prefix in ("", "i", *(["r"] if name in _COMMUTATIVE else []))]
+    for owner, spelling in places:
+        function = getattr(owner, spelling, None)
+        if callable(function):
+            yield function
