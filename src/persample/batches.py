@@ -17,13 +17,13 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from persample import _torch
 from persample._internal import node_batches
-from persample._internal.copies import CannotCopy, copy_values
+from persample._internal.copies import copy_values
 from persample._internal.node_batches import GraphsShareNodes, has_edges
 from persample._internal.tree import has_attributes, iterate_tensors
 from persample.errors import PerSampleError, refuse_forward_mode
-from persample.forward.tracker import Tracker
-from persample.layouts import Layout, Where, make_packed_layout, replace_samples, take_sample
-from persample.ragged import Reading, find_reading_by_size, find_structured_reading, take_list_entries
+from persample.forward import Tracker
+from persample.layouts import Layout, make_packed_layout
+from persample.ragged import Reading, find_reading_by_size, find_structured_reading
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -120,13 +120,6 @@ def find_state_dim(tensor: Tensor, batch_size: int, dim: int) -> int | None:
 
 _ARGUMENTS = "the arguments of the model"
 
-# Positional and keyword arguments.
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class _CannotReplace(CannotCopy):
-    """A tensor cannot be cut to one sample."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Arguments:
@@ -158,7 +151,7 @@ class Arguments:
         if found is not None or self.batch_size is not None:
             return found
         try:
-            find_batch_size(self._leaves(), _ARGUMENTS)
+            find_batch_size(self.leaves, _ARGUMENTS)
         except BatchSizesDiffer as error:
             is_known = any(map(self._fits, error.sizes)) and self._can_find_states
             return None if is_known else find_reading_by_size(named)
@@ -174,12 +167,12 @@ class Arguments:
         if self.reading is not None:
             return self.reading.batch
         try:
-            return find_batch_size(self._leaves(), _ARGUMENTS)
+            return find_batch_size(self.leaves, _ARGUMENTS)
         except NoSamplesFound:
             self._refuse_graphs()
             if not opens_objects:
                 raise
-            inside = ((t, dim) for leaf, dim in self._leaves() if has_attributes(leaf) for t in iterate_tensors(leaf))
+            inside = ((t, dim) for leaf, dim in self.leaves if has_attributes(leaf) for t in iterate_tensors(leaf))
             return find_batch_size(inside, _ARGUMENTS)
         except BatchSizesDiffer as error:
             self._refuse_graphs()
@@ -202,7 +195,7 @@ class Arguments:
                 return True
             return find_state_dim(leaf, batch_size, dim) is not None
 
-        return all(has_samples(leaf, dim) for leaf, dim in self._leaves())
+        return all(has_samples(leaf, dim) for leaf, dim in self.leaves)
 
     def add_to(self, tracker: Tracker, search: bool) -> None:
         """Tell the tracker where the samples lie.
@@ -215,7 +208,7 @@ class Arguments:
             self._add_reading(tracker, self.reading)
             return
         rejected: list[int] = []
-        for leaf, dim in self._leaves():
+        for leaf, dim in self.leaves:
             if isinstance(leaf, PackedSequence):
                 if int(leaf.batch_sizes[0]) != batch_size:
                     raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
@@ -263,7 +256,7 @@ class Arguments:
                 )
 
     def _add_reading(self, tracker: Tracker, reading: Reading) -> None:
-        for leaf, dim in self._leaves():
+        for leaf, dim in self.leaves:
             for tensor in iterate_tensors(leaf):
                 if _torch.has_tangent(tensor):
                     refuse_forward_mode("an argument of the model")
@@ -284,7 +277,7 @@ class Arguments:
 
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
-        for leaf, dim in self._leaves():
+        for leaf, dim in self.leaves:
             if isinstance(leaf, Tensor) and dim is not None and not tracker.is_known(leaf) and leaf.grad_fn is None:
                 find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
                 found = find(leaf, tracker.batch, dim)
@@ -295,70 +288,22 @@ class Arguments:
         """The tensors with this size in their batch dimension, and that dimension."""
         if self.reading is not None:
             return []
-        leaves = [(leaf, dim) for leaf, dim in self._leaves() if isinstance(leaf, Tensor) and dim is not None]
+        leaves = [(leaf, dim) for leaf, dim in self.leaves if isinstance(leaf, Tensor) and dim is not None]
         return [(t, dim) for t, dim in leaves if t.dim() > dim and t.shape[dim] == batch_size]
 
     def iterate_tensors(self) -> Iterator[Tensor]:
         """The tensors in arguments that have a batch dimension."""
-        for leaf, dim in self._leaves():
+        for leaf, dim in self.leaves:
             if dim is not None and not isinstance(leaf, PackedSequence):
                 yield from iterate_tensors(leaf)
 
     def iterate_integers(self) -> Iterator[int]:
         """The integers among the arguments, also those in tensors without dimensions."""
-        for value, _ in self._leaves():
+        for value, _ in self.leaves:
             if isinstance(value, Tensor) and not value.dim() and value.dtype in (torch.int64, torch.int32):
                 yield int(value)
             elif type(value) is int:
                 yield value
-
-    def find_undivided(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Tensor | None:
-        """A tensor of integers that may hold ids of several samples, as those of bags do if the samples are offsets.
-
-        It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
-        """
-        for leaf, dim in self._leaves():
-            if dim is None or isinstance(leaf, PackedSequence) or (self.reading is not None and self.reading.can_cut):
-                continue
-            for tensor in iterate_tensors(leaf):
-                if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() <= dim:
-                    continue
-                if tensor.shape[dim] not in (1, batch) and find_layout(tensor) is None:
-                    return tensor
-        return None
-
-    def take_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
-        """The arguments of a call with one sample alone, in new memory; None if they cannot be cut."""
-        return self._replace(find_layout, [sample], batch, is_cut=True)
-
-    def repeat_sample(self, sample: int, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
-        """The arguments of a call with copies of one sample in place of all samples; None if that is not possible."""
-        return self.replace_samples([sample] * batch, batch, find_layout)
-
-    def rotate_samples(self, batch: int, find_layout: Callable[[Tensor], Where | None]) -> Call | None:
-        """The arguments of a call in which sample n + 1 has the place of sample n; None if that is not possible."""
-        return self.replace_samples([(n + 1) % batch for n in range(batch)], batch, find_layout)
-
-    def replace_samples(
-        self, samples: Sequence[int], batch: int, find_layout: Callable[[Tensor], Where | None]
-    ) -> Call | None:
-        """The arguments of a call with `samples[n]` in the place of sample n; None if that is not possible."""
-        return self._replace(find_layout, samples, batch, is_cut=False)
-
-    def _change(self, tensor: Tensor, layout: Layout, samples: Sequence[int], batch: int, is_cut: bool) -> Tensor:
-        """The part of a tensor that belongs to one sample, or with other samples in the places of all samples."""
-        reading, changed = self.reading, None
-        if reading is not None and reading.is_list and layout.ids is not None:  # the entry of one sample
-            return tensor.detach()
-        if is_cut:
-            cut = None if reading is None else reading.cuts.get(id(tensor))
-            own = tensor.detach()
-            return take_sample(own, layout, samples[0], batch) if cut is None else cut(own, samples[0])
-        if reading is None or not reading.cuts:
-            changed = replace_samples(tensor.detach(), layout, samples, batch)
-        if changed is None:
-            raise _CannotReplace
-        return changed
 
     def copy(self) -> Arguments:
         """The same arguments in copies of all containers and objects; tensors are not copied.
@@ -368,41 +313,6 @@ class Arguments:
         """
         args, kwargs = copy_values((self.args, self.kwargs), lambda tensor: tensor)
         return dataclasses.replace(self, args=args, kwargs=kwargs)
-
-    def _replace(
-        self, find_layout: Callable[[Tensor], Where | None], samples: Sequence[int], batch: int, is_cut: bool
-    ) -> Call | None:
-        """A copy of the arguments with each tensor of samples replaced; None if a tensor cannot be replaced.
-
-        `is_cut`: they are cut to the only one of `samples`; else a PackedSequence cannot be replaced.
-        """
-        if self.reading is not None and not self.reading.can_cut:
-            return None
-
-        def replace(leaf: Any) -> Any:
-            if isinstance(leaf, PackedSequence):
-                if not is_cut:
-                    raise _CannotReplace
-                (sample,) = samples
-                padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-                own, length = padded[sample : sample + 1].detach(), lengths[sample : sample + 1]
-                return pack_padded_sequence(own, length, batch_first=True, enforce_sorted=False)
-            layout = find_layout(leaf)
-            if not isinstance(layout, (Layout, type(None))):
-                raise _CannotReplace
-            made = leaf.detach() if layout is None else self._change(leaf, layout, samples, batch, is_cut)
-            return made.clone().requires_grad_(leaf.requires_grad)
-
-        given: tuple[Any, Any] = self.args, self.kwargs
-        if self.reading is not None and self.reading.is_list:
-            args, kwargs = given
-            entries = {name: take_list_entries(arg, samples) for name, arg in kwargs.items()}
-            given = tuple(take_list_entries(arg, samples) for arg in args), entries
-        try:
-            call: Call = copy_values(given, replace, (Tensor, PackedSequence))
-            return call
-        except _CannotReplace:
-            return None
 
     def check_names(self, model: nn.Module) -> None:
         """Refuse a `batch_dim` that names an argument which `forward` does not have; constants may be buffers too."""
@@ -427,11 +337,8 @@ class Arguments:
         named = [(names.index(name) if name in names else None, name, arg) for name, arg in self.kwargs.items()]
         return [*positional, *named]
 
-    def _leaves(self) -> list[Leaf]:
-        return self._found_leaves
-
     @functools.cached_property
-    def _found_leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[Leaf]:
         """The tensors and other objects in the arguments, with their batch dimensions."""
         given = [constant for constant in self.constants if isinstance(constant, str)]
         constant_ids = [id(constant) for constant in self.constants]

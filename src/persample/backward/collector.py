@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,6 +56,8 @@ class Collector:
         early: bool = False,
         deliver_stack: DeliverStack | None = None,
         deliver_shared: Callable[[Tensor, Tensor], None] | None = None,
+        complain: Complain | None = None,
+        positions: PositionSplitter | None = None,
     ) -> None:
         self.parameters = {id(p): p for p in parameters}
         self.deliver = deliver
@@ -68,13 +71,13 @@ class Collector:
         self.anchor_node: Any = (
             view.grad_fn.next_functions[0][0] if view.grad_fn is not None else get_gradient_edge(self.anchor).node
         )
-        self.batch: int | None = None  # if it has grown: terms of earlier passes then have fewer samples
+        self.batch: int | None = None  # if it has grown
         self.retained: list[RetainedUse] = []
         self.used_parameters: list[Tensor] = []  # one for each use in the first run of a forward pass; not yet counted
         self.factor_bytes = 0  # what the terms of all uses would keep
         self.is_pulling_back = False
-        self.complain: Complain | None = None  # takes refusals in place of raising them
-        self.positions: PositionSplitter | None = None  # splits the terms of sequences into parts of positions
+        self.complain = complain  # takes refusals in place of raising them
+        self.positions = positions  # splits the terms of sequences into parts of positions
         self.sources = asked_sources.get()
         self.trace = tracing.get_trace()
         self._use_counts: defaultdict[int, int] = defaultdict(int)
@@ -111,6 +114,10 @@ class Collector:
             counts[id(parameter)] += 1
         used.clear()
         return counts
+
+    def grow(self, batch: int) -> None:
+        """Add samples to the batch: terms of earlier passes have fewer."""
+        self.batch = batch
 
     # ---- the backward pass ----
 
@@ -161,8 +168,7 @@ class Collector:
                     self._collect_retained(arrived)
             finally:
                 self._collecting = None
-        self.is_pulling_back = True
-        try:
+        with self.pull_back():
             self._deliver_all_shared()
             for weight, terms in list(arrived.values()):
                 if id(weight) not in self.parameters:
@@ -171,12 +177,19 @@ class Collector:
                         arrived.setdefault(id(parameter), (parameter, []))[1].append(term)
                         if self.sources is not None:
                             self.sources.setdefault(id(parameter), set()).update(sources)
-        finally:
-            self.is_pulling_back = False
         for weight, terms in arrived.values():
             if id(weight) in self.parameters:
                 self.deliver(weight, terms)
         self.finished()
+
+    @contextmanager
+    def pull_back(self) -> Iterator[None]:
+        """Inside the block, gradients of parameters are the recording's own."""
+        was_pulling_back, self.is_pulling_back = self.is_pulling_back, True
+        try:
+            yield
+        finally:
+            self.is_pulling_back = was_pulling_back
 
     def _deliver_all_shared(self) -> None:
         shared, self._shared = self._shared, []

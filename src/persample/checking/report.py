@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from persample._internal.text import format_bytes, format_table
 from persample.errors import PerSampleError
-from persample.forward.tried import TriedFunction
+from persample.forward import TriedFunction
 from persample.gradients.explanation import describe_tried
 
 WIDTH = 120

@@ -18,7 +18,7 @@ from persample._internal.dtypes import to_double
 from persample._internal.graph import preserve_grads
 from persample._internal.rng import seed_all
 from persample._internal.tree import find_tensors
-from persample.backward.collector import asked_sources
+from persample.backward import asked_sources
 from persample.batches import Batch
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients

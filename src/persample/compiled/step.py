@@ -28,7 +28,7 @@ from persample.compiled.graph import Graph, trace_graph
 from persample.compiled.trace import Trace
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker
 from persample.gradients import PerSampleGradients
 from persample.losses import compute_step_loss
 from persample.recording import Options, Selection, get_trainable, record

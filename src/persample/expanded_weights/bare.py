@@ -11,7 +11,7 @@ from torch import Tensor
 
 from persample._internal.recurrent import name_arguments
 from persample._internal.tree import find_tensors, map_tensors
-from persample.backward.collector import Collector
+from persample.backward import Collector
 from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import (
     LAYOUT_OPTIONS,
@@ -22,7 +22,7 @@ from persample.expanded_weights.helpers import (
     unpack_expanded_weight_or_tensor,
 )
 from persample.expanded_weights.tensor import ExpandedWeight
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker, make_advice
 from persample.layouts import Layout, make_packed_layout
 from persample.rules import HANDLED_FUNCTIONS, Rewrite, Rule
 
@@ -39,7 +39,7 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         batch, layouts = _input_layout(func, handler, handler.bind(args, kwargs))
     first = expanded[0]
     collector = Collector([w.orig_weight for w in expanded], to_grad_sample(first.batch_size, first.loss_reduction))
-    tracker = Tracker(collector, batch=batch, loss_reduction=first.loss_reduction, layout_options=LAYOUT_OPTIONS)
+    tracker = Tracker(collector, batch=batch, loss_reduction=first.loss_reduction, advice=make_advice(LAYOUT_OPTIONS))
     for tensor, layout in layouts:
         tracker.add_input(tensor, layout)
     args, kwargs = map_tensors(original, (args, kwargs))

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.tree import iterate_tensors
-from persample.backward.collector import Collector
+from persample.backward import Collector
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize
 from persample.errors import PerSampleError
 from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error
-from persample.forward.outputs import guard_output
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker, guard_output, make_advice
+
+_ADVICE = make_advice(LAYOUT_OPTIONS)
 
 
 def call_for_per_sample_grads(
@@ -79,7 +80,9 @@ def call_for_per_sample_grads(
         trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
         refuse_parameter_hooks(trainable)
         collector = Collector(trainable.values(), to_grad_sample(batch, loss_reduction))
-        tracker = Tracker(collector, module, batch=batch, loss_reduction=loss_reduction, layout_options=LAYOUT_OPTIONS)
+        tracker = Tracker(
+            collector, module, batch=batch, loss_reduction=loss_reduction, advice=make_advice(LAYOUT_OPTIONS)
+        )
         with _errors_of_torch():
             arguments.add_to(tracker, search=batch_size is not None)
         rng_state = torch.get_rng_state()

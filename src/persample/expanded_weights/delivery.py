@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import FunctionMeta
 
-from persample.backward.collector import Deliver
+from persample.backward import Deliver
 from persample.errors import PerSampleError, get_op_name
 from persample.expanded_weights.helpers import add_grad_sample
 from persample.expanded_weights.tensor import ExpandedWeight
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker
 from persample.layouts import Call, Layout
 from persample.rules import register_adapter
 from persample.terms import Dense, Term, sum_dense

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.backward.collector import Collector
+from persample.backward import Collector
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
 from persample.layouts import Call, NoParts, Reduced, Summed

@@ -41,6 +41,11 @@ CONTRIBUTIONS = (
     "influence each other, so a row need not be the gradient of a sample's own loss"
 )
 
+_KEEP_SEPARATE = (
+    "Keep the samples separate (GroupNorm or LayerNorm instead of BatchNorm, or BatchNorm in eval(); statistics and "
+    "attention within a sample), or say where the samples lie with "
+)
+
 # What helps where samples influence each other: part of refusals, except in private training.
 COUPLED_ADVICE = f"Or ask for each sample's contribution to the gradient: coupled='contributions'. {ROWS_ADVICE}"
 
@@ -48,9 +53,15 @@ COUPLED_ADVICE = f"Or ask for each sample's contribution to the gradient: couple
 _ADVICE = f"Apply weights to the samples' rows in calls that do not combine these rows. {ROWS_ADVICE}"
 
 
-def get_advice(advice: str, is_coupled: bool) -> str:
-    """What to do about samples that are mixed, given what would keep them apart."""
-    return _ADVICE if is_coupled else f"{advice} {COUPLED_ADVICE}"
+def make_advice(layout_options: str = "batch_dim and batch_size", coupled: bool | None = None) -> str:
+    """What to do about samples that are mixed, for errors.
+
+    Args:
+        layout_options: the options by which the user can say where the samples lie.
+        coupled: whether samples may influence each other; None if there is no such option.
+    """
+    advice = f"{_KEEP_SEPARATE}{layout_options}."
+    return advice if coupled is None else _ADVICE if coupled else f"{advice} {COUPLED_ADVICE}"
 
 
 @dataclass(frozen=True)

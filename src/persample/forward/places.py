@@ -181,14 +181,11 @@ class Places:
             of_first = torch.tensor([float(n == first) for n in ids], dtype=tensor.dtype, device=tensor.device)
             shape = [-1 if d == layout.dim else 1 for d in range(tensor.dim())]
             leaves = [leaf for leaf in find_leaves(tensor) if leaf.requires_grad]
-            forward.collector.is_pulling_back = True  # these are no gradients of a step
-            try:
+            with forward.collector.pull_back():  # these are no gradients of a step
                 found = [
                     torch.autograd.grad(tensor, leaves, gradient * s.view(shape), retain_graph=True, allow_unused=True)
                     for s in (of_row, total * of_first)
                 ]
-            finally:
-                forward.collector.is_pulling_back = False
         is_same = all(
             a is b or (a is not None and b is not None and _are_close(_make_dense(a), _make_dense(b), 1e4))
             for a, b in zip(*found, strict=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from persample._internal.facts import all_with
-from persample.backward.recorded_use import Plan
+from persample.backward import Plan
 from persample.layouts import Call, Layout
 from persample.rules import count_rule_changes
 

@@ -22,8 +22,7 @@ from persample._internal.functions import find_results, is_inplace
 from persample._internal.model_table import read_model
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
-from persample.backward.collector import Collector
-from persample.backward.parameter_gradients import compute_parameter_gradients, make_refusal
+from persample.backward import Collector, compute_parameter_gradients, make_refusal
 from persample.distributed import Processes
 from persample.errors import (
     ELSEWHERE,
@@ -35,7 +34,7 @@ from persample.errors import (
 )
 from persample.forward.buffers import Buffers
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, save_layout
-from persample.forward.contributions import find_owners, own_tensor
+from persample.forward.contributions import find_owners, make_advice, own_tensor
 from persample.forward.fastpath import WholeModules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -74,6 +73,7 @@ from persample.layouts import (
     Lost,
     Motion,
     Reduced,
+    SampleUnits,
     Scale,
     Scattered,
     Summed,
@@ -88,15 +88,16 @@ from persample.layouts import (
 )
 from persample.rules import Rewrite, count_rule_changes, get_handler
 
+# Called in place of `Tensor.backward`, with the function, its args and its kwargs.
+RunBackward = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Called with an op that combines weights with other tensors, none of which is known to depend on the batch, outside of
+# calls of modules; returns whether some are samples, as the tracker knows then.
+StartByUse = Callable[[Call], bool]
+
 _DIFFERENTIATING = all_with("differentiates")
 
 _UNKNOWN = (Lost("the tracker has not seen it"), False)
-
-_ADVICE = (
-    "Keep the samples separate (GroupNorm or LayerNorm instead of BatchNorm, or BatchNorm in eval(); statistics and "
-    "attention within a sample), or say where the samples lie with "
-)
-
 
 # For each model: how numbers were read by which the code scaled sums over the samples, by places in the code.
 _SCALES: WeakKeyDictionary[nn.Module, dict[Any, Scale]] = WeakKeyDictionary()
@@ -122,9 +123,8 @@ class Tracker(TorchFunctionMode):
         model: the module whose forward is tracked, for names in errors, buffers and transformer layers.
         batch: the batch size; a recording sets it with `start_forward`.
         loss_reduction: how the loss combines the samples, if the user has said so.
-        layout_options: the options by which the user can say where the samples lie, for errors.
+        advice: what to do about samples that are mixed, for errors.
         processes: the processes that share the batch.
-        run_backward: called in place of `Tensor.backward`, with the function, its args and its kwargs.
         note_loss: called in each backward pass with the sum over the samples that the pass starts from.
         outside: decides about tensors that the code around the model uses; by default they are constants.
         note_outside: called with each tensor from outside.
@@ -132,10 +132,9 @@ class Tracker(TorchFunctionMode):
         complain: takes refusals in place of raising them, and sets `has_ended`.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
         divisors: what is done with divisors of the loss that are counted over all samples.
-
-    Attributes:
-        start_by_use: called with an op that combines weights with other tensors, none of which is known to depend on
-            the batch, outside of calls of modules; returns whether some are samples, as the tracker knows then.
+        can_retain: whether small uses may do without a tap.
+        tried: is told of functions that are tried.
+        modules: the modules of the model, if the caller has just searched it.
     """
 
     def __init__(
@@ -145,9 +144,8 @@ class Tracker(TorchFunctionMode):
         *,
         batch: int = 0,
         loss_reduction: str | None = None,
-        layout_options: str = "batch_dim and batch_size",
+        advice: str | None = None,
         processes: Processes | None = None,
-        run_backward: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None,
         note_loss: NoteLoss | None = None,
         outside: OutsideTensors | None = None,
         note_outside: Callable[[Tensor], None] = _do_nothing,
@@ -155,6 +153,9 @@ class Tracker(TorchFunctionMode):
         complain: Complain | None = None,
         is_coupled: bool = False,
         divisors: DivisorMode = "refuse",
+        can_retain: bool = False,
+        tried: TriedFunctions | None = None,
+        modules: list[nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.batch = batch
@@ -162,23 +163,23 @@ class Tracker(TorchFunctionMode):
         self._model = None if model is None else ref(model)  # the mode of a dropped model must not keep it
         self.loss_reduction = loss_reduction or "sum"  # for rules in the convention of expanded weights
         self.processes = processes or Processes()
-        self.run_backward = run_backward
+        self.run_backward: RunBackward | None = None
         self.note_loss = note_loss
         self.outside = outside
         self.note_outside = note_outside
         self.isolation = isolation
         self.complain = complain
         self.is_coupled = is_coupled
-        self.start_by_use: Callable[[Call], bool] | None = None
+        self.start_by_use: StartByUse | None = None
         self.places = None if isolation is None else isolation.places
-        self.advice = f"{_ADVICE}{layout_options}."
+        self.advice = make_advice() if advice is None else advice
         self.has_inputs = False
-        self.can_retain = False  # whether small uses may do without a tap
+        self.can_retain = can_retain
         self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
         self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
         self.is_paused = False  # nothing is followed now
         self.mixed_use: SamplesMixed | None = None  # the first use in this call of weights on mixed samples
-        self.tried = TriedFunctions()
+        self.tried = TriedFunctions() if tried is None else tried
         self.saved_layouts: SavedLayouts = {}
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self.path = Path(model, isolation is not None)
@@ -191,7 +192,7 @@ class Tracker(TorchFunctionMode):
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._whole_modules: WholeModules | None = None
-        self.modules: list[nn.Module] | None = None  # for `start`, if the caller has just searched the model
+        self._modules = modules  # until `start`: the tracker must not keep its model
         self.summed: TensorMap[Summed] = TensorMap()  # sums over the samples
         self.of_hidden_weights: TensorMap[bool] = TensorMap()  # computed from weights and samples without grad
         # The layout of a tensor, and whether the tensor required grad when the layout was found.
@@ -209,6 +210,10 @@ class Tracker(TorchFunctionMode):
         """The leaf that every tapped result depends on."""
         return self.collector.anchor
 
+    def connect(self, run_backward: RunBackward | None, start_by_use: StartByUse | None) -> None:
+        """Set what is called at a backward pass, and at a use of weights outside of modules; None breaks the cycles."""
+        self.run_backward, self.start_by_use = run_backward, start_by_use
+
     # ---- entering and leaving ----
 
     def start(self) -> None:
@@ -217,7 +222,7 @@ class Tracker(TorchFunctionMode):
             self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
             if self.model is not None:
-                modules, self.modules = self.modules, None  # the tracker must not keep its model
+                modules, self._modules = self._modules, None
                 self._whole_modules = WholeModules(self, modules or read_model(self.model)[0])
         self._depth += 1
 
@@ -285,9 +290,10 @@ class Tracker(TorchFunctionMode):
         if self.counted.holds_divisors:
             self.counted.given_integers |= {*numbers}
 
-    def start_batch(self, batch: int, arguments: Iterable[Tensor]) -> None:
+    def start_batch(self, batch: int, arguments: Iterable[Tensor], units: SampleUnits | None) -> None:
         """Set the batch size, for a call of the model that is about to run with these arguments."""
         self.batch, arguments = batch, [*arguments]
+        self.counted.units = units
         if self.outside is not None:
             self.counted.totals.update(self.outside.get_early_totals(batch))
             if self.isolation is None and self.counted.units is None:
@@ -295,8 +301,10 @@ class Tracker(TorchFunctionMode):
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
 
-    def grow(self, batch: int) -> None:
-        """Add samples to the batch. The samples so far keep their numbers."""
+    def grow(self, batch: int, advice: str) -> None:
+        """Add samples to the batch. The samples so far keep their numbers. `advice` is added to errors from now on."""
+        if advice not in self.advice:
+            self.advice += advice
         before, self.batch = self.batch, batch
         if self.outside is not None and self.outside.remembered is not None:
             self.outside.remembered.forget_step()

@@ -9,7 +9,7 @@ from torch.autograd.function import BackwardCFunction
 
 from persample._internal.graph import find_leaves, find_nodes
 from persample._internal.tree import find_tensors
-from persample.backward.tap import is_tap
+from persample.backward import is_tap
 from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.forward.checkpointing import prepare_reentrant
 from persample.forward.gradient_hooks import check_custom_backward

@@ -14,11 +14,7 @@ from persample._internal.functions import find_results
 from persample._internal.rng import fork_rng
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample._torch import get_backward_pass
-from persample.backward.collector import Collector
-from persample.backward.entry_moves import is_entry_move
-from persample.backward.recorded_use import Plan, RecordedUse
-from persample.backward.retained import MAX_ENTRIES, RetainedUse
-from persample.backward.tap import Tap
+from persample.backward import MAX_ENTRIES, Collector, Plan, RecordedUse, RetainedUse, Tap, is_entry_move
 from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
 from persample.layouts import Call, Layout, Lost, Motion, Reduced

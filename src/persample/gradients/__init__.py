@@ -1,10 +1,11 @@
 """The per-sample gradients as a lazy matrix, and every answer that comes from its structure.
 
 Other packages use `PerSampleGradients`, which keeps everything; `StreamedNorms` and `StreamedClip`, which keep one
-answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `LossReduction`, how
-the loss combines the samples; `Bound`, how to clip; `NonFinite`, what happens to samples whose gradient is not finite;
-`UnitOptions`, how samples are combined to units; `make_projection`, a random projection of the rows, and `Stack`, the
-parameters of one shape that it projects together; `sample_labels`, labels for the Fisher matrix; and `release_memory`.
+answer; `RecordedGradients`, what the three have in common; `LossGradients`, for several losses; `Gradients`, any of
+these; `LossReduction`, how the loss combines the samples; `Bound`, how to clip; `NonFinite`, what happens to samples
+whose gradient is not finite; `UnitOptions`, how samples are combined to units; `make_projection`, a random projection
+of the rows, and `Stack`, the parameters of one shape that it projects together; `sample_labels`, labels for the Fisher
+matrix; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
@@ -22,9 +23,12 @@ from persample.gradients.stack import Stack
 from persample.gradients.streamed import StreamedClip, StreamedNorms
 from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 
+Gradients = RecordedGradients | LossGradients
+
 __all__ = [
     "PROJECTION_METHODS",
     "Bound",
+    "Gradients",
     "LossGradients",
     "LossReduction",
     "NonFinite",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -14,8 +14,7 @@ from persample._internal.dtypes import widen
 from persample._internal.precision import in_full_precision
 from persample.distributed import Processes
 from persample.errors import PerSampleError
-from persample.forward.contributions import CONTRIBUTIONS
-from persample.forward.tried import TriedFunctions
+from persample.forward import CONTRIBUTIONS, TriedFunctions
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.explanation import Explanation
 from persample.gradients.reduction import LossReduction
@@ -42,6 +41,8 @@ class RecordedGradients(ABC):
     A recording fills it: `start` with the batch size of each forward pass, `receive` with what a backward pass found
     for a parameter, `finish` when the backward pass has ended.
     """
+
+    is_early = False  # whether the terms of a parameter are to be received as soon as all its uses have arrived
 
     def __init__(
         self,
@@ -241,6 +242,43 @@ class RecordedGradients(ABC):
                 own = split.join(term, shared_rows, scale)
                 if own is not None:
                     self._receive(name, own)
+
+    @property
+    def is_first_of_two(self) -> bool:
+        """Whether the running backward pass is the first of two for one answer."""
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a backward pass that has ended was the last one."""
+        return True
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the recording splits gradients into parts for each position."""
+        return False
+
+    def end_pass(self) -> None:
+        """Note that a backward pass has ended, with all passes inside it."""
+        return
+
+    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
+        """Run a call of `loss.backward()`.
+
+        Args:
+            run: runs the call, with other values of the arguments that it is given by name.
+            anchor: what a pass that needs the weights only may be for.
+            factor_bytes: what the terms of the pass would keep.
+        """
+        run()
+
+    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
+        """Note the sum over the samples of a parameter's term, before it is scaled."""
+        return
+
+    def note_outside(self, tensor: Tensor) -> None:
+        """Note a tensor from outside: its memory may change without the recording noticing."""
+        return
 
     # ---- answers that all kinds have ----
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from persample._internal.text import format_table
-from persample.forward.tried import TriedFunction
+from persample.forward import TriedFunction
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from persample._internal.precision import in_full_precision
 from persample.errors import PerSampleError
+from persample.forward import TriedFunctions
 from persample.gradients.explanation import Explanation
 from persample.gradients.matrix import PerSampleGradients
 from persample.layouts import Reduced, SampleUnits
@@ -31,6 +32,8 @@ class LossGradients:
     >>> grads["first"].norms().shape, grads.gram().shape, grads.conflicts().shape
     (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
     """
+
+    is_early = is_first_of_two = False  # as `RecordedGradients` has them
 
     def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:
         self.losses = list(names)
@@ -106,6 +109,17 @@ class LossGradients:
         """Whether the backward passes of all losses have ended."""
         return self._passes == len(self._grads)
 
+    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
+        """Run a call of `loss.backward()`."""
+        run()
+
+    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
+        """Note the sum over the samples of a parameter's term, before it is scaled."""
+
+    def note_outside(self, tensor: Tensor) -> None:
+        """Note a tensor from outside: its memory may change without the recording noticing."""
+        self._grads[0].note_outside(tensor)
+
     # ---- as one of the recordings ----
 
     @property
@@ -129,12 +143,7 @@ class LossGradients:
         return self._grads[0].has_positions
 
     @property
-    def outside(self) -> Any:
-        """The memory from outside; see `gradients/copies.py`."""
-        return self._grads[0].outside
-
-    @property
-    def tried(self) -> Any:
+    def tried(self) -> TriedFunctions:
         """Filled by the tracker."""
         return self._grads[0].tried
 

@@ -91,7 +91,6 @@ class PerSampleGradients(RecordedGradients):
 
     @property
     def has_positions(self) -> bool:
-        """Whether the recording splits gradients into parts for each position."""
         return self._positions is not None
 
     def receive(self, parameter: Tensor, term: Term) -> None:
@@ -115,6 +114,9 @@ class PerSampleGradients(RecordedGradients):
         else:  # of another backward pass
             for name, term in stack.split():
                 self._receive(name, term)
+
+    def note_outside(self, tensor: Tensor) -> None:
+        self.outside.add(tensor)
 
     def finish(self) -> None:
         super().finish()

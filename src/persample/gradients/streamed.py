@@ -30,6 +30,7 @@ _SMALL, _UNKNOWN = 2**28, 2**30
 class _Streamed(RecordedGradients):
     """Keeps the squared norms by parameter, and what a subclass adds."""
 
+    is_early = True
     _kept: str
 
     def __init__(
@@ -253,7 +254,13 @@ class StreamedClip(_Streamed):
         """Whether the running backward pass is the one for the norms only."""
         return self.passes == 2 and self._weights is None
 
-    def choose_passes(self, factor_bytes: int) -> int:
+    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
+        """Run a call of `loss.backward()`; before it, if there are two passes, one that reaches the weights only."""
+        if self._choose_passes(factor_bytes) == 2:
+            run(retain_graph=True, inputs=[anchor])
+        run()
+
+    def _choose_passes(self, factor_bytes: int) -> int:
         """The number of backward passes: one, unless the factors that it keeps would take too much memory.
 
         Two passes keep the whole graph for the second one, so that they save no memory where one pass fits. The limit
@@ -461,11 +468,3 @@ class StreamedClip(_Streamed):
         if [total._version for total in self._totals.values()] != self._versions:
             raise PerSampleError("The clipped sum that clip() returned was changed in place; there is no other copy.")
         return {name: total.clone() for name, total in self._totals.items()}
-
-
-def run_backward_twice(anchor: Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a call of `backward` as two: one that reaches the weights only, for the norms, then the user's own."""
-    names = ("gradient", "retain_graph", "create_graph", "inputs")
-    given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-    func(args[0], **{**given, "retain_graph": True, "inputs": [anchor]})
-    return func(args[0], **given)

@@ -5,7 +5,7 @@ Other packages use the names below: `record`, `watch` and `rows`; `Options` and 
 and `is_recording`, `is_paused`, `find_watch` and `leave_ended_modes`, which tell what is recorded at present.
 """
 
-from persample.forward.contributions import CONTRIBUTIONS
+from persample.forward import CONTRIBUTIONS
 from persample.recording.block import record
 from persample.recording.calls import find_parts
 from persample.recording.hooks import ModuleHook

@@ -126,10 +126,10 @@ class _BlockCalls(Calls):
         return self._recording.start_call(module, args, kwargs)
 
     def end_call(self, output: Any) -> None:
-        self._recording.end_forward(output)
+        self._recording.end_call(output)
 
     def interrupt_call(self) -> None:
-        self._recording.end_forward(None)
+        self._recording.end_call(None)
 
     def find_recording(self) -> Recording:
         return self._recording

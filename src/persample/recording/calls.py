@@ -78,7 +78,7 @@ class Calls(ABC):
         if self.is_inside:
             if _torch.is_running(module):
                 if (recording := self.find_recording()) is not None:
-                    recording.note_nested_call()
+                    recording.verifier.note_nested_call()
                 return
             self.interrupt_call()
         self._enter(module, args, kwargs)
@@ -113,7 +113,7 @@ class Calls(ABC):
 
     def _is_verifying(self) -> bool:
         recording = self.find_recording()
-        return recording is not None and recording.is_verifying
+        return recording is not None and recording.verifier.is_running
 
     def _is_inside_entry(self, module: nn.Module) -> bool:
         # An interrupt may have ended the last call, and torch calls no hook then.

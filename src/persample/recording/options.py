@@ -31,6 +31,17 @@ Selection = Iterable[str] | Callable[[str, Tensor], bool]
 # What is the same for all samples: tensors, and names of the model's arguments, buffers or parameters.
 Constants = Tensor | str | Iterable[Tensor | str]
 
+# The values that these options may have.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_reduction": ("mean", "sum", None),
+    "divisor": ("batch", "own", "refuse"),
+    "keep": ("everything", "norms", "clip"),
+    "passes": (1, 2, None),
+    "verify": ("first", "always", False, None),
+    "coupled": ("contributions", None),
+    "nonfinite": ("raise", "zero", "keep"),
+}
+
 
 class CommonOptions(TypedDict, total=False):
     """The options of every recording. `Options` documents them."""
@@ -161,40 +172,37 @@ class Options:
     keep_rows: bool = False
 
     def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if (given := getattr(self, name)) not in choices:
+                *others, last = map(repr, choices)
+                raise PerSampleError(f"{name} must be {', '.join(others)} or {last}, got {given!r}.")
         if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
             raise PerSampleError("num_units and unit_reduction require units.")
         if self.losses is not None:
             self._check_losses(self.losses)
         if self.positions is not None and (self.keep != "everything" or self.positions < 1):
             raise PerSampleError(f"positions must be positive and requires keep='everything', got {self.positions}.")
-        if self.loss_reduction not in (None, "mean", "sum"):
-            raise PerSampleError(f"loss_reduction must be 'mean', 'sum' or None, got {self.loss_reduction!r}.")
-        if self.divisor not in ("batch", "own", "refuse"):
-            raise PerSampleError(f"divisor must be 'batch', 'own' or 'refuse', got {self.divisor!r}.")
         if self.divisor == "own" and self.positions is not None:
             raise PerSampleError("divisor='own' is not available with positions.")
-        if self.keep not in ("everything", "norms", "clip"):
-            raise PerSampleError(f"keep must be 'everything', 'norms' or 'clip', got {self.keep!r}.")
-        if self.passes not in (None, 1, 2) or (self.passes and self.keep != "clip"):
-            raise PerSampleError(f"passes must be 1 or 2 and requires keep='clip', got {self.passes}.")
-        if self.verify is not None and self.verify is not False and self.verify not in ("first", "always"):
-            raise PerSampleError(f"verify must be 'first', 'always', False or None, got {self.verify!r}.")
-        if self.nonfinite not in ("raise", "zero", "keep"):
-            raise PerSampleError(f"nonfinite must be 'raise', 'zero' or 'keep', got {self.nonfinite!r}.")
-        self._check_coupled()
-        bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        if any(bound is not None and not bound > 0 for bound in bounds):
-            raise PerSampleError(f"max_norm must be positive, got {self.max_norm}.")
-        if (self.max_norm is not None) != (self.keep == "clip"):
-            raise PerSampleError("keep='clip' requires max_norm, and max_norm requires keep='clip'.")
-        if self.stabiliser is not None and not (self.keep == "clip" and self.stabiliser > 0):
-            raise PerSampleError(f"stabiliser must be positive and requires keep='clip', got {self.stabiliser}.")
-
+        if self.coupled:
+            self._check_coupled()
+        self._check_clipping()
         for constant in self.list_constants():
             if not isinstance(constant, (str, Tensor)):
                 raise PerSampleError(
                     f"constants must consist of tensors and of names of arguments, got {type(constant).__name__}."
                 )
+
+    def _check_clipping(self) -> None:
+        if (self.max_norm is not None) != (self.keep == "clip"):
+            raise PerSampleError("keep='clip' requires max_norm, and max_norm requires keep='clip'.")
+        if self.passes and self.keep != "clip":
+            raise PerSampleError(f"passes must be 1 or 2 and requires keep='clip', got {self.passes}.")
+        bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
+        if any(bound is not None and not bound > 0 for bound in bounds):
+            raise PerSampleError(f"max_norm must be positive, got {self.max_norm}.")
+        if self.stabiliser is not None and not (self.keep == "clip" and self.stabiliser > 0):
+            raise PerSampleError(f"stabiliser must be positive and requires keep='clip', got {self.stabiliser}.")
 
     def _check_losses(self, losses: Sequence[str]) -> None:
         if isinstance(losses, str) or not losses or len({*losses}) < len(losses):
@@ -203,19 +211,17 @@ class Options:
             raise PerSampleError(f"losses requires keep='everything', got {self.keep!r}.")
 
     def _check_coupled(self) -> None:
-        if self.coupled not in (None, "contributions"):
-            raise PerSampleError(f"coupled must be 'contributions' or None, got {self.coupled!r}.")
-        if self.coupled and self.isolate:
+        if self.isolate:
             raise PerSampleError(
                 "coupled='contributions' is not available in private training: a contribution depends on all samples, "
                 "so that no bound holds for it. Keep the samples separate."
             )
-        if self.coupled and self.verify:
+        if self.verify:
             raise PerSampleError(
                 f"verify={self.verify!r} compares samples alone with those of the batch, which differ by design with "
                 "coupled='contributions'. Leave it out."
             )
-        if self.coupled and self.divisor == "own":
+        if self.divisor == "own":
             raise PerSampleError(
                 "divisor='own' divides each sample's part by its own number, so that contributions would not add up to "
                 "the gradient of the batch. Leave it out with coupled='contributions'."

@@ -21,9 +21,7 @@ from persample._internal.several_models import SeveralModels, combine_models
 from persample._internal.tree import iterate_tensors
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward.isolation import Isolation
-from persample.forward.known_tensors import TensorMap
-from persample.gradients import LossGradients, StreamedClip
+from persample.forward import Isolation, TensorMap
 from persample.recording.calls import Calls
 from persample.recording.hooks import refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
@@ -273,12 +271,12 @@ class Watch(Calls):
         recording = self._recording
         if recording is None or not self._is_step_alive(search=True):
             return False
-        if recording.has_known(args, kwargs, part):
+        if recording.samples.has_known(args, kwargs, part):
             return True
         if self._find_declared(args, kwargs):
             return False
         is_first = self._first_part is not None and self._first_part() is part
-        return not is_first or recording.can_continue_with(args, kwargs, part)
+        return not is_first or recording.samples.can_continue_with(args, kwargs, part)
 
     def _find_declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
         """The declared batches that have tensors in the arguments of a call."""
@@ -304,7 +302,7 @@ class Watch(Calls):
         declared = self._find_declared(args, kwargs)
         if declared and self._used and not any(a is b for a in declared for b in self._used):
             return False
-        batch_size = recording.find_batch_size(args, kwargs)
+        batch_size = recording.samples.find_batch_size(args, kwargs)
         return batch_size == recording.grads.batch_size and recording.grads.has_same_units(batch_size)
 
     def _is_step_alive(self, search: bool = False) -> bool:
@@ -359,7 +357,7 @@ class Watch(Calls):
             self.rest()
             return
         try:
-            recording.end_forward(output)
+            recording.end_call(output)
         except BaseException as error:
             if isinstance(error, PerSampleError) and recording.tracker.complain is not None:
                 self.is_inside = False
@@ -409,7 +407,7 @@ class Watch(Calls):
             raise_or_complain(_make_error_of_other_step(), self.give_up if self.is_lenient else None)
             return
         grads = recording.grads
-        if not isinstance(grads, (StreamedClip, LossGradients)) or grads.is_complete:
+        if grads.is_complete:
             recording.tracker.has_ended = True
             self._receive(grads)
             for receive, _ in self._listeners:

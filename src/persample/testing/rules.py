@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dtypes import to_double
-from persample.backward.collector import asked_sources
+from persample.backward import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.projection import make_projection

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.rng import RngState
-from persample._internal.tree import has_attributes, iterate_tensors
-from persample.batches import Call
+from persample._internal.tree import iterate_tensors
 from persample.errors import SamplesMixed
-from persample.forward.isolation import refuse_state
+from persample.forward import refuse_state
 from persample.layouts import has_equal_shares, take_sample
 from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
 from persample.recording.verification.runs import Runs
+from persample.recording.verification.sample_calls import Call
 from persample.recording.verification.status import NotVerified, shorten
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Comparison:
     def __init__(self, verification: Verification, runs: Runs, parts: list[Part]) -> None:
         self.verification, self.runs, self.parts = verification, runs, parts
         self.batch = verification.batch
-        self._whole: Call = (verification.arguments.args, verification.arguments.kwargs)
+        self._calls = verification.calls
         self._needs_copies = False  # a sample alone raises
         self._row_sample = None if runs.is_random or not verification.has_row else list(verification.samples)[-1]
         self.row: dict[int, Tensor] = {}  # the outputs of that sample alone, with their graph
@@ -111,9 +111,8 @@ class Comparison:
 
     def _run_replaced(self, samples: list[int]) -> dict[int, Tensor]:
         """The outputs of a batch with `samples[n]` in the place of sample n."""
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            call = self.verification.arguments.replace_samples(samples, self.batch, self.verification.find_layout)
-        if call is None or self.verification.has_changed_arguments:
+        call = self._calls.replace(samples)
+        if call is None or self._calls.has_changed:
             raise NotVerified("the samples in the arguments cannot be replaced")
         try:
             return self.runs.run(call)
@@ -144,12 +143,12 @@ class Comparison:
 
     def _are_samples_equal(self) -> bool:
         """Whether all samples are copies of one, as in a batch of zeros: then they change nothing for each other."""
-        copies = self._make_copies(0)
+        copies = self._calls.replace([0] * self.batch)
         if copies is None:
             return False
         try:
             with _torch.DisableTorchFunction():
-                pairs = zip(iterate_tensors(self._whole), iterate_tensors(copies), strict=True)
+                pairs = zip(iterate_tensors(self._calls.whole), iterate_tensors(copies), strict=True)
                 return all(a is b or torch.equal(a, b) for a, b in pairs)
         except Exception:  # tensors of another kind, such as nested ones, cannot be compared
             return False
@@ -187,10 +186,10 @@ class Comparison:
             return find_difference(self.parts, outputs, sample, self.batch, crop=self.verification.checks_places)
 
     def _run_batch(self) -> dict[int, Tensor]:
-        if self.verification.has_changed_arguments:
+        if self._calls.has_changed:
             raise NotVerified("the forward pass changes its arguments in place")
         try:
-            return self.runs.run(self._whole)
+            return self.runs.run(self._calls.whole)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -211,7 +210,7 @@ class Comparison:
     def _judge(self, sample: int, call: Call, found: Difference) -> None:
         """Find out whether a difference is more than rounding; if so, raise."""
         self._check_divided()
-        if self.verification.has_changed_arguments:
+        if self._calls.has_changed:
             if found.relative > self._loose:
                 self._refuse(sample, found, "depends on the other samples, or on its place among them")
             return
@@ -231,21 +230,8 @@ class Comparison:
 
     def _check_divided(self) -> None:
         """Raise if an argument may hold several samples and was not divided among them."""
-        if found := self.find_undivided():
+        if found := self._calls.find_undivided():
             raise NotVerified(found)
-
-    def find_undivided(self) -> str:
-        """What is said of an argument that may hold several samples and was not divided among them; else ''."""
-        arguments = self.verification.arguments
-        if _has_list((arguments.args, arguments.kwargs), self.batch):
-            return "a list in the arguments may hold one item for each sample"
-        undivided = arguments.find_undivided(self.batch, self.verification.find_layout)
-        if undivided is None:
-            return ""
-        return (
-            f"an argument of shape {tuple(undivided.shape)} has no batch dimension and may hold ids of several "
-            "samples; if it is the same for all samples, pass it in constants="
-        )
 
     def _compare_batch(self, sample: int, outputs: dict[int, Tensor]) -> Difference | None:
         """The difference of a sample's rows between the batch and another run with as many samples; None if unknown."""
@@ -274,8 +260,8 @@ class Comparison:
 
         All shapes are the same, so that the kernels are the same and rounding hardly differs.
         """
-        copies = self._make_copies(sample)
-        if copies is None or self.verification.has_changed_arguments:
+        copies = self._calls.replace([sample] * self.batch)
+        if copies is None or self._calls.has_changed:
             return None
         try:
             return self._compare_batch(sample, self.runs.run(copies))
@@ -284,10 +270,8 @@ class Comparison:
 
     def _compare_rotated(self) -> None:
         """Refuse an output that changes if each sample takes the place of the one before it."""
-        arguments, find_layout = self.verification.arguments, self.verification.find_layout
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            rotated = arguments.rotate_samples(self.batch, find_layout)
-        if rotated is None or self.verification.has_changed_arguments:
+        rotated = self._calls.replace([*range(1, self.batch), 0])
+        if rotated is None or self._calls.has_changed:
             return
         try:
             outputs = self.runs.run(rotated)
@@ -313,8 +297,7 @@ class Comparison:
         again = self._compare_batch(sample, self._run_batch())
         if again is None or again.relative > self._tight:
             raise NotVerified("a second run of the same batch gives other outputs")
-        arguments = self.verification.arguments
-        if _has_list((arguments.args, arguments.kwargs), self.batch):
+        if self._calls.has_list():
             raise NotVerified("a list in the arguments may hold one item for each sample")
         raise SamplesMixed(
             f"The output of sample {sample} depends on its place in the batch: a tensor of shape {found.shape} in the "
@@ -323,14 +306,9 @@ class Comparison:
             f"{self.verification.advice} The option verify=False turns this check off."
         )
 
-    def _make_copies(self, sample: int) -> Call | None:
-        arguments, find_layout = self.verification.arguments, self.verification.find_layout
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            return arguments.repeat_sample(sample, self.batch, find_layout)
-
     def _refuse(self, sample: int, found: Difference, cause: str, call: Call | None = None) -> NoReturn:
         if self._needs_copies:
-            call = self._make_copies(sample)
+            call = self._calls.replace([sample] * self.batch)
         place = None if call is None else self._find_module(sample, call)
         other = "a batch of copies of it" if self._needs_copies else "the same sample alone"
         where = f" The difference first appears in {place}." if place else ""
@@ -360,7 +338,7 @@ class Comparison:
 
         try:
             self.runs.run(call, keep)
-            self.runs.run(self._whole, compare)
+            self.runs.run(self._calls.whole, compare)
         except Exception:  # only the name is lost
             return None
         model = self.runs.model
@@ -368,17 +346,3 @@ class Comparison:
             return f"the code of {type(model).__name__} itself"
         name = next(name for name, module in model.named_modules() if module is differing[0])
         return f"module '{name}' ({type(differing[0]).__name__})"
-
-
-def _has_list(value: Any, size: int) -> bool:
-    """Whether a list or array of this length is found in a value that is not a tensor and holds no tensors."""
-    if isinstance(value, Tensor):
-        return False
-    if isinstance(value, Mapping):
-        return any(_has_list(part, size) for part in value.values())
-    if isinstance(value, (list, tuple)):
-        holds_items = not any(isinstance(part, (Tensor, list, tuple, Mapping)) for part in value)
-        return (len(value) == size and holds_items) or any(_has_list(part, size) for part in value)
-    if isinstance(getattr(value, "shape", None), tuple):
-        return bool(value.shape) and value.shape[0] == size
-    return has_attributes(value) and any(_has_list(part, size) for part in vars(value).values())

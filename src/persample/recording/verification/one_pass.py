@@ -16,15 +16,16 @@ from persample._internal.graph import find_nodes, is_reentrant
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState
 from persample._internal.tree import iterate_tensors
-from persample.batches import Arguments, Call
+from persample.batches import Arguments
 from persample.errors import PerSampleError
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker
 from persample.layouts import Layout, Reduced
 from persample.recording.options import Options
 from persample.recording.verification.comparison import Comparison
 from persample.recording.verification.differences import Part, make_part
 from persample.recording.verification.rows import VerifiedCall, make_outputs
 from persample.recording.verification.runs import Runs, open_extra_passes
+from persample.recording.verification.sample_calls import Call, SampleCalls
 from persample.recording.verification.status import NotVerified, describe, shorten
 
 # How many samples are run alone, besides the last one, if the model has read values of samples.
@@ -57,23 +58,21 @@ class Verification:
         is_random: bool = False,
     ) -> None:
         self.model = model
-        try:
-            self.arguments = arguments.copy()  # the forward pass may change its containers and objects
+        self.batch = tracker.batch
+        try:  # copies: the forward pass may change its containers and objects
+            self.calls = SampleCalls(arguments.copy(), self.batch, tracker.find_layout)
         except CannotCopy as error:
             raise NotVerified(f"among the arguments, {error}") from error
-        self.batch = tracker.batch
         self.outputs = 0  # how many tensors the forward pass returned
         self.is_telling = True
         self.has_row = True
         self.row: VerifiedCall | None = None
         self.no_row = ""
         self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
-        self.find_layout, self.advice = tracker.find_layout, tracker.advice
+        self.advice = tracker.advice
         self._tracker, self._remember, self._is_random = tracker, remember, is_random
         self.samples: dict[int, Call] = {}
         self._add_samples((0, self.batch - 1))
-        given = iterate_tensors((arguments.args, arguments.kwargs))
-        self._versions = [(t, t._version) for t in given if not t.is_inference()]
         try:
             self.before = ModuleState(model)
         except Exception as error:
@@ -85,8 +84,8 @@ class Verification:
     def _add_samples(self, numbers: Iterable[int]) -> None:
         """Take these samples from the arguments, to run them alone."""
         for n in numbers:
-            with torch.no_grad(), _torch.disable_dispatch_modes():  # an audit must not see it
-                call = self.arguments.take_sample(n, self.batch, self.find_layout)
+            with _torch.disable_dispatch_modes():  # an audit must not see it
+                call = self.calls.take(n)
             if call is None:
                 raise NotVerified("the arguments cannot be cut into samples")
             self.samples.setdefault(n, call)
@@ -106,7 +105,7 @@ class Verification:
                 if not parts and not self._find_sums(output):
                     raise NotVerified("no output has a part for each sample, or is a sum over them")
                 # Each sample may take another branch.
-                if self._tracker.path.has_read_samples and not self.has_changed_arguments:
+                if self._tracker.path.has_read_samples and not self.calls.has_changed:
                     self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
             with open_extra_passes(self.model, (self.before, self.random_before), self._is_random) as runs:
                 comparison = Comparison(self, runs, parts)
@@ -140,7 +139,7 @@ class Verification:
             self.no_row = "no row was compared: the model has a reentrant checkpoint"
             return
         sample = list(self.samples)[-1]
-        given = iterate_tensors((self.arguments.args, self.arguments.kwargs))
+        given = iterate_tensors(self.calls.whole)
         self.row = VerifiedCall(
             sample=sample,
             batch=self.batch,
@@ -149,7 +148,7 @@ class Verification:
             call=self.samples[sample],
             inputs=comparison.row_inputs,
             model=ref(self.model),
-            ambiguity=comparison.find_undivided(),
+            ambiguity=self.calls.find_undivided(),
             advice=self.advice,
             rounding=runs.rounding,
         )
@@ -161,7 +160,7 @@ class Verification:
         for position, tensor in enumerate(iterate_tensors(output)):
             if tensor.dim() and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
                 try:
-                    layout = self.find_layout(tensor)
+                    layout = self._tracker.find_layout(tensor)
                 except PerSampleError:  # refused when it is used
                     continue
                 if isinstance(layout, Layout):
@@ -170,16 +169,9 @@ class Verification:
 
     def _find_sums(self, output: Any) -> dict[int, Tensor]:
         """The outputs that are sums or means over the samples, such as a loss, by position."""
-        layouts = (
-            (position, tensor, self.find_layout(tensor)) for position, tensor in enumerate(iterate_tensors(output))
-        )
-        return {
-            position: tensor.detach()
-            for position, tensor, where in layouts
-            if isinstance(where, Reduced) and where.kind != "mixed" and tensor.numel() == 1
-        }
-
-    @property
-    def has_changed_arguments(self) -> bool:
-        """Whether the forward pass has changed its arguments in place."""
-        return any(tensor._version != version for tensor, version in self._versions)
+        found = {}
+        for position, tensor in enumerate(iterate_tensors(output)):
+            where = self._tracker.find_layout(tensor)
+            if isinstance(where, Reduced) and where.kind != "mixed" and tensor.numel() == 1:
+                found[position] = tensor.detach()
+        return found

@@ -19,10 +19,10 @@ from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
 from persample._internal.dtypes import to_double
-from persample.batches import Call
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
 from persample.recording.verification.runs import open_extra_passes
+from persample.recording.verification.sample_calls import Call
 from persample.recording.verification.status import NotVerified, shorten
 from persample.terms import Term
 

@@ -17,7 +17,7 @@ from persample._internal.dtypes import to_double, widen
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState, Writes, keep_tensors
 from persample._internal.tree import iterate_tensors
-from persample.batches import Call
+from persample.recording.verification.sample_calls import Call
 
 
 class _NoSavedTensors(torch.autograd.graph.saved_tensors_hooks):

@@ -10,7 +10,7 @@ from torch import nn
 
 from persample.batches import Arguments
 from persample.distributed import Processes
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker
 from persample.recording.options import Options
 from persample.recording.verification.one_pass import Verification
 from persample.recording.verification.status import (

@@ -10,8 +10,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample.distributed import Processes
 from persample.errors import PerSampleError
-from persample.forward.audit import Audit
-from persample.forward.tracker import Tracker
+from persample.forward import Audit, Tracker
 from persample.recording.options import Options
 
 

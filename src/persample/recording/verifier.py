@@ -1,0 +1,172 @@
+"""The verification of a recording: of each call of the model, and of a row in the first backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.copies import CannotCopy
+from persample._internal.tree import find_tensors
+from persample.backward import asked_sources
+from persample.batches import Arguments
+from persample.forward import CONTRIBUTIONS
+from persample.recording.verification import (
+    NotVerified,
+    Verification,
+    describe,
+    start_late_verification,
+    start_verification,
+)
+from persample.recording.wiring import Wiring
+
+
+class Verifier:
+    """Verifies the calls of a recording, and notes in its gradients what was found.
+
+    Attributes:
+        is_running: whether calls of the model are extra passes.
+        rng_state: of the random number generator when the recording began.
+    """
+
+    def __init__(self, wiring: Wiring) -> None:
+        self.is_running = False
+        self.rng_state = torch.get_rng_state()
+        self._options, self._processes, self._grads = wiring.options, wiring.processes, wiring.grads
+        self._tracker, self._collector, self._row_check = wiring.tracker, wiring.collector, wiring.row_check
+        self._verification: Verification | None = None  # of the running call
+        # The module of the running call and its arguments, if calls like it were verified.
+        self._verified_before: tuple[nn.Module, Arguments] | None = None
+        self._has_status = False  # whether it is known if the calls so far are verified
+        self._had_met = False  # whether samples of one unit were combined before the running call
+
+    # ---- calls of the model ----
+
+    def prepare(self, called: nn.Module, arguments: Arguments) -> None:
+        """Prepare the verification of a call. The tracker must know where the samples lie in its arguments."""
+        if self._options.coupled is not None:  # samples alone differ from those of the batch
+            self.note_status(CONTRIBUTIONS)
+            return
+        with self._tracker.pause():
+            found = start_verification(called, self._options, self._processes, self._tracker, arguments)
+        if isinstance(found, str):
+            self._verification = None
+            self._verified_before = (called, _copy(arguments)) if found.startswith("verified") else None
+            self.note_status(found)
+        else:
+            self._verification = found
+
+    def start_call(self) -> None:
+        """Note that a call of the model runs from now on."""
+        self._had_met = self._units_have_met
+
+    def end_call(self, output: Any) -> None:
+        """Verify the output of the call that has ended; None if it has failed."""
+        verification, self._verification = self._verification, None
+        may_differ = output is not None and self._tracker.path.may_differ_from_earlier_passes()
+        if may_differ and self._verified_before is not None:
+            verification = self._start_late_verification(*self._verified_before)
+        self._verified_before = None
+        if self._units_have_met and not self._had_met:
+            reason = NotVerified("the model combines samples of one unit")
+            verification = None
+            self.note_status(describe(reason, self._options))
+        if verification is None or output is None:
+            return
+        with self._run():
+            # A check compares all rows itself.
+            verification.has_row = self._options.positions is None and asked_sources.get() is None
+            self.note_status(verification.finish(output, self._options))
+        self._grads.row_verification = verification.no_row
+        if verification.row is not None:
+            self._row_check.add(verification.row)
+
+    def note_nested_call(self) -> None:
+        """Give up the verification of a model that calls itself."""
+        if self._options.coupled is None:
+            self._verification = None
+            self.note_status("not verified: the model calls itself")
+
+    def note_status(self, status: str) -> None:
+        """Note what was found for a call: a recording is verified if all of its calls are."""
+        if self._has_status and self._grads.verification.startswith("not verified"):
+            return
+        self._has_status, self._grads.verification = True, status
+
+    def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
+        """Prepare the verification of a call that has just run and may have done something new."""
+        if self._tracker.batch < 2:  # nothing to mix with
+            return None
+        is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
+        with _torch.DisableTorchFunction():
+            found = start_late_verification(called, self._options, self._tracker, arguments, is_random)
+        if isinstance(found, str):
+            self.note_status(found)
+            return None
+        return found
+
+    @property
+    def _units_have_met(self) -> bool:
+        units = self._tracker.counted.units
+        return units is not None and units.have_met
+
+    @contextmanager
+    def _run(self) -> Iterator[None]:
+        """Inside the block, extra passes run."""
+        self.is_running = True
+        try:
+            with self._tracker.pause():
+                yield
+        finally:
+            self.is_running = False
+
+    # ---- a row of the first backward pass ----
+
+    @contextmanager
+    def compare_row(self, roots: Any, inputs: list[Tensor]) -> Iterator[None]:
+        """Inside the block a backward pass runs. At its end, compare a row if calls were verified."""
+        if not self._begin_row(roots, inputs):
+            yield
+            return
+        yield
+        try:
+            with self._run(), self._collector.pull_back():
+                self._end_row(self._row_check.compare())
+        except NotVerified as reason:
+            self._end_row(f"no row was compared: {reason}")
+        finally:
+            self._row_check.forget()
+
+    def _begin_row(self, roots: Any, inputs: list[Tensor]) -> bool:
+        """Prepare to compare a row after the backward pass that is about to run; False if none can be compared."""
+        if not self._row_check.calls or self._row_check.is_noting:  # the latter: a pass inside of a pass
+            return False
+        nodes = [self._collector.anchor_node, *(retained.node for retained in self._collector.retained)]
+        try:
+            if inputs:
+                raise NotVerified("the backward pass has inputs=")
+            self._row_check.begin(find_tensors(roots), nodes)
+        except NotVerified as reason:
+            self._end_row(f"no row was compared: {reason}")
+            return False
+        return True
+
+    def _end_row(self, status: str) -> None:
+        self._grads.row_verification = status
+        self._row_check.end()
+
+    def close(self) -> None:
+        """Forget the graphs of verified calls."""
+        self._row_check.forget()
+
+
+def _copy(arguments: Arguments) -> Arguments:
+    """The arguments as they are before the call; themselves if they cannot be copied, which prevents a verification."""
+    try:
+        return arguments.copy()
+    except CannotCopy:
+        return arguments

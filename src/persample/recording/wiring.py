@@ -1,0 +1,247 @@
+"""The parts of a recording that know each other: what follows the samples, collects terms, and keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from persample._internal import tracing
+from persample._internal.model_table import read_model
+from persample._internal.parameter_hooks import refuse_parameter_hooks
+from persample._internal.precision import in_full_precision
+from persample.backward import Collector, PositionSplitter, group_by_rows
+from persample.distributed import Processes, find_processes
+from persample.errors import Complain, PerSampleError, raise_or_complain
+from persample.forward import FirstLoss, Isolation, OutsideTensors, Tracker, get_remembered_constants, make_advice
+from persample.gradients import Gradients, LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.layouts import Reduced
+from persample.recording.hooks import UnrecordedGradients
+from persample.recording.options import Options, select_trainable
+from persample.recording.verification import RowCheck
+from persample.terms import Term, add_terms
+
+
+class Delivery:
+    """Passes what backward passes find to the gradients and, with `keep_grad`, to `p.grad`.
+
+    The collector keeps it, so it must not refer to the recording.
+
+    Args:
+        complain: takes refusals in place of raising them; sums are added to `p.grad` all the same.
+        recorded: the recorded parameters. A gradient of one that arrives by itself came from a use that was not seen.
+        ended: called at the end of a backward pass.
+    """
+
+    def __init__(
+        self,
+        grads: Gradients,
+        processes: Processes,
+        keep_grad: bool,
+        complain: Complain | None,
+        recorded: Mapping[str, Tensor],
+        ended: Callable[[], None],
+    ) -> None:
+        self.complain = complain
+        self._grads, self._processes, self._keep_grad = grads, processes, keep_grad
+        self.unrecorded, self._ended = UnrecordedGradients(recorded), ended
+        self._is_waiting = False
+        self._has_ended = False
+
+    @in_full_precision
+    def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
+        """Pass on the terms of a parameter."""
+        for group in group_by_rows(terms) if self._grads.has_positions else [terms]:
+            term = add_terms(group)
+            self._call(self._grads.receive, parameter, term)
+            if self._keep_grad and not self._grads.is_first_of_two:
+                total = term.sum(torch.ones(term.batch, device=parameter.device))
+                self._grads.note_sum(parameter, term, total)
+                self._processes.add_to_grad(parameter, total.to(parameter.dtype))
+
+    def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
+        """Pass on a gradient that belongs to no sample."""
+        if not self._grads.is_first_of_two:
+            self._grads.receive_shared(parameter, shared)
+            if self._keep_grad:
+                self._processes.add_to_grad(parameter, shared)
+
+    def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
+        """Note the loss that the running backward pass starts from."""
+        self._call(self._grads.note_loss, loss, reaches_weights)
+
+    @in_full_precision
+    def finish(self) -> None:
+        """Note that a pass, or a pass inside it, has ended."""
+        self.unrecorded.check()
+        self._call(self._grads.finish)
+        self._has_ended = True
+        if not self._is_waiting:
+            self._end()
+
+    @contextmanager
+    def wait(self) -> Iterator[None]:
+        """Inside the block, all passes are one: those of reentrant checkpoints, and two for one answer."""
+        if self._is_waiting:
+            yield
+            return
+        self._is_waiting, self._has_ended = True, False
+        try:
+            yield
+            self._end()
+        finally:
+            self._is_waiting = False
+
+    def _end(self) -> None:
+        has_ended, self._has_ended = self._has_ended, False
+        if has_ended:
+            self._grads.end_pass()
+            self._ended()
+
+    def _call(self, function: Callable[..., None], *args: Any) -> None:
+        try:
+            function(*args)
+        except PerSampleError as error:
+            raise_or_complain(error, self.complain)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The parts of a recording.
+
+    Attributes:
+        model: the model, which is freed with its last name also while it is watched.
+        recorded: the recorded parameters by name.
+        outside: decides about tensors from outside.
+        is_alone: whether this process has the whole batch.
+        is_watched: whether the calls are steps of a watched model, each with a whole batch.
+    """
+
+    options: Options
+    model: ref[nn.Module]
+    processes: Processes
+    recorded: Mapping[str, Tensor]
+    grads: Gradients
+    delivery: Delivery
+    row_check: RowCheck
+    collector: Collector
+    outside: OutsideTensors
+    tracker: Tracker
+    is_watched: bool
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process has the whole batch."""
+        return type(self.processes) is Processes
+
+
+def make_wiring(
+    model: nn.Module,
+    options: Options,
+    ended: Callable[[], None],
+    is_watched: bool,
+    isolation: Isolation | None,
+    complain: Complain | None,
+) -> Wiring:
+    """Make the parts of a recording; see `Recording` for the arguments."""
+    processes, (modules, parameters) = find_processes(model), read_model(model)
+    trainable = select_trainable(parameters)
+    recorded = options.select(trainable)
+    if is_watched:
+        _refuse_computed_parameters(trainable)
+    refuse_parameter_hooks(trainable if options.keep_grad else recorded)
+    grads, row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
+    is_alone, is_traced, is_coupled = (
+        type(processes) is Processes,
+        tracing.get_trace() is not None,
+        bool(options.coupled),
+    )
+    delivery = Delivery(grads, processes, options.keep_grad, complain if is_alone else None, recorded, ended)
+    collector = Collector(
+        trainable.values() if is_alone else map(processes.get_used, trainable.values()),
+        row_check.follow(delivery.deliver),
+        delivery.finish,
+        early=grads.is_early,
+        deliver_stack=None if options.keep_grad else row_check.follow_stack(grads.receive_stack),
+        deliver_shared=delivery.deliver_shared,
+        complain=delivery.complain,
+        positions=None if options.positions is None else PositionSplitter(options.positions),
+    )
+    _note_empty_passes(grads, collector)
+    has_private_options = isolation is not None or is_traced  # without `coupled`, and with exact sizes
+    outside = _make_outside(model, options, is_watched, remembers=not has_private_options)
+    tracker = Tracker(
+        collector,
+        model,
+        loss_reduction=options.loss_reduction,
+        advice=make_advice(coupled=None if has_private_options else is_coupled),
+        processes=processes,
+        note_loss=FirstLoss(delivery.note_loss, options.loss_reduction) if is_coupled else delivery.note_loss,
+        outside=outside,
+        note_outside=grads.note_outside,
+        isolation=isolation,
+        complain=delivery.complain,
+        is_coupled=is_coupled,
+        divisors=options.divisor_mode,
+        # FSDP frees weights that a use without a tap would keep, a traced step has no values, and uses that are
+        # computed as one are not split into positions.
+        can_retain=is_alone and not is_traced and options.positions is None,
+        tried=grads.tried,
+        modules=modules,
+    )
+    parts = grads, delivery, row_check, collector, outside, tracker
+    return Wiring(options, ref(model), processes, recorded, *parts, is_watched)
+
+
+def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:
+    """Refuse tensors in the places of parameters, which autograd would not add gradients to."""
+    for name, p in trainable.items():
+        if not p.is_leaf:
+            raise PerSampleError(
+                f"'{name}' is not a parameter in this call of the model but was computed from other tensors, as with "
+                "torch.func.functional_call. Use record(model), with the call inside the block."
+            )
+
+
+def _make_gradients(options: Options, recorded: Mapping[str, Tensor], processes: Processes) -> Gradients:
+    if options.positions is not None and type(processes) is not Processes:
+        raise PerSampleError("positions is not available under several processes.")
+    kept = options.nonfinite, options.unit_options
+
+    def make_reduction() -> LossReduction:
+        return LossReduction(options.loss_reduction, options.divisor_mode == "own")
+
+    def make() -> PerSampleGradients:
+        return PerSampleGradients(recorded, make_reduction(), processes, *kept, options.positions)
+
+    if options.bound is not None:
+        return StreamedClip(recorded, make_reduction(), processes, options.bound, *kept)
+    if options.keep == "norms":
+        return StreamedNorms(recorded, make_reduction(), processes, *kept)
+    return make() if options.losses is None else LossGradients(options.losses, make)
+
+
+def _note_empty_passes(grads: Gradients, collector: Collector) -> None:
+    """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
+    found = ref(collector)  # which keeps the node
+
+    def note(_: Any) -> None:
+        if not grads.batch_size and (collector := found()) is not None:
+            collector.note_pass()
+
+    collector.anchor_node.register_prehook(note)
+
+
+def _make_outside(model: nn.Module, options: Options, is_watched: bool, remembers: bool) -> OutsideTensors:
+    remembered = get_remembered_constants(model) if remembers else None
+    if remembered is not None:
+        remembered.start_step()
+    constants = [constant for constant in options.list_constants() if isinstance(constant, Tensor)]
+    dim = options.batch_dim if isinstance(options.batch_dim, int) else 0
+    # A reduction that is given decides what numbers mean that may be sizes.
+    return OutsideTensors(model, dim, constants, not is_watched and options.loss_reduction is None, remembered)
