@@ -270,6 +270,11 @@ class Arguments:
         """Whether a tensor depends on samples that the tracker follows."""
         return any(tracker.get_known(tensor) is not None for tensor in self.iterate_tensors())
 
+    def has_rows(self, tracker: Tracker) -> bool:
+        """Whether a tensor consists of rows of some samples that the tracker follows: `x[3]`."""
+        known = map(tracker.get_known, self.iterate_tensors())
+        return any(isinstance(where, Layout) and where.ids is not None for where in known)
+
     def without_constants(self, tracker: Tracker) -> Arguments:
         """The same arguments, in which tensors that are known to be the same for all samples are constants."""
         found = [t for t in self.iterate_tensors() if tracker.is_constant(t) or tracker.is_weight(t)]

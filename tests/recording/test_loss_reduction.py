@@ -79,6 +79,20 @@ FOUND: dict[str, tuple[str, Loss]] = {
         "mean",
         lambda m, b: (squares(m, b).sum() + m(b[0]).sum()) / b[1].numel(),
     ),
+    "divided by a multiple of the batch size": ("mean", lambda m, b: squares(m, b).sum() / (5 * len(b[0]))),
+    "times the inverse of the batch size": ("mean", lambda m, b: squares(m, b).sum() * (1 / b[0].shape[0])),
+    "times the inverse of the number of entries": ("mean", lambda m, b: squares(m, b).sum() * (1 / b[1].numel())),
+    "mean times the batch size": ("sum", lambda m, b: squares(m, b).mean() * len(b[0])),
+    "mean times the number of entries": ("sum", lambda m, b: F.mse_loss(m(b[0]), b[1]) * b[1].numel()),
+    "mean of targets times the batch size": ("sum", lambda m, b: F.cross_entropy(m(b[0]), b[2]) * len(b[0])),
+    "mean and a sum times the inverse of the batch size, read before": (
+        "mean",
+        lambda m, b: (1 / len(b[0])) * squares(m, b).sum() + F.mse_loss(m(b[0]), b[1]),
+    ),
+    "sum and a sum over a number that may be a multiple of the batch size": (
+        "sum",
+        lambda m, b: squares(m, b)[: len(b[0])].sum() / 12 + squares(m, b).sum(),
+    ),
     "divided by another number": ("sum", lambda m, b: squares(m, b).sum() / 7),
     "divided in place": ("mean", lambda m, b: squares(m, b).sum().div_(len(b[0]))),
     "mean, scaled": ("mean", lambda m, b: 3 * squares(m, b).mean() / 2),
@@ -154,15 +168,9 @@ UNCLEAR: dict[str, tuple[str, Loss]] = {
         "l1_loss adds up.*mse_loss averages",
         lambda m, b: F.mse_loss(m(b[0]), b[1]) + F.l1_loss(m(b[0]), b[1], reduction="sum"),
     ),
-    "mean times the batch size": ("may stand for the batch size 4", lambda m, b: squares(m, b).mean() * len(b[0])),
-    "mean times the number of entries": (
+    "sum over a multiple of it": (
         "may stand for the batch size 4",
-        lambda m, b: F.mse_loss(m(b[0]), b[1]) * b[1].numel(),
-    ),
-    "sum over a multiple of it": ("may stand for the batch size 4", lambda m, b: squares(m, b).sum() / (3 * len(b[0]))),
-    "sum times the inverse of the number of entries": (
-        "may stand for the batch size 4",
-        lambda m, b: squares(m, b).sum() * (1 / b[1].numel()),
+        lambda m, b: squares(m, b)[: len(b[0])].sum() / 12,
     ),
     "sum times the inverse of a number that was counted": (
         "may stand for a number of all samples",

@@ -169,6 +169,34 @@ def test_accumulated_means(batch: int) -> None:
         torch.testing.assert_close(p.grad, grads.mean()[key])
 
 
+@pytest.mark.parametrize("batch", [3, T, 5, 6])
+def test_accumulated_sums_over_the_size_of_the_whole(batch: int) -> None:
+    model, x, y = make("deep", batch)
+    with record(model) as grads:
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            (F.cross_entropy(model(a), b, reduction="sum") / batch).backward()
+    assert grads.loss_reduction == "mean"
+    assert_rows_close(grads.dense(), find_expected(model, x, y))
+
+
+@pytest.mark.parametrize("batch", [2, D])
+def test_calls_without_a_batch_dimension(batch: int) -> None:
+    """A sample has as many features as there are samples, or it has not: the features are no samples."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(D, C).double(), torch.randn(batch, D).double(), torch.randint(0, C, (batch,))
+    for _ in range(2):
+        with record(model, samples=x) as grads:
+            F.cross_entropy(torch.stack([model(row) for row in x]), y).backward()
+        assert_rows_close(grads.dense(), find_expected(model, x, y))
+        try:
+            with record(model) as grads:
+                F.cross_entropy(torch.stack([model(row) for row in x]), y).backward()
+        except PerSampleError:
+            assert batch != D
+            continue
+        assert_rows_close(grads.dense(), find_expected(model, x, y))
+
+
 def test_answers_between_the_parts() -> None:
     model, x, y = make("deep", 4)
     with record(model) as grads:

@@ -83,7 +83,7 @@ class FirstLoss:
         current = _torch.get_backward_pass()
         if current != self._last_pass:
             self._last_pass = current
-            is_mean = loss.kind == "mixed" and self._given is None
+            is_mean = not loss.is_clear and self._given is None
             self._note_loss(replace(loss, kind="mean") if is_mean else loss, reaches_weights)
 
 

@@ -171,10 +171,12 @@ class OutsideTensors:
             return True
         return any(_holds(module, base) for module in _torch.iterate_running_modules())
 
-    def note_size(self, found: Any) -> None:
-        """Note what a function has returned that reads the shape of a tensor outside the model."""
+    def note_size(self, found: Any) -> frozenset[int]:
+        """Note what a function has returned that reads the shape of a tensor outside the model; returns the sizes."""
+        found = frozenset((found,) if type(found) is int else found if isinstance(found, tuple) else ())
         if self.sizes is not None:
-            self.sizes.update((found,) if type(found) is int else found if isinstance(found, tuple) else ())
+            self.sizes |= found
+        return found
 
     # ---- calls without samples and weights ----
 

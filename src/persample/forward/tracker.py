@@ -191,6 +191,7 @@ class Tracker(TorchFunctionMode):
             self.counted.is_held = outside.is_held
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
+        self._sizes_read: frozenset[int] = frozenset()  # right before the next call, by the code around the model
         self._whole_modules: WholeModules | None = None
         self._modules = modules  # until `start`: the tracker must not keep its model
         self.summed: TensorMap[Summed] = TensorMap()  # sums over the samples
@@ -492,8 +493,9 @@ class Tracker(TorchFunctionMode):
         if func in WITHOUT_TENSORS:
             result = func(*args, **kwargs)
             if not self.is_inside and self.outside is not None:
-                self.outside.note_size(result)
+                self._sizes_read = self.outside.note_size(result)
             return result
+        self.counted.read_last, self._sizes_read = self._sizes_read, frozenset()
         if self.has_ended or self.is_paused:
             if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
                 return self._run_autograd_grad(args, kwargs)

@@ -58,12 +58,12 @@ class LossReduction:
     def take(self, loss: Reduced, batch: int) -> None:
         """Take the loss that a backward pass starts from. All backward passes must agree."""
         given, where = self.given, f"{loss.cause}, in {loss.place}"
-        if loss.kind == "mixed" and given is None:
+        if not loss.is_clear and given is None:
             raise PerSampleError(
                 f"Whether the loss is a sum or a mean over the samples is not clear: {where}. Pass "
                 "loss_reduction='sum' or 'mean' to say by which factor the rows are scaled, or reduce all parts alike."
             )
-        if given is not None and loss.kind not in ("mixed", given):
+        if given is not None and loss.is_clear and loss.kind != given:
             raise PerSampleError(
                 f"loss_reduction='{given}' was given, but the back-propagated loss is a {loss.kind} over the samples: "
                 f"{where}. Pass loss_reduction='{loss.kind}', or leave it out to use what is found."

@@ -63,6 +63,8 @@ class CountedSizes:
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
         self.is_sum = False  # whether the user has said that the loss is a sum
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
+        self.read_last: frozenset[int] = frozenset()  # the sizes that the calling code has read right before a call
+        self.wholes: set[int] = set()  # sizes of tensors, of which calls of the model have got parts
         self.given_integers: set[int] = set()  # among the arguments of the model
         self.is_held: Callable[[Tensor], bool] = lambda tensor: True  # whether a tensor is a part of the model
         self._seen: set[Any] = set()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from persample.layouts.divisors import Divisor
 
 # How a loss combines the samples.
-Reduction = Literal["sum", "mean", "mixed"]
+Reduction = Literal["sum", "mean", "unclear", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Reduced:
     Attributes:
         cause: the function that added up the samples, as part of an error message.
         place: the module where it happened, in words.
-        kind: "sum", or "mean" if the sum was divided by the batch size; "mixed" if it is a sum in one part and a mean
-            in another, or if that is ambiguous. `cause` then says why.
+        kind: "sum", or "mean" if the sum was divided by the batch size; "unclear" if it may be either; "mixed" if it is
+            a sum in one part and a mean in another. `cause` says why.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
         sizes: the sizes of what was added up, without that of the dimension of the samples.
         uneven: if samples had different numbers of rows in the sum: the numbers of rows and of entries in all.
@@ -111,6 +111,11 @@ class Reduced:
     counts: bool = False
     is_share: bool = False
     divisors: tuple[Divisor, ...] = field(default=(), compare=False)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether it is known how the samples were combined."""
+        return self.kind in ("sum", "mean")
 
 
 @dataclass(frozen=True)

@@ -225,16 +225,23 @@ def _name(count: Reduced) -> str:
 
 
 def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
-    """What a linear function makes of sums over the samples. The loss of a single sample counts as a sum."""
+    """What a linear function makes of sums over the samples. The loss of a single sample counts as a sum.
+
+    A part that may be a sum or a mean is what the other parts are.
+    """
     single = [Reduced("the loss of a single sample", kind="sum") for where in call.where if isinstance(where, Layout)]
     kinds = {where.kind: where for where in reversed([*sums, *single])}
+    unclear = kinds.pop("unclear", None)
     if "mixed" in kinds:
         return kinds["mixed"]
+    if unclear is not None and (not kinds or not call.counted.holds_divisors):
+        return unclear
     if len(kinds) == 1:
+        (kind,) = kinds
         has_same_entries = not single and len({where.entries for where in sums}) == 1
         uneven = tuple({size: None for where in sums for size in where.uneven})
         entries = sums[0].entries if has_same_entries else 0
-        return replace(sums[0], entries=entries, uneven=uneven, **_combine_divisors(sums, bool(single)))
+        return replace(sums[0], kind=kind, entries=entries, uneven=uneven, **_combine_divisors(sums, bool(single)))
     one, other = kinds["sum"], kinds["mean"]
     cause = f"{get_op_name(call.func)} combines a sum over the samples ({one.cause}) with a mean ({other.cause})"
     return Reduced(cause, other.place or one.place, "mixed")

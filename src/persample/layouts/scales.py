@@ -2,7 +2,8 @@
 
 A sum that is divided by the batch size is a mean, and so is one that is divided by a number of all samples, such as the
 number of tokens. Any other number is a factor of each sample's loss. A number may equal a size by coincidence, in one
-step and not in the next. So the first reading of a place in the code is kept for the steps that follow.
+step and not in the next. So the first reading of a place in the code is kept for the steps that follow. If the size was
+read right before the call, as in `loss.sum() / x.size(0)`, the number comes from it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.counts import Scale
-from persample.layouts.divisors import Divisor
+from persample.layouts.divisors import EVEN, Divisor, describe_divisors
 from persample.layouts.layout import Lost, Reduced
 
 # "size": the batch size, or the number of entries; "count": another number of all samples; "unclear": a size or a
@@ -42,11 +43,13 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    if number is None or call.batch < 2 or found.kind == "mixed":
+    if number is None or call.batch < 2 or not found.is_clear:
         return found, depends_on_values
-    reading = _read(call, found, number)
     if call.counted.holds_divisors:
-        reading = _compare_with_earlier(call, found, number, reading)
+        reading = _find_size(call, found, number)
+        reading = reading or _compare_with_earlier(call, found, number, _read(call, found, number))
+    else:
+        reading = _read(call, found, number)
     return _apply(call, found, number, reading), depends_on_values
 
 
@@ -61,7 +64,8 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
             return Lost(f"{cause}, {ADVICE}")
         return replace(found, cause=cause, kind="mean", is_share=True, divisors=(reading.divisor,))
     if reading.meaning == "size":
-        return replace(found, cause=f"{found.cause}, and {name} divides by {number:g}", kind="mean", divisors=())
+        kind, verb = ("sum", "multiplies") if found.kind == "mean" else ("mean", "divides")
+        return replace(found, cause=f"{found.cause}, and {name} {verb} by {number:g}", kind=kind, divisors=())  # type: ignore[arg-type]
     if reading.meaning == "unclear":
         is_size = found.kind == "mean" or not _find_total(call, found, divisor)
         meaning = f"the batch size {call.batch}" if is_size else "a number of all samples"
@@ -69,11 +73,34 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
             f"{found.cause}, and {name} scales that {found.kind} by {number:g}, which may stand for {meaning} or be a "
             "factor of its own"
         )
-        return replace(found, cause=cause, kind="mixed")
+        return replace(found, cause=cause, kind="unclear")
     return found
 
 
 # ---- the reading of one call ----
+
+
+def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
+    """The reading of a number that comes from a size of the samples; None if that is not known.
+
+    Such a number is the batch size or a multiple of it that was read last. A sum is also divided by the size of a
+    tensor of which the calls of the model get parts.
+    """
+    is_division, read, wholes = call.facts.is_division, call.counted.read_last, call.counted.wholes
+    if found.kind == "mean":
+        is_size = not is_division and number in (call.batch, found.entries) and number in read
+        return _Reading("size") if is_size and not describe_divisors(found.divisors, call.batch) else None
+    size = number if is_division else 1 / number
+    ratio = round(size / call.batch)
+    is_multiple = ratio > 0 and math.isclose(size, ratio * call.batch, rel_tol=1e-12)
+    if is_multiple and not read.isdisjoint((call.batch, ratio * call.batch)):
+        return _Reading("size")
+    is_long = number != round(number, 3)  # 0.25 may be a weight, 0.03125 is the inverse of 32
+    if is_multiple and ratio == 1 and not is_division and is_long:
+        return _Reading("size")
+    if is_division and any(_is_product_of_sizes(found, size / whole) for whole in wholes):
+        return _Reading("count", EVEN)
+    return None
 
 
 def _read(call: Call, found: Reduced, number: float) -> _Reading:
@@ -133,11 +160,12 @@ def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
 
     A size is an integer, so a float as a factor (`0.1 * kl.sum()`) may be one only for a sum, as its inverse.
     """
-    if not call.counted.may_know_size(call.batch, found.entries):
-        return False
     is_division, sizes = call.facts.is_division, (call.batch, found.entries)
     if found.kind == "mean":
-        return number in sizes and isinstance(number, int) and not is_division
+        is_open = call.counted.is_sum or not call.counted.holds_divisors  # else a factor: `* T**2` is more common
+        return is_open and number in sizes and isinstance(number, int) and not is_division
+    if not call.counted.may_know_size(call.batch, found.entries):
+        return False
     divisor = number if is_division else 1 / number
     if isinstance(number, float) and not is_division:
         return _is_close_to_any(divisor, sizes)

@@ -69,7 +69,7 @@ class SampleFinder:
             arguments = self._make_arguments(args, kwargs, part)
             if part is None:
                 arguments.check_names(model)
-            if knows_samples and arguments.has_known(self._tracker):
+            if (knows_samples and arguments.has_known(self._tracker)) or arguments.has_rows(self._tracker):
                 self._continue_batch(arguments, module)
                 return True
             if self._add_part_of_batch(arguments, module):
@@ -213,8 +213,10 @@ class SampleFinder:
     def _note_rows(self, rows: Sequence[tuple[Tensor, int]], numbers: Sequence[int]) -> None:
         if not self._is_isolated:
             self._rows.add(rows, numbers)
-            for tensor, _ in rows:
+            for tensor, dim in rows:
                 self._tracker.note_given(tensor)
+                if (base := tensor._base) is not None and base.dim() == tensor.dim():
+                    self._tracker.counted.wholes |= {base.shape[dim]} - {tensor.shape[dim]}
 
     def _find_batch_size(self, arguments: Arguments) -> int:
         given = self._options.batch_size
