@@ -169,25 +169,9 @@ class Verification:
 
     def _find_sums(self, output: Any) -> dict[int, Tensor]:
         """The outputs that are sums or means over the samples, such as a loss, by position."""
-<<<<<<< HEAD
         found = {}
         for position, tensor in enumerate(iterate_tensors(output)):
             where = self._tracker.find_layout(tensor)
-            if isinstance(where, Reduced) and where.kind != "mixed" and tensor.numel() == 1:
+            if isinstance(where, Reduced) and where.is_clear and tensor.numel() == 1:
                 found[position] = tensor.detach()
         return found
-=======
-        layouts = (
-            (position, tensor, self.find_layout(tensor)) for position, tensor in enumerate(iterate_tensors(output))
-        )
-        return {
-            position: tensor.detach()
-            for position, tensor, where in layouts
-            if isinstance(where, Reduced) and where.is_clear and tensor.numel() == 1
-        }
-
-    @property
-    def has_changed_arguments(self) -> bool:
-        """Whether the forward pass has changed its arguments in place."""
-        return any(tensor._version != version for tensor, version in self._versions)
->>>>>>> 33d4341 (Read a number that comes from a size where it scales a loss; take rows of known samples for no new ones)
