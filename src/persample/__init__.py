@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     )
     from persample.monitoring import ImportanceSampler, Monitor, monitor
     from persample.penalties import differentiable_norms
-    from persample.recording.block import record
-    from persample.recording.loss_rows import rows
-    from persample.recording.watching import Watch, watch
+    from persample.recording import Watch, record, rows, watch
     from persample.rules import register_rule
     from persample.scanning import Scan, evaluate, scan
 

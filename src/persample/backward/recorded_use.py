@@ -15,8 +15,7 @@ from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.entry_moves import compute_moved_terms
 from persample.errors import ROWS_ADVICE, PerSampleError, get_op_name, raise_or_complain
 from persample.layouts import Call, Layout, Owners, join_samples, make_sample_ids, place_rows, split_samples
-from persample.rules.generic import compute_generic_gradients
-from persample.rules.registry import Rule
+from persample.rules import Rule, compute_generic_gradients
 from persample.terms import Dense, Term, is_complex
 
 if TYPE_CHECKING:

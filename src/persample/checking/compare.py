@@ -18,9 +18,7 @@ from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.losses import check_inputs_and_targets, takes_outputs
 from persample.recording import Verify
-from persample.terms import Outer, Patches, Rows, Sum, Term
-from persample.terms.base import find_factors
-from persample.terms.cost import choose_norm_algorithm
+from persample.terms import Outer, Patches, Rows, Sum, Term, choose_norm_algorithm, find_factors
 
 # Error that rounding may cause, relative to the scale of a row, by the least precise number type of the computation.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}

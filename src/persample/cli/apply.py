@@ -33,7 +33,7 @@ def _run(args: Namespace) -> int:
     if bool(args.images) == bool(args.text):
         raise UsageError("apply takes either --images or --text")
     with convert_scan_errors(args.fixes):
-        from persample.scanning.fixes import apply_to_folder, apply_to_table, read_fixes
+        from persample.scanning import apply_to_folder, apply_to_table, read_fixes
 
         fixes = read_fixes(args.fixes)
         if args.images:

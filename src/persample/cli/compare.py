@@ -30,7 +30,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.before):
-        from persample.scanning.comparison import compare_scans
+        from persample.scanning import compare_scans
 
         before, after = scanning.Scan(args.before), scanning.Scan(args.after)
         found = compare_scans(before, after)

@@ -32,7 +32,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.directory):
-        from persample.scanning.fixes import write_suspects
+        from persample.scanning import write_suspects
 
         found = scanning.Scan(args.directory)
         count = write_suspects(found, args.suspects, args.by, args.k, args.accept)

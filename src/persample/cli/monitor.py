@@ -29,7 +29,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace) -> int:
     try:
-        from persample.monitoring.page import read_run, write_page
+        from persample.monitoring import read_run, write_page
     except ImportError as error:
         raise UsageError(f"the page needs {error.name}: pip install 'persample[scan]'") from error
     try:

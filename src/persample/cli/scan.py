@@ -184,14 +184,14 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
 
 
 def _write_report(args: Namespace, found: Any, task: Task) -> Path:
-    from persample.scanning.checkpoints import load_last
+    from persample.scanning import load_last
 
     with load_last(task.model, args.checkpoints):  # tokens are measured with it
         return found.report(data=task.data, show=task.marker)
 
 
 def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
-    from persample.scanning.rescan import rescan
+    from persample.scanning import rescan
 
     base = scanning.Scan(args.base)
     origin = read_origin(base)
@@ -212,7 +212,7 @@ def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
 
 def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     """The summary as text."""
-    from persample.scanning.examples import say_opinion
+    from persample.scanning import say_opinion
 
     summary = found.summary
     again = f", {summary['measured_again']} of them measured again" if "measured_again" in summary else ""

@@ -125,7 +125,7 @@ def explain_folder(origin: Mapping[str, Any] | None) -> Iterator[None]:
 
 def load_task(origin: Mapping[str, Any]) -> Task:
     """Call the user's function, and open the files that the arguments name."""
-    from persample.scanning.labels import find_model_classes
+    from persample.scanning import find_model_classes
 
     target = origin["target"]
     if origin["images"] and origin["text"]:
@@ -138,8 +138,7 @@ def load_task(origin: Mapping[str, Any]) -> Task:
         origin = {**origin, "classes": known}
     data, collate, marker = load_data_files(origin), None, None
     if origin["text"]:
-        from persample.scanning.datasets import PretrainedTokenizer, TextCollator
-        from persample.scanning.marked_tokens import TokenMarker
+        from persample.scanning import PretrainedTokenizer, TextCollator, TokenMarker
 
         tokenizer = _load_tokenizer(origin["tokenizer"], origin["max_length"])
         collate = TextCollator(tokenizer)
@@ -166,7 +165,7 @@ def check_data(found: Any, data: Any, origin: Mapping[str, Any]) -> None:
 
     The scan may come from somebody else. The digest shows that they knew the files, and did not only name them.
     """
-    from persample.scanning.source import Source
+    from persample.scanning import Source
 
     if Source(data).compute_digest() != found.settings["data"]:
         where = origin["images"] or origin["text"]
@@ -180,7 +179,7 @@ def has_data_files(origin: Mapping[str, Any]) -> bool:
 
 def load_data_files(origin: Mapping[str, Any]) -> Any:
     """The data that the arguments name. Calls none of the user's functions."""
-    from persample.scanning.datasets import ImageFolder, TextTable
+    from persample.scanning import ImageFolder, TextTable
 
     classes = origin.get("classes")
     if origin["images"]:
@@ -211,7 +210,7 @@ def load_model_and_loss(origin: Mapping[str, Any]) -> tuple[nn.Module, Any]:
     if loss_fn:
         check_loss(target, loss_fn)
         return model, loss_fn
-    from persample.scanning.datasets import text_losses
+    from persample.scanning import text_losses
 
     return model, nn.CrossEntropyLoss() if origin["images"] else text_losses
 
@@ -221,7 +220,7 @@ def _load_tokenizer(path: str | None, max_length: int) -> Any:
         raise UsageError(
             "--text requires --tokenizer: a folder with a tokenizer, its tokenizer.json, or module:function"
         )
-    from persample.scanning.datasets import load_tokenizer, wrap_tokenizer
+    from persample.scanning import load_tokenizer, wrap_tokenizer
 
     if Path(path).exists() or ":" not in path:
         return load_tokenizer(path, max_length)
@@ -247,7 +246,7 @@ def import_scanning() -> ModuleType:
 @contextmanager
 def convert_scan_errors(subject: str) -> Iterator[None]:
     """`convert_errors`, with exit codes and options of the command line for the errors of a scan."""
-    from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
+    from persample.scanning import BadExamples, DiskFull, NotFinite, ScanError
 
     with convert_errors(subject):
         try:

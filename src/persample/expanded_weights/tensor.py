@@ -9,8 +9,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal.facts import T, all_with
-from persample.rules import HANDLED_FUNCTIONS
-from persample.rules.recurrent import CELLS
+from persample.rules import CELLS, HANDLED_FUNCTIONS
 
 # What answers for the original weight: its metadata, none of its entries.
 _METADATA = all_with("reads_metadata") | {T.data.__get__, T.grad.__get__, T.data_ptr, T.type}

@@ -18,7 +18,7 @@ from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.tree import map_tensors
 from persample.layouts import Call
-from persample.terms.products import multiply, prefers_onednn
+from persample.terms import multiply, prefers_onednn
 
 
 def run_detached(call: Call, weights: Container[int], without_graph: bool) -> Any:

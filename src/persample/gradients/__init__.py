@@ -10,8 +10,9 @@ matrix; and `release_memory`.
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
-from persample.gradients.clipping import Bound
+from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.curvature import sample_labels
+from persample.gradients.explanation import describe_tried
 from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
 from persample.gradients.projection import METHODS as PROJECTION_METHODS
@@ -42,6 +43,8 @@ __all__ = [
     "UnitIds",
     "UnitOptions",
     "UnitReduction",
+    "compute_clip_factors",
+    "describe_tried",
     "make_projection",
     "release_memory",
     "sample_labels",

@@ -23,8 +23,7 @@ from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units
 from persample.layouts import Reduced, SampleUnits, make_sample_units
-from persample.terms import Term, add_terms, merge_samples
-from persample.terms.base import find_factors
+from persample.terms import Term, add_terms, find_factors, merge_samples
 
 
 class NotKept(PerSampleError, AttributeError):

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.terms import Term
-from persample.terms.base import find_factors, map_factors
+from persample.terms import Term, find_factors, map_factors
 
 
 class OutsideMemory:

@@ -25,9 +25,17 @@ from persample.gradients.reduction import LossReduction
 from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units, combine_units
-from persample.terms import Dense, Term, add_samples, add_terms, make_groups, merge_samples
-from persample.terms.base import convert_to_double, find_factors
-from persample.terms.kronecker import allocate
+from persample.terms import (
+    Dense,
+    Term,
+    add_samples,
+    add_terms,
+    allocate,
+    convert_to_double,
+    find_factors,
+    make_groups,
+    merge_samples,
+)
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
 MEMORY = 64 * 2**20

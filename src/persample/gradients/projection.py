@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample.terms import Term
-from persample.terms.kronecker import KroneckerSketch, allocate
-from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
+from persample.terms import KroneckerSketch, Sketch, SparseSketch, TensorSketch, Term, allocate
 
 Method = Literal["tensor", "sparse", "kronecker"]
 METHODS: tuple[Method, ...] = get_args(Method)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from persample.errors import PerSampleError
-from persample.layouts import Reduced, Reduction, SampleUnits, describe_divisors, find_own_factors
-from persample.layouts.divisors import Divisor
+from persample.layouts import Divisor, Reduced, Reduction, SampleUnits, describe_divisors, find_own_factors
 from persample.terms import Term
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from persample.errors import PerSampleError
 from persample.gradients.clipping import add_weighted_rows
-from persample.terms import Term
-from persample.terms.base import find_factors
+from persample.terms import Term, find_factors
 
 
 @dataclass(slots=True, eq=False)

@@ -30,7 +30,7 @@ from persample.layouts.counts import (
     find_read_total,
 )
 from persample.layouts.crossed import has_mixed_pairs
-from persample.layouts.divisors import DivisorMode, describe_divisors, find_own_factors
+from persample.layouts.divisors import Divisor, DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_simple_layout, give_to_one_sample, mark_simple
 from persample.layouts.layout import (
     Crossed,
@@ -73,6 +73,7 @@ __all__ = [
     "CountedSizes",
     "Crossed",
     "Divided",
+    "Divisor",
     "DivisorMode",
     "Indexing",
     "Layout",

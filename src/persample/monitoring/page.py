@@ -14,10 +14,7 @@ import numpy as np
 
 from persample._internal.files import remove_unfinished
 from persample.errors import PerSampleError
-from persample.scanning.report.charts import Axis, choose_axis
-from persample.scanning.report.rendering import render
-from persample.scanning.report.wording import format_number
-from persample.scanning.store import write_file
+from persample.scanning import Axis, choose_axis, format_number, render, write_file
 
 _MAX_BYTES = 1 << 30
 _MAX_POINTS = 400  # of a line; a longer run is shown by every n-th measured step

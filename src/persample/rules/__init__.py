@@ -1,11 +1,13 @@
 """Rules: which terms the weights of a torch function receive, a few lines for each function.
 
 A rule gets its tensors with the samples in front and knows neither layouts nor autograd. Other packages use the names
-below, and `generic`, the fallback for functions without a rule.
+below; `compute_generic_gradients` is the fallback for functions without a rule.
 """
 
 from persample.rules import conv, elementwise, embedding, grouped, linear, matmul, norm, recurrent, rewrites
+from persample.rules.generic import compute_generic_gradients
 from persample.rules.norm import batch_norm_of_batch
+from persample.rules.recurrent import CELLS
 from persample.rules.registry import (
     HANDLED_FUNCTIONS,
     Rewrite,
@@ -20,10 +22,12 @@ from persample.rules.registry import (
 )
 
 __all__ = [
+    "CELLS",
     "HANDLED_FUNCTIONS",
     "Rewrite",
     "Rule",
     "batch_norm_of_batch",
+    "compute_generic_gradients",
     "conv",
     "count_rule_changes",
     "elementwise",

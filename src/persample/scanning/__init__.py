@@ -1,8 +1,10 @@
 """Scans: what the gradient of each example of a dataset looks like. Needs `pip install persample[scan]`.
 
-Other packages may use the names in `__all__`, `report.write_report`, and for the command line the modules `datasets`
-and `errors`.
+Other packages may use the names below. Those in `_LAZY`, for the command line and the page of a monitor, are imported
+when they are asked for: some need more packages.
 """
+
+from typing import TYPE_CHECKING
 
 try:
     import numpy  # noqa: F401
@@ -11,6 +13,7 @@ try:
 except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
+from persample._internal.lazy import find_lazily
 from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.evaluation import Evaluation, Trained, evaluate
 from persample.scanning.influence import Influence, RandomScores
@@ -20,6 +23,47 @@ from persample.scanning.rescan import rescan
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
 from persample.scanning.statistics import Estimate
+
+if TYPE_CHECKING:
+    from persample.scanning.checkpoints import load_last as load_last
+    from persample.scanning.comparison import compare_scans as compare_scans
+    from persample.scanning.datasets import ImageFolder as ImageFolder
+    from persample.scanning.datasets import PretrainedTokenizer as PretrainedTokenizer
+    from persample.scanning.datasets import TextCollator as TextCollator
+    from persample.scanning.datasets import TextTable as TextTable
+    from persample.scanning.datasets import load_tokenizer as load_tokenizer
+    from persample.scanning.datasets import text_losses as text_losses
+    from persample.scanning.datasets import wrap_tokenizer as wrap_tokenizer
+    from persample.scanning.examples import say_opinion as say_opinion
+    from persample.scanning.fixes import apply_to_folder as apply_to_folder
+    from persample.scanning.fixes import apply_to_table as apply_to_table
+    from persample.scanning.fixes import read_fixes as read_fixes
+    from persample.scanning.fixes import write_suspects as write_suspects
+    from persample.scanning.labels import find_model_classes as find_model_classes
+    from persample.scanning.marked_tokens import TokenMarker as TokenMarker
+    from persample.scanning.report.charts import Axis as Axis
+    from persample.scanning.report.charts import choose_axis as choose_axis
+    from persample.scanning.report.rendering import render as render
+    from persample.scanning.report.wording import format_number as format_number
+    from persample.scanning.source import Source as Source
+    from persample.scanning.store import write_file as write_file
+
+_LAZY = {
+    "checkpoints": "load_last",
+    "comparison": "compare_scans",
+    "datasets": "ImageFolder PretrainedTokenizer TextCollator TextTable load_tokenizer text_losses wrap_tokenizer",
+    "examples": "say_opinion",
+    "fixes": "apply_to_folder apply_to_table read_fixes write_suspects",
+    "labels": "find_model_classes",
+    "marked_tokens": "TokenMarker",
+    "report.charts": "Axis choose_axis",
+    "report.rendering": "render",
+    "report.wording": "format_number",
+    "source": "Source",
+    "store": "write_file",
+}
+
+__getattr__ = find_lazily(__name__, _LAZY)
 
 __all__ = [
     "QUANTITIES",

@@ -1,40 +1,61 @@
 """Terms: structured per-sample gradients of one weight, with one class for each structure.
 
-Other packages use the classes below and `add_terms`, which adds the terms of several uses; `base.Term` lists the
+Other packages use the names below: the classes, and `add_terms`, which adds the terms of several uses. `Term` lists the
 answers that every term gives. `Groups` and `merge_samples` turn rows of samples into rows of groups of samples.
-`allocate` divides the numbers of a projected row among parameters.
+`allocate` divides the numbers of a projected row among parameters, which `KroneckerSketch`, `SparseSketch` or
+`TensorSketch` compute. `multiply` and `compute_tanh` are products and functions by the fastest kernel.
 """
 
-from persample.terms.base import Term, is_complex, sum_dense
+from persample.terms.base import Term, convert_to_double, find_factors, is_complex, map_factors, sum_dense
 from persample.terms.blocks import Blocks
+from persample.terms.cost import Algorithm, choose_norm_algorithm, force_algorithm
 from persample.terms.dense import Dense
 from persample.terms.folded import Folded
 from persample.terms.groups import Groups, add_samples, make_groups, merge_samples
 from persample.terms.joined import Joined
-from persample.terms.kronecker import allocate
-from persample.terms.outer import Outer
+from persample.terms.kronecker import KroneckerSketch, Sides, allocate, split_shape
+from persample.terms.outer import Outer, SharedProducts
 from persample.terms.patches import Patches
+from persample.terms.products import compute_tanh, make_accumulator, multiply, prefers_onednn
 from persample.terms.rows import Rows
+from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
 from persample.terms.slices import Slices
 from persample.terms.sum import Sum, add_terms
 
 __all__ = [
+    "Algorithm",
     "Blocks",
     "Dense",
     "Folded",
     "Groups",
     "Joined",
+    "KroneckerSketch",
     "Outer",
     "Patches",
     "Rows",
+    "SharedProducts",
+    "Sides",
+    "Sketch",
     "Slices",
+    "SparseSketch",
     "Sum",
+    "TensorSketch",
     "Term",
     "add_samples",
     "add_terms",
     "allocate",
+    "choose_norm_algorithm",
+    "compute_tanh",
+    "convert_to_double",
+    "find_factors",
+    "force_algorithm",
     "is_complex",
+    "make_accumulator",
     "make_groups",
+    "map_factors",
     "merge_samples",
+    "multiply",
+    "prefers_onednn",
+    "split_shape",
     "sum_dense",
 ]

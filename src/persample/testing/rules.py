@@ -14,12 +14,10 @@ from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dtypes import to_double
 from persample.backward import asked_sources
 from persample.errors import PerSampleError
-from persample.gradients.clipping import compute_clip_factors
-from persample.gradients.projection import make_projection
+from persample.gradients import compute_clip_factors, make_projection
 from persample.recording import record
-from persample.rules.registry import Rule, get_rules
-from persample.terms import Dense
-from persample.terms.sketch import SparseSketch, TensorSketch
+from persample.rules import Rule, get_rules
+from persample.terms import Dense, SparseSketch, TensorSketch
 from persample.testing.comparison import assert_answer
 from persample.testing.oracle import Gradients, compute_test_loss, perturb, stack_gradients
 

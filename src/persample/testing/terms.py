@@ -12,11 +12,25 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import to_double
-from persample.terms import Dense, Outer, Rows, Term, add_terms, make_groups, merge_samples
-from persample.terms.base import convert_to_double, find_factors
-from persample.terms.cost import Algorithm, force_algorithm
-from persample.terms.kronecker import KroneckerSketch, Sides, split_shape
-from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
+from persample.terms import (
+    Algorithm,
+    Dense,
+    KroneckerSketch,
+    Outer,
+    Rows,
+    Sides,
+    Sketch,
+    SparseSketch,
+    TensorSketch,
+    Term,
+    add_terms,
+    convert_to_double,
+    find_factors,
+    force_algorithm,
+    make_groups,
+    merge_samples,
+    split_shape,
+)
 from persample.testing.comparison import assert_answer, assert_precise
 
 TOLERANCES = {64: 1e-8, 32: 1e-5, 16: 5e-2}  # by the number of bits of the narrowest factor

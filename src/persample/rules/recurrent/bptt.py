@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from persample.rules.recurrent.cells import Cell, RecurrentPass
-from persample.terms.products import make_accumulator
+from persample.terms import make_accumulator
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.terms.products import compute_tanh, multiply
+from persample.terms import compute_tanh, multiply
 
 
 @dataclass(frozen=True)

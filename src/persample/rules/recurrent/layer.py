@@ -13,8 +13,7 @@ from persample.rules.recurrent.bptt import GateGradients, scan_backwards
 from persample.rules.recurrent.cells import CELLS, RecurrentPass
 from persample.rules.recurrent.sequences import Sequences
 from persample.rules.registry import Terms, register_rule
-from persample.terms import Dense, Folded, Outer, Sum, Term
-from persample.terms.outer import SharedProducts
+from persample.terms import Dense, Folded, Outer, SharedProducts, Sum, Term
 
 
 @register_rule(
