@@ -27,7 +27,7 @@ from benchmarks.output import RESULTS, write_json
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
 from persample._internal.text import format_table
 from persample.errors import PerSampleError, get_op_name
-from persample.layouts import CACHE, Call, Lost, Motion, within_units
+from persample.layouts import MEMO, Call, Lost, Motion, within_units
 from persample.testing.oracle import compute_test_loss
 from tests.support.cases import CASES
 
@@ -80,7 +80,7 @@ def count_calls() -> Iterator[Counts]:
         return motion
 
     with (
-        mock.patch.object(CACHE, "get", return_value=None),
+        mock.patch.object(MEMO, "get", return_value=None),
         mock.patch.object(within_units, "find_motion", find_and_count),
     ):
         yield counts

@@ -24,7 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import persample
 from persample import PerSampleError, SamplesMixed, _torch, call_for_per_sample_grads, watch
-from persample.forward.audit import Audit, get_history
+from persample.forward.audit import Audit
+from persample.forward.program import get_program
 from persample.testing import loop_gradients
 from tests.support.cases import B, Calls, D, param
 
@@ -630,7 +631,7 @@ def test_the_audit_is_off_after_the_first_pass(name: str) -> None:
     for _ in range(3):
         run(model)
     assert counts == [1, 0, 0]
-    assert get_history(model).audits_due == 0
+    assert get_program(model).audits_due == 0
 
 
 def test_a_new_sequence_of_functions_is_audited_from_where_it_differs() -> None:

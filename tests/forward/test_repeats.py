@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import SamplesMixed, record
-from persample.forward.repeats import Repeat
+from persample.forward.program import Site
 from persample.testing import assert_rows_close, loop_gradients
 
 B, T, D = 3, 4, 5
@@ -51,13 +51,13 @@ def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
 def hits(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each comparison of a call with the last one: whether they were alike."""
     found: list[bool] = []
-    original = Repeat.matches
+    original = Site.matches
 
-    def matches(self: Repeat, *args: Any) -> bool:
+    def matches(self: Site, *args: Any) -> bool:
         found.append(original(self, *args))
         return found[-1]
 
-    monkeypatch.setattr(Repeat, "matches", matches)
+    monkeypatch.setattr(Site, "matches", matches)
     return found
 
 

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils.checkpoint import checkpoint
 
 import persample
-from persample.layouts import CACHE
+from persample.layouts import MEMO
 from tests.support.cases import Calls
 
 B, D = 3, 4
@@ -48,7 +48,7 @@ def run(model: nn.Module, **options: Any) -> Any:
 @pytest.mark.parametrize("options", KINDS, ids=str)
 def test_tried_functions_are_listed_in_each_step(options: dict[str, Any]) -> None:
     """Also if the motion is that of an earlier trial."""
-    CACHE.clear()
+    MEMO.clear()
     model = make_model()
     for _ in range(3):
         found = run(model, **options).explain()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from persample import SamplesMixed, record
 from persample._internal.functions import find_results
-from persample.layouts import CACHE, Call, Layout, Motion, find
+from persample.layouts import MEMO, Call, Layout, Motion, find
 from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.algebra.shapes import factorise
 from persample.layouts.by_ids import find_motion_by_ids
@@ -312,7 +312,7 @@ def test_a_mean_over_unequal_rows_is_refused_for_every_spelling() -> None:
 
 def test_a_failed_trial_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the machinery says nothing about later calls, and running out of memory is raised."""
-    CACHE.clear()
+    MEMO.clear()
     x = torch.randn(B, 4)
     real = find._compute_motion
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from persample import SamplesMixed, record
-from persample.layouts import CACHE, find
+from persample.layouts import MEMO, find
 from persample.testing.oracle import assert_rows_close
 
 D, T = 4, 5
@@ -49,7 +49,7 @@ class LastStep(nn.Module):
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the functions that are tried, starting with an empty cache."""
-    CACHE.clear()
+    MEMO.clear()
     tried: list[str] = []
     find_by_trial = find.find_motion_by_trial
 

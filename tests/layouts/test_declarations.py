@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributions as d
 
 from persample import SamplesMixed, record
-from persample.layouts import CACHE
+from persample.layouts import MEMO
 from persample.testing import assert_rows_close, loop_gradients
 
 B, D = 3, 4
@@ -43,7 +43,7 @@ def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def run(model: nn.Module, x: Tensor) -> Any:
-    CACHE.clear()
+    MEMO.clear()
     with record(model, loss_reduction="sum") as grads:
         compute_loss(model, x).backward()
     return grads
@@ -214,7 +214,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, str], Tensor]] = {
 
 def check_gradients(model: nn.Module, loss: Callable[..., Tensor], reduction: str = "sum") -> None:
     """Compare with the loop in float64; nothing may be tried."""
-    CACHE.clear()
+    MEMO.clear()
     torch.manual_seed(1)
     model, x = model.double(), torch.randn(B, D).double()
     with record(model, loss_reduction=reduction) as grads:

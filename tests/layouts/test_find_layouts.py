@@ -15,16 +15,16 @@ from torch import Tensor
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.layouts import (
-    CACHE,
+    MEMO,
     Call,
     Layout,
     Lost,
     Reduced,
-    cache,
     find_layout_of_ids,
     find_motion,
     join_samples,
     make_layout,
+    memo,
     place_rows,
     split_samples,
 )
@@ -149,7 +149,7 @@ def test_layouts_agree_with_changing_one_sample(name: str, op: Callable[[Tensor]
 
 
 def test_motions_are_cached_by_shape() -> None:
-    CACHE.clear()
+    MEMO.clear()
     calls = []
 
     def op(t: Tensor) -> Tensor:
@@ -165,10 +165,10 @@ def test_motions_are_cached_by_shape() -> None:
 
 
 def test_the_cache_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(memo, "_MAX_ENTRIES", 3)
     for size in range(2, 12):
         find_layout(torch.sin, torch.randn(B, size), where={0: Layout(0)})
-    assert len(CACHE) <= 3
+    assert len(MEMO) <= 3
 
 
 def test_unhashable_arguments_are_accepted() -> None:

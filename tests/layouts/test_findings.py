@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from persample import SamplesMixed, record
-from persample.layouts import CACHE
+from persample.layouts import MEMO
 from persample.testing import assert_rows_close, loop_gradients
 from tests.support.cases import Calls
 
@@ -22,7 +22,7 @@ B, T, D = 6, 5, 4
 
 @pytest.fixture(autouse=True)
 def _empty_cache() -> None:
-    CACHE.clear()
+    MEMO.clear()
     torch.manual_seed(0)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from persample.layouts import CACHE, Call, Layout, find
-from persample.layouts.trial_key import make_trial_key
+from persample.layouts import MEMO, Call, Layout, find
+from persample.layouts.keys import make_trial_key
 
 X = torch.randn(3, 4)
 
@@ -70,7 +70,7 @@ def test_strides_and_flags_are_part_of_the_key() -> None:
 
 
 def test_a_trial_runs_once_for_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    CACHE.clear()
+    MEMO.clear()
     tried: list[str] = []
     real = find.find_motion_by_trial
     monkeypatch.setattr(find, "find_motion_by_trial", lambda call, r: tried.append(call.func.__name__) or real(call, r))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import record
-from persample.layouts import CACHE
+from persample.layouts import MEMO
 from persample.testing import loop_gradients
 
 
@@ -50,7 +50,7 @@ def check_steps(model: nn.Module, seed: int, barrier: threading.Barrier) -> int:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    CACHE.clear()  # so that all threads look for the same layouts at the same time
+    MEMO.clear()  # so that all threads look for the same layouts at the same time
     models = [copy.deepcopy(model).double() for model in MODELS * 2]
     barrier = threading.Barrier(len(models))
     with ThreadPoolExecutor(len(models)) as pool:

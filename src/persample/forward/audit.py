@@ -18,21 +18,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
 from persample._internal.dtypes import INDEX_DTYPES
 from persample._internal.facts import all_with, facts
 from persample._internal.functions import find_results, is_inplace
-from persample._internal.several_models import SeveralModels
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
-from persample.forward.repeats import Node
+from persample.forward.program import Program, Site
 from persample.forward.unseen import has_parameters_behind
 from persample.forward.views import find_layout_of_view
 from persample.layouts import (
@@ -48,65 +46,6 @@ from persample.layouts import (
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
-
-# ---- which passes are audited ----
-
-_MAX_NODES = 50_000  # of one model: a longer history is not kept, and new sequences are audited each time
-_PASSES_AFTER_FINDING = 10
-_MAX_DECISIONS = 64  # sequences of decisions that are told apart, for each model
-
-
-class _AnySequence:
-    """A node in which every sequence of functions counts as audited."""
-
-    repeat = None
-
-    def get(self, func: Any) -> _AnySequence:
-        return self
-
-
-ANY_SEQUENCE: Any = _AnySequence()
-
-
-@dataclass
-class History:
-    """The audited passes of one model."""
-
-    root: Node = field(default_factory=Node)  # each path from here is the sequence of functions of an audited pass
-    size: int = 0
-    audits_due: int = 1  # the number of passes to come that are audited as a whole
-    written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
-    decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
-    settings: set[Any] = field(default_factory=set)  # of functions of the user whose backward was checked
-    together_with: WeakKeyDictionary[nn.Module, History] = field(default_factory=WeakKeyDictionary)
-
-    def note_finding(self) -> None:
-        """Have the next passes audited as a whole."""
-        self.audits_due = _PASSES_AFTER_FINDING
-
-    def add_decisions(self, decisions: tuple[bool, ...]) -> bool:
-        """Add the decisions of a pass; return whether an earlier one took the same, or whether there are too many."""
-        is_known = decisions in self.decisions or len(self.decisions) >= _MAX_DECISIONS
-        if not is_known:
-            self.decisions.add(decisions)
-        return is_known
-
-
-# By whether steps are isolated, which refuses more in an audited pass. Entries live as long as their module.
-_histories: dict[bool, WeakKeyDictionary[nn.Module, History]] = {
-    False: WeakKeyDictionary(),
-    True: WeakKeyDictionary(),
-}
-
-
-def get_history(model: nn.Module, is_isolated: bool = False) -> History:
-    """The audited passes of a model; those of several models outlive the module that holds the models."""
-    first, *others = model.children() if isinstance(model, SeveralModels) else [model]
-    history = _histories[is_isolated].setdefault(first, History())
-    for other in others:
-        history = history.together_with.setdefault(other, History())
-    return history
-
 
 # ---- what is known about memory ----
 
@@ -272,8 +211,8 @@ class Audit(_Mode):
 
     Args:
         tracker: the tracker of the pass.
-        history: the audited passes of its model.
-        node: where the pass is in the history.
+        program: the audited passes of its model.
+        site: where the pass is in the program.
     """
 
     supports_higher_order_operators = True
@@ -283,12 +222,12 @@ class Audit(_Mode):
         """No: it would import the compiler, which takes seconds. A recording compiles nothing anyway."""
         return False
 
-    def __init__(self, tracker: Tracker, history: History, node: Node) -> None:
+    def __init__(self, tracker: Tracker, program: Program, site: Site) -> None:
         super().__init__()
         self._tracker = tracker
-        self._history = history
-        self._node: Node | None = node
-        self._is_whole = node is history.root
+        self._program = program
+        self._site: Site | None = site
+        self._is_whole = site is program.root
         self.is_new = self._is_whole  # whether the pass is one that is new, or that must be audited as a whole
         self._has_finding = False
         self.is_stopped = False
@@ -322,11 +261,11 @@ class Audit(_Mode):
         _torch.remove_dispatch_mode(self)
         self._births.stop()
         if self._has_finding:
-            self._history.note_finding()
+            self._program.note_finding()
         elif self._is_whole:
-            self._history.audits_due = max(0, self._history.audits_due - 1)
-        elif self.is_new and self._history.audits_due == 0:  # what happened before the audit began was not seen
-            self._history.audits_due = 1
+            self._program.audits_due = max(0, self._program.audits_due - 1)
+        elif self.is_new and self._program.audits_due == 0:  # what happened before the audit began was not seen
+            self._program.audits_due = 1
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -364,14 +303,9 @@ class Audit(_Mode):
 
     def advance(self, key: Any) -> None:
         """Note the next function of the sequence."""
-        if self._node is None:
-            return
-        following = self._node.get(key)
-        self.is_new |= following is None
-        if following is None and self._history.size < _MAX_NODES:
-            following = self._node[key] = Node()
-            self._history.size += 1
-        self._node = following
+        if self._site is not None:
+            self.is_new |= self._site.get(key) is None
+            self._site = self._program.get_next(self._site, key)
 
     # ---- torch functions ----
 
@@ -746,8 +680,8 @@ class Audit(_Mode):
         content, before = self._copies.get(id(memory), (None, None))
         if content is None or before is None:
             return
-        if memory.ref in self._history.written_outside or not torch.equal(content, before):
-            self._history.written_outside.add(memory.ref)  # the same values may be written in the next pass
+        if memory.ref in self._program.written_outside or not torch.equal(content, before):
+            self._program.written_outside.add(memory.ref)  # the same values may be written in the next pass
             self._copies.pop(id(memory), None)  # this audit may have seen the comparison, and come here before
             memory.known.clear()
             memory.has_samples = True

@@ -6,9 +6,9 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
-from persample.errors import PerSampleError, raise_or_complain
+from persample.errors import PerSampleError, get_op_name, raise_or_complain
 from persample.layouts import (
+    MEMO,
     Call,
     Layout,
     Lost,
@@ -26,16 +27,12 @@ from persample.layouts import (
     find_motion_by_trial,
     has_different_orders,
     make_uniform_motion,
-    without_function,
 )
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
 _FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-# What was found, by module: the motion of a layer depends on its settings. Entries live as long as their module.
-_found: WeakKeyDictionary[nn.Module, dict[Any, Motion]] = WeakKeyDictionary()
 
 
 class WholeModules:
@@ -76,7 +73,7 @@ class WholeModules:
         # Nested tensors occur inside a larger module that is followed as a whole.
         where = tuple(None if t.is_nested else self.tracker.find_layout(t) for t in tensors)
         if any(where):
-            call = Call(_Forward(module), args, kwargs, tensors, where, self.tracker.batch)
+            call = Call(_Forward(ref(module), type(module).__name__), args, kwargs, tensors, where, self.tracker.batch)
             results = find_results(output, args)
             with torch.no_grad():
                 motion = self._find_motion(module, call, results)
@@ -91,19 +88,17 @@ class WholeModules:
         if has_different_orders(call):
             cause = f"{type(module).__name__} has the samples in different orders in its arguments"
             return make_uniform_motion(Lost(cause), results)
-        found = _found.setdefault(module, {})
-        key = without_function(call.key)  # the function refers to the module, and a value of a weak map must not
-        if key not in found:
-            # Masks are not changed in trials: whether torch takes the fast path depends on the whole mask.
-            without_masks = [
-                None if t.dtype == torch.bool else w for t, w in zip(call.tensors, call.where, strict=True)
-            ]
-            layouts = [w for w in without_masks if isinstance(w, Layout)]
-            found[key] = find_motion_by_trial(replace(call, where=tuple(without_masks)), results)
-            if not layouts:
-                cause = f"{type(module).__name__} depends on the samples only through its mask"
-                found[key] = make_uniform_motion(Lost(cause), results)
-        return found[key]
+        return MEMO.get_or_find(call.key, lambda: _find_motion_of_layer(call, results))
+
+
+def _find_motion_of_layer(call: Call, results: tuple[Tensor, ...]) -> Motion:
+    # Masks are not changed in trials: whether torch takes the fast path depends on the whole mask.
+    where = [None if t.dtype == torch.bool else w for t, w in zip(call.tensors, call.where, strict=True)]
+    motion = find_motion_by_trial(replace(call, where=tuple(where)), results)
+    if not any(isinstance(w, Layout) for w in where):
+        cause = f"{get_op_name(call.func)} depends on the samples only through its mask"
+        return make_uniform_motion(Lost(cause), results)
+    return motion
 
 
 class _WholeForward:
@@ -128,15 +123,17 @@ def _has_own_forward(module: nn.Module) -> bool:
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
+@dataclass(frozen=True)
 class _Forward:
-    """The forward of a module, as a function with a name."""
+    """The forward of a module, as a function with a name; equal for one module."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.__name__ = type(module).__name__
+    module: ref[nn.Module]  # keys of calls must not keep it
+    __name__: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.module).forward(self.module, *args, **kwargs)
+        module = self.module()
+        assert module is not None  # it is being called
+        return type(module).forward(module, *args, **kwargs)
 
 
 def _can_take_fast_path(module: nn.Module, args: Any, kwargs: Any) -> bool:

@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
-from persample.forward.audit import ANY_SEQUENCE, Audit, History, get_history
+from persample.forward.audit import Audit
 from persample.forward.gradient_hooks import follow_module_hooks
+from persample.forward.program import ANY_SITE, Program, Site, get_program
 from persample.forward.written import is_writing, writes_own_memory
 from persample.layouts import Call, Lost, Reduced, Where
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
-
-_MAX_SETTINGS = 1000  # of functions of the user: others are checked each time
 
 
 class Path:
@@ -30,7 +29,7 @@ class Path:
         is_isolated: whether steps are isolated, which refuses more in an audited pass.
 
     Attributes:
-        node: where the pass is; None while it is audited.
+        site: where the pass is; None while it is audited.
         audit: the audit of the pass, if one is running.
         number_of_reads: of numbers that may depend on several samples.
         has_read_values: whether the model has read values of samples, other than counts.
@@ -42,7 +41,7 @@ class Path:
         self._is_isolated = is_isolated
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
         self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
-        self.node: Any = ANY_SEQUENCE
+        self.site: Site | None = ANY_SITE
         self.audit: Audit | None = None
         self.number_of_reads = 0
         self.has_read_values = False
@@ -53,16 +52,16 @@ class Path:
         """Whether an audit is running."""
         return self.audit is not None
 
-    def _find_history(self) -> History | None:
+    def _find_program(self) -> Program | None:
         model = None if self._model is None else self._model()
-        return None if model is None else get_history(model, self._is_isolated)
+        return None if model is None else get_program(model, self._is_isolated)
 
     # ---- the audit ----
 
     def begin(self, tracker: Tracker) -> None:
         """Compare the functions from now on with those of audited passes, and audit what is new."""
-        history = self._find_history()
-        if history is None or tracing.get_trace() is not None:
+        program = self._find_program()
+        if program is None or tracing.get_trace() is not None:
             return
         self._hooks.close()
         if (modules := tracker.find_hooked_modules()) and not tracker.is_coupled:
@@ -71,28 +70,28 @@ class Path:
             if self.audit is not None:
                 self.audit.add_known_tensors()
                 return
-            self.node = history.root
-            if history.audits_due:
+            self.site = program.root
+            if program.audits_due:
                 self.start_audit(tracker)
 
     def start_audit(self, tracker: Tracker) -> Audit:
         """Audit the rest of the pass."""
-        history = self._find_history()
-        assert history is not None
-        self.audit = audit = Audit(tracker, history, self.node)
-        self.node = None
+        program = self._find_program()
+        assert program is not None and self.site is not None
+        self.audit = audit = Audit(tracker, program, self.site)
+        self.site = None
         audit.start()
         return audit
 
     def audit_next_passes(self) -> None:
         """Audit the next passes of the model, too."""
-        if (history := self._find_history()) is not None:
-            history.note_finding()
+        if (program := self._find_program()) is not None:
+            program.note_finding()
 
     def end(self) -> None:
         """Let the functions that follow pass without an audit: the forward pass has ended."""
         audit, self.audit = self.audit, None  # it refers to the tracker: break the cycle
-        self.node = ANY_SEQUENCE
+        self.site = ANY_SITE
         if audit is not None:
             audit.stop()
         self._hooks.close()
@@ -121,19 +120,16 @@ class Path:
         if self.audit is not None:
             self.audit.advance(key)
             return True
-        following = self.node.get(key)
+        following = None if self.site is None else self.site.get(key)
         if following is None or (any(key) and not writes_own_memory(call, tracker.iterate_known())):
             return False
-        self.node = following
+        self.site = following
         return True
 
     def is_new_setting(self, setting: Any) -> bool:
         """Whether the pass is audited, or no audited pass has called a function of the user with these settings."""
-        history = self._find_history()
-        known = set() if history is None else history.settings
-        is_new = setting not in known and history is not None
-        if len(known) < _MAX_SETTINGS:
-            known.add(setting)
+        program = self._find_program()
+        is_new = program is not None and not program.add_setting(setting)
         return is_new or self.audit is not None
 
     def grow(self, before: int, batch: int) -> None:
@@ -168,7 +164,7 @@ class Path:
         Its sequence of functions is new, it took other decisions on values of all samples (`if x.mean() > 0`), or
         values of samples were read as numbers, which code outside torch can use.
         """
-        history = self._find_history()
-        decided_before = history is None or history.add_decisions(tuple(self._decisions))
+        program = self._find_program()
+        decided_before = program is None or program.add_decisions(tuple(self._decisions))
         is_new = self.audit is not None and self.audit.is_new
         return is_new or self.has_read_values or not decided_before

@@ -45,9 +45,9 @@ from persample.layouts import (
     give_to_one_sample,
     lose_entries,
     make_call,
-    mark_simple,
+    mark_plain,
 )
-from persample.rules import Rewrite, find_adapter, get_handler, get_rules
+from persample.rules import RULES_VERSION, Rewrite, find_adapter, get_handler, get_rules
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
@@ -362,7 +362,7 @@ def _move_samples(followed: Followed, tracker: Tracker) -> Any:
     if isinstance(followed.handler, Rewrite) or followed.weights or call.facts.updates_statistics or func in DROPPED:
         return result
     if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], call.args[1], call.batch):
-        mark_simple(before, result)  # the values of the first rows decide in each call
+        mark_plain(before, result, RULES_VERSION.number)  # the values of the first rows decide in each call
     return result
 
 

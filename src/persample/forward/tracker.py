@@ -18,7 +18,7 @@ from persample._internal import tracing
 from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
 from persample._internal.facts import all_with, facts
-from persample._internal.functions import find_results, is_inplace
+from persample._internal.functions import is_inplace
 from persample._internal.model_table import read_model
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
@@ -35,40 +35,33 @@ from persample.errors import (
 from persample.forward.buffers import Buffers
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, save_layout
 from persample.forward.contributions import find_owners, make_advice, own_tensor
+from persample.forward.effects import WITHOUT_TENSORS, keep_effect
 from persample.forward.fastpath import WholeModules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
 from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
-from persample.forward.quick import (
-    HAS_PARAMETERS,
-    HAS_SAMPLES,
-    QUICK_CALLS,
-    WITHOUT_TENSORS,
-    Key,
-    QuickCall,
-    add_quick_call,
-    has_fixed_weights,
-    make_key,
-)
-from persample.forward.repeats import note_repeat
+from persample.forward.program import Site
 from persample.forward.roots import NoteLoss, watch_sum
-from persample.forward.steps import follow, set_layouts, without_unread_tensor
+from persample.forward.steps import NEXT, follow, set_layouts, without_unread_tensor
 from persample.forward.tried import TriedFunctions
 from persample.forward.unseen import check_backward, check_custom_function, find_unseen_layout, name_parameters
-from persample.forward.use import can_repeat, repeat_use
+from persample.forward.use import Use, repeat_use
 from persample.forward.views import find_layout_of_base, find_layout_of_view
 from persample.forward.written import Written
 from persample.layouts import (
     BY_SHAPE,
-    CACHE,
+    HAS_PARAMETERS,
+    MEMO,
     SIZE_FREE,
     Call,
     CountedSizes,
     Crossed,
     Divided,
     DivisorMode,
+    Effect,
+    Key,
     Layout,
     Lost,
     Motion,
@@ -80,13 +73,12 @@ from persample.layouts import (
     Where,
     add_samples_to_layout,
     find_motion_with_units,
-    find_simple_layout,
-    find_size_free_layout,
-    get_argument,
+    find_plain_layout,
     lose_entries,
     make_call,
+    make_size_free_key,
 )
-from persample.rules import Rewrite, count_rule_changes, get_handler
+from persample.rules import RULES_VERSION
 
 # Called in place of `Tensor.backward`, with the function, its args and its kwargs.
 RunBackward = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -411,8 +403,8 @@ class Tracker(TorchFunctionMode):
 
     def find_known_layout(self, tensor: Tensor) -> Where | None:
         """`find_layout`, as far as torch functions show it."""
-        known = self._known.get(tensor)
-        if known is None:
+        entry = self._known.entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
             if tensor.is_nested:
                 self.refuse_nested()
             base = tensor._base
@@ -425,7 +417,7 @@ class Tracker(TorchFunctionMode):
                     self.can_retain = False  # no tap is behind what is computed from it
                 return None if self.is_inside or self.outside is None else self._find_outside_layout(tensor)
             return find_unseen_layout(tensor, self)
-        layout, had_grad = known
+        layout, had_grad = entry[1]
         if not had_grad and layout is not None and tensor.requires_grad:
             if tensor.grad_fn is None:  # requires_grad_(): a use of it has no tap behind its activations
                 self.can_retain = False
@@ -502,8 +494,6 @@ class Tracker(TorchFunctionMode):
             return func(*args, **kwargs, **find_dropped(func))
         before = None if self.complain is None else Written(func, args, kwargs)
         try:
-            if func in SIZE_FREE:
-                return self._run_size_free(func, args, kwargs)
             if func in _DIFFERENTIATING:
                 if func is torch.autograd.grad:
                     return self._run_autograd_grad(args, kwargs)
@@ -536,16 +526,26 @@ class Tracker(TorchFunctionMode):
         return func(*args, **kwargs, **find_dropped(func))
 
     def follow_again(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow a call as in an audited pass; audit the rest of the pass if no audited pass had it here."""
-        node = self.path.node
-        if node is None or (following := node.get(func)) is None:
-            return (self.path.audit or self.path.start_audit(self)).run(func, args, kwargs)
-        self.path.node = following
-        if func in BY_SHAPE and not kwargs and self.batch > 1:
-            result = self._run_by_shape(func, args)
-            if result is not None:
-                return result
-        return self._follow_call(func, args, kwargs, self.find_known_layout, None)
+        """Follow a call as in an audited pass; audit the rest of the pass if no audited pass had it here.
+
+        Most calls end here: as few calls of Python as possible.
+        """
+        path = self.path
+        site = None if path.site is None else path.site.get(func)
+        if site is None:
+            return (path.audit or path.start_audit(self)).run(func, args, kwargs)
+        path.site = site
+        if self.batch > 1:
+            effect = site.effect
+            if effect is not None and torch.is_grad_enabled():
+                if site.matches(args, kwargs, self._known.entries, self.collector.parameters):
+                    return self._repeat_call(func, args, kwargs, effect)
+            elif func in BY_SHAPE and not kwargs:
+                result = self._run_by_shape(func, args)
+                if result is not None:
+                    return result
+        call = make_call(func, args, kwargs, self.batch, self.find_known_layout, self.counted)
+        return self._follow_call(call, site, self.find_known_layout)
 
     def follow(
         self,
@@ -555,90 +555,81 @@ class Tracker(TorchFunctionMode):
         find_layout: Callable[[Tensor], Where | None],
     ) -> Any:
         """Run a torch function in an audited pass; `find_layout` says where the samples lie in an argument."""
-        quick = None
-        if self.batch > 1 and func in SIZE_FREE:
-            rows = 0 if self.places is None else self.batch
-            quick = make_key(func, args, kwargs, self._known.entries, self.collector.parameters, self.is_inside, rows)
-        return self._follow_call(func, args, kwargs, find_layout, quick)
-
-    def _follow_call(
-        self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        find_layout: Callable[[Tensor], Where | None],
-        quick: tuple[Key, int] | None,
-    ) -> Any:
-        """Run a torch function on the general path. `quick` is its key without shapes, None if it has none."""
         call = make_call(func, args, kwargs, self.batch, find_layout, self.counted)
-        # Calls of other functions with the same key, including shapes, move the samples in the same way.
-        motion = CACHE.get(call.key)
-        if motion is not None and torch.is_grad_enabled():
-            if self.isolation is not None and (motion.simple is not None or motion.use is not None):
-                self.isolation.check_call(call, self)
-                self.isolation.places.check(call, motion, self)
-            if (simple := find_simple_layout(call, motion)) is not None:
-                result = func(*args, **kwargs)
-                if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
-                    self.set_layout(result, simple)
-                    self.note_summed(result, simple, call)
-                    if quick is not None:
-                        self._keep_quick_call(quick, call, result)
+        return self._follow_call(call, None, find_layout)
+
+    def _follow_call(self, call: Call, site: Site | None, find_layout: Callable[[Tensor], Where | None]) -> Any:
+        """Run a call over its keys: without sizes, then with sizes, and then by the steps.
+
+        `site` is its place in the program; None if the pass is audited.
+        """
+        free: tuple[Key, int] | None = None
+        if call.batch > 1 and call.func in SIZE_FREE:
+            free = make_size_free_key(call, self.collector.parameters, self.is_inside, self.places is not None)
+        if free is not None and site is not None:
+            result = self._look_up(call, *free, site)
+            if result is not NEXT:
                 return result
-            if motion.use is not None and not call.facts.updates_statistics and can_repeat(call, motion.use, self):
-                is_checkpointed = prepare_recomputation(self)
-                result = repeat_use(args, kwargs, motion.use, self, is_checkpointed)
-                self.set_layout(result, motion.results[0])
-                if quick is not None:
-                    self._keep_quick_call(quick, call, result)
+        effect = MEMO.get(call.key) if torch.is_grad_enabled() else None
+        if effect is not None and effect.rules_version == RULES_VERSION.number:
+            result = self._repeat_with_sizes(call, effect)
+            if result is not NEXT:
                 return result
         result = follow(without_unread_tensor(call, find_layout, self), self)
-        if quick is not None:
-            self._keep_quick_call(quick, call, result)
+        if free is not None:
+            keep_effect(call, result, *free, self)
+        return result
+
+    def _look_up(self, call: Call, key: Key, contents: int, site: Site) -> Any:
+        """Run a call that has the effect of an earlier one with its key without sizes; else return NEXT."""
+        func, has_grad = call.func, torch.is_grad_enabled()
+        if not has_grad and (contents & HAS_PARAMETERS or self.of_hidden_weights.entries):
+            return NEXT
+        effect = MEMO.get(key)
+        if effect is not None and effect.rules_version == RULES_VERSION.number:
+            if has_grad:
+                site.note(effect, call.args, call.kwargs, self._known.entries, self.collector.parameters)
+            return self._repeat_call(func, call.args, call.kwargs, effect)
+        if contents or is_inplace(func) or (self.places is not None and facts(func).is_random):
+            return NEXT
+        return func(*call.args, **call.kwargs)  # of constants alone
+
+    def _repeat_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], effect: Effect) -> Any:
+        """Run a call whose effect holds at any size."""
+        is_checkpointed = get_saved_tensor_hooks() is not None and prepare_recomputation(self)
+        if type(effect) is Use:
+            result = repeat_use(args, kwargs, effect.plan, self, is_checkpointed)
+        else:
+            result = func(*args, **kwargs)
+        layout = effect.motion.results[0]
+        if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
+            self._known.entries[id(result)] = (ref(result), (layout, result.requires_grad))
+        else:
+            for each in [result] if isinstance(result, Tensor) else result:
+                self._note(each, layout)
+        return result
+
+    def _repeat_with_sizes(self, call: Call, effect: Effect) -> Any:
+        """Run a call that has an effect for these sizes; return NEXT, without running it, if it must take the steps."""
+        use = effect if isinstance(effect, Use) else None
+        if use is not None and any([id(call.tensors[i]) not in self.collector.parameters for i in use.weights]):
+            return NEXT
+        if self.isolation is not None:
+            self.isolation.check_call(call, self)
+            self.isolation.places.check(call, effect.motion, self)
+        if use is not None:
+            result = repeat_use(call.args, call.kwargs, use.plan, self, prepare_recomputation(self))
+            self.set_layout(result, effect.motion.results[0])
+        elif (layout := find_plain_layout(call, effect.motion)) is not None:
+            result = call.func(*call.args, **call.kwargs)
+            if isinstance(result, Tensor):  # not so for `x.grad` if there is none now
+                self.set_layout(result, layout)
+                self.note_summed(result, layout, call)
+        else:
+            return NEXT
         return result
 
     # ---- the hot path ----
-
-    def _run_size_free(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function whose motion may be free of sizes. Most calls end here: as few calls of Python as possible."""
-        node = self.path.node
-        if node is None or (following := node.get(func)) is None:
-            return (self.path.audit or self.path.start_audit(self)).run(func, args, kwargs)
-        self.path.node = following
-        if self.batch < 2:
-            return self._follow_call(func, args, kwargs, self.find_known_layout, None)
-        entries, parameters = self._known.entries, self.collector.parameters
-        repeat = following.repeat
-        if repeat is not None and torch.is_grad_enabled() and repeat.matches(args, kwargs, entries, parameters):
-            return self._repeat_call(func, args, kwargs, repeat.quick)
-        rows = 0 if self.places is None else self.batch
-        quick = make_key(func, args, kwargs, entries, parameters, self.is_inside, rows)
-        if quick is None:
-            return self._follow_call(func, args, kwargs, self.find_known_layout, None)
-        key, contents = quick
-        if torch.is_grad_enabled() or not (contents & HAS_PARAMETERS or self.of_hidden_weights.entries):
-            known = QUICK_CALLS.get(key)
-            if known is not None and known.changes == count_rule_changes():  # a call like one that was followed before
-                if torch.is_grad_enabled():
-                    note_repeat(following, known, args, kwargs, entries, parameters)
-                return self._repeat_call(func, args, kwargs, known)
-            if not contents and not is_inplace(func) and not (rows and facts(func).is_random):  # constants alone
-                return func(*args, **kwargs)
-        return self._follow_call(func, args, kwargs, self.find_known_layout, quick)
-
-    def _repeat_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], known: QuickCall) -> Any:
-        """Run a call that has the same effect as one that was followed before."""
-        is_checkpointed = get_saved_tensor_hooks() is not None and prepare_recomputation(self)
-        if known.plan is None:
-            result = func(*args, **kwargs)
-        else:
-            result = repeat_use(args, kwargs, known.plan, self, is_checkpointed)
-        if type(result) is Tensor and not is_checkpointed:  # as `_note`, without the call of a function
-            self._known.entries[id(result)] = (ref(result), (known.layout, result.requires_grad))
-        else:
-            for each in [result] if isinstance(result, Tensor) else result:
-                self._note(each, known.layout)
-        return result
 
     def _run_by_shape(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Run a function of one tensor whose motion follows from shapes; None, without running it, if it does not."""
@@ -669,36 +660,10 @@ class Tracker(TorchFunctionMode):
             self._note(result, moved)
         return result
 
-    def _note(self, tensor: Tensor, layout: Layout) -> None:
+    def _note(self, tensor: Tensor, layout: Where | None) -> None:
         """`set_layout` for a layout of samples."""
         self._known.entries[id(tensor)] = (ref(tensor), (layout, tensor.requires_grad))
         save_layout(self.saved_layouts, tensor, layout)
-
-    def _keep_quick_call(self, quick: tuple[Key, int], call: Call, result: Any) -> None:
-        """After a call on the general path: keep what it did, if later calls with its key do the same."""
-        key, contents = quick
-        if not contents & HAS_SAMPLES or isinstance(get_handler(call.func), Rewrite) or not torch.is_grad_enabled():
-            return
-        if call.facts.updates_statistics and get_argument(call, 5, "training", "use_input_stats", default=True):
-            return
-        results = find_results(result, call.args)
-        layout = find_size_free_layout(call, results)
-        if layout is None or not self._knows(results, layout):
-            return
-        if call.is_inplace or call.kwargs.get("requires_grad"):  # the audit compares what was written
-            return
-        plan = None
-        if contents & HAS_PARAMETERS:
-            motion = CACHE.get(call.key)
-            plan = motion.use if motion is not None else None
-            if plan is None or not has_fixed_weights(call, plan, layout, results[0]):
-                return
-        elif not all(isinstance(each, Tensor) for each in (result if isinstance(result, (tuple, list)) else [result])):
-            return
-        add_quick_call(key, layout, plan)
-
-    def _knows(self, results: Sequence[Tensor], layout: Layout) -> bool:
-        return all((self._known.get(each) or _UNKNOWN)[0] == layout for each in results)
 
     # ---- what steps need ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +18,8 @@ from persample._torch import get_backward_pass
 from persample.backward import MAX_ENTRIES, Collector, Plan, RecordedUse, RetainedUse, Tap, is_entry_move
 from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
 from persample.forward.kernels import choose_kernel, run_detached
-from persample.layouts import Call, Layout, Lost, Motion, Reduced
-from persample.rules import Rule, get_rules
+from persample.layouts import MEMO, Call, Effect, Layout, Lost, Motion, Reduced
+from persample.rules import RULES_VERSION, Rule
 
 
 class ForwardPass(Protocol):
@@ -34,6 +35,19 @@ class ForwardPass(Protocol):
 
     def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
         """How a use moves the samples, and the call with the samples that own the rows of its results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use(Effect):
+    """The effect of a call that uses weights.
+
+    Attributes:
+        plan: what all such uses have in common.
+        weights: the positions of the weights among the tensors.
+    """
+
+    plan: Plan
+    weights: tuple[int, ...]
 
 
 def run_use(
@@ -69,11 +83,15 @@ def run_use(
     results = find_results(result, call.args)
     if motion is None:
         call, motion = forward.find_use_motion(call, results)
-    key = tuple(weights)
-    plan = motion.plans.get(key)
-    if plan is None or plan.rules is not rules:
-        plan = motion.plans[key] = _make_plan(call, results, weights, rules, motion, forward)
-        motion.use = plan if _can_repeat_later(call, result, weights, plan) else None
+    known, positions = MEMO.get(call.key), tuple(weights)
+    is_kept = known is not None and known.motion is motion  # the motion holds for later calls, and so does the plan
+    if is_kept and isinstance(known, Use) and known.weights == positions and known.plan.rules is rules:
+        plan = known.plan
+    else:
+        plan = _make_plan(call, results, weights, rules, motion, forward)
+    if is_kept:
+        version = RULES_VERSION.number if _can_repeat_later(call, result, weights, plan) else None
+        MEMO.add(call.key, Use(motion, version, plan=plan, weights=positions))
     if not plan.tapped:
         return result, motion
 
@@ -96,12 +114,6 @@ def run_use(
         return seen[0], motion
     supply = iter([seen.get(i, r) for i, r in enumerate(results)])
     return map_tensors(lambda _: next(supply), result), motion
-
-
-def can_repeat(call: Call, plan: Plan, forward: ForwardPass) -> bool:
-    """Whether `plan`, made for an earlier call with the same key, holds for this call."""
-    parameters = forward.collector.parameters
-    return all([id(call.tensors[i]) in parameters for i, _ in plan.weights_at]) and plan.rules is get_rules(call.func)
 
 
 def repeat_use(
@@ -142,6 +154,8 @@ def repeat_use(
 
 def _can_repeat_later(call: Call, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
     """Whether later calls with the same key can skip `run_use`: a rule, one result, no other possible weights."""
+    if call.facts.updates_statistics:
+        return False
     possible_weights = {i for i, t in enumerate(call.tensors) if t.requires_grad and call.where[i] is None}
     is_plain = plan.rule is not None and not plan.rule.whole and not call.is_inplace and isinstance(result, Tensor)
     return is_plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and possible_weights == {*weights}

@@ -3,8 +3,8 @@
 Most functions of torch declare how they move the samples, and the layout of a result follows by arithmetic (`algebra`).
 A function that selects or reorders samples is applied to a tensor of sample ids (`by_ids`), one that takes an index or
 a mask too (`by_index`). Any other function is tried with a larger batch and with other values for some samples
-(`by_trial`). Sums over the samples are followed as losses (`reductions`). A motion is cached under the
-key of the call, which holds its function, shapes, dtypes and layouts (`cache`).
+(`by_trial`). Sums over the samples are followed as losses (`reductions`). What a call does is kept under its key, which
+holds everything that decides about it (`keys`, `memo`).
 
 Other packages use the names below.
 """
@@ -20,8 +20,7 @@ from persample.layouts.algebra import (
 from persample.layouts.algebra.engine import move as move_layout
 from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
-from persample.layouts.cache import CACHE
-from persample.layouts.call import Call, make_call, without_function
+from persample.layouts.call import Call, make_call
 from persample.layouts.counts import (
     CountedSizes,
     Scale,
@@ -31,7 +30,8 @@ from persample.layouts.counts import (
 )
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import Divisor, DivisorMode, describe_divisors, find_own_factors
-from persample.layouts.find import find_motion, find_simple_layout, give_to_one_sample, mark_simple
+from persample.layouts.find import find_motion, find_plain_layout, give_to_one_sample, mark_plain
+from persample.layouts.keys import HAS_PARAMETERS, HAS_SAMPLES, Key, make_size_free_key
 from persample.layouts.layout import (
     Crossed,
     Divided,
@@ -57,6 +57,7 @@ from persample.layouts.layout import (
     split_samples,
     take_sample,
 )
+from persample.layouts.memo import MEMO, Effect
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
@@ -66,8 +67,10 @@ from persample.layouts.within_units import enter_units, find_motion_with_units
 
 __all__ = [
     "BY_SHAPE",
-    "CACHE",
     "DECLARATIONS",
+    "HAS_PARAMETERS",
+    "HAS_SAMPLES",
+    "MEMO",
     "SIZE_FREE",
     "Call",
     "CountedSizes",
@@ -75,7 +78,9 @@ __all__ = [
     "Divided",
     "Divisor",
     "DivisorMode",
+    "Effect",
     "Indexing",
+    "Key",
     "Layout",
     "Lost",
     "Motion",
@@ -99,8 +104,8 @@ __all__ = [
     "find_motion_by_trial",
     "find_motion_with_units",
     "find_own_factors",
+    "find_plain_layout",
     "find_read_total",
-    "find_simple_layout",
     "find_size_free_layout",
     "get_argument",
     "give_to_one_sample",
@@ -116,14 +121,14 @@ __all__ = [
     "make_reduced",
     "make_sample_ids",
     "make_sample_units",
+    "make_size_free_key",
     "make_strided_ids",
     "make_uniform_motion",
-    "mark_simple",
+    "mark_plain",
     "move_layout",
     "place_rows",
     "repeat_sample",
     "replace_samples",
     "split_samples",
     "take_sample",
-    "without_function",
 ]

@@ -1,4 +1,4 @@
-"""One call of a torch function, and the key under which its motion is cached."""
+"""One call of a torch function."""
 
 from __future__ import annotations
 
@@ -12,23 +12,8 @@ from persample._internal.facts import Facts, facts
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import map_tensors
 from persample.layouts.counts import CountedSizes
+from persample.layouts.keys import Arguments, Key, describe_arguments, make_key
 from persample.layouts.layout import Layout, Where
-
-# Everything that the motion of a call can depend on, except the values of its tensors. Calls with equal keys move the
-# samples in the same way. A key is built and hashed for every op of a forward pass, so it is one flat tuple:
-#
-#     function, batch size, number of positional arguments, then each argument, with its name before it if it has one:
-#         tensor:       shape, dtype, torch.layout, requires_grad, where the samples lie
-#         list, tuple:  type, length, then each part
-#         dict:         dict, length, then the name and value of each item
-#         slice:        slice, then the tuple (start, stop, step)
-#         other value:  type, value
-#
-# `make_call` writes keys. A key can be unhashable, if an argument is.
-CallKey = tuple[Any, ...]
-
-_HEADER = 2  # function and batch size
-_WHERE = 4  # in the fields of a tensor, the position of its layout relative to its shape
 
 
 @dataclass(slots=True)
@@ -45,15 +30,22 @@ class Call:
     where: tuple[Where | None, ...]
     batch: int
     counted: CountedSizes = field(default_factory=CountedSizes)
-    _key: CallKey | None = field(default=None, init=False, repr=False)  # not copied: a copy may have other arguments
+    # Not copied: a copy may have other arguments.
+    _arguments: Arguments | None = field(default=None, init=False, repr=False)
+    _key: Key | None = field(default=None, init=False, repr=False)
 
     @property
-    def key(self) -> CallKey:
-        """The key under which the motion of this call is cached."""
+    def arguments(self) -> Arguments:
+        """What the arguments are, besides their tensors."""
+        if self._arguments is None:
+            self._arguments = describe_arguments(self.args, self.kwargs, [])
+        return self._arguments
+
+    @property
+    def key(self) -> Key:
+        """The key of the call with sizes."""
         if self._key is None:
-            where = iter(self.where)
-            self._key = make_call(self.func, self.args, self.kwargs, self.batch, lambda _: next(where))._key
-            assert self._key is not None
+            self._key = make_key(self)
         return self._key
 
     @property
@@ -90,11 +82,9 @@ class Call:
         return map_tensors(lambda _: next(supply), (self.args, self.kwargs))
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
-        """The same call, with the same key, for tensors that differ only in their values."""
+        """The same call with other tensors in the places of its tensors."""
         args, kwargs = self.fill(tensors)
-        other = replace(self, args=args, kwargs=kwargs, tensors=tuple(tensors))
-        other._key = self.key
-        return other
+        return replace(self, args=args, kwargs=kwargs, tensors=tuple(tensors))
 
 
 def make_call(
@@ -105,55 +95,10 @@ def make_call(
     find_layout: Callable[[Tensor], Where | None],
     counted: CountedSizes | None = None,
 ) -> Call:
-    """Find the tensors of a call, their layouts and the key of the call, in one walk over the arguments."""
+    """Find the tensors of a call and their layouts, and what its keys are made of, in one walk over the arguments."""
     tensors: list[Tensor] = []
-    where: list[Where | None] = []
-    key: list[Any] = [func, batch, len(args)]
-    for arg in args:
-        if isinstance(arg, Tensor):  # as in `_encode`, without the call of a function
-            layout = find_layout(arg)
-            tensors.append(arg)
-            where.append(layout)
-            key += (arg.shape, arg.dtype, arg.layout, arg.requires_grad, layout)
-        else:
-            _encode(arg, find_layout, tensors, where, key)
-    for name, arg in kwargs.items():
-        key.append(name)
-        _encode(arg, find_layout, tensors, where, key)
-    call = Call(func, args, kwargs, tuple(tensors), tuple(where), batch, counted or CountedSizes())
-    call._key = tuple(key)
+    arguments = describe_arguments(args, kwargs, tensors)
+    where = tuple([find_layout(tensor) for tensor in tensors])
+    call = Call(func, args, kwargs, tuple(tensors), where, batch, counted or CountedSizes())
+    call._arguments = arguments
     return call
-
-
-def _encode(
-    value: Any,
-    find_layout: Callable[[Tensor], Where | None],
-    tensors: list[Tensor],
-    where: list[Where | None],
-    key: list[Any],
-) -> None:
-    """Append the fields of one value to `key`, and its tensors to `tensors` and `where`."""
-    if isinstance(value, Tensor):
-        layout = find_layout(value)
-        tensors.append(value)
-        where.append(layout)
-        key += (value.shape, value.dtype, value.layout, value.requires_grad, layout)
-    elif isinstance(value, (tuple, list)):
-        key += (type(value), len(value))
-        for part in value:
-            _encode(part, find_layout, tensors, where, key)
-    elif isinstance(value, dict):
-        key += (dict, len(value))
-        for name, part in value.items():
-            key.append(name)
-            _encode(part, find_layout, tensors, where, key)
-    elif isinstance(value, slice):
-        key.append(slice)
-        _encode((value.start, value.stop, value.step), find_layout, tensors, where, key)
-    else:
-        key += (type(value), value)
-
-
-def without_function(key: CallKey) -> CallKey:
-    """The key without the function, for a cache of one function."""
-    return key[1:]

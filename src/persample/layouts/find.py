@@ -17,11 +17,12 @@ from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
-from persample.layouts.cache import CACHE
-from persample.layouts.call import Call, CallKey
+from persample.layouts.call import Call
 from persample.layouts.crossed import find_crossed_motion
+from persample.layouts.keys import Key, make_trial_key
 from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
+from persample.layouts.memo import MEMO, Effect
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
@@ -39,7 +40,6 @@ from persample.layouts.reductions import (
     require_equal_divisors,
 )
 from persample.layouts.scattered import find_scattered_motion
-from persample.layouts.trial_key import make_trial_key
 
 
 def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -55,29 +55,31 @@ def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     return motion
 
 
-def mark_simple(call: Call, result: Any) -> None:
-    """After a call without weights: if calls with this key only return one new tensor, note that in their motion."""
+def mark_plain(call: Call, result: Any, rules_version: int) -> None:
+    """After a call without weights: later calls with its key may skip the steps, if all that it does is to return one
+    new tensor."""
     has_possible_weight = any(
         t.requires_grad and where is None for t, where in zip(call.tensors, call.where, strict=True)
     )
     if call.is_inplace or has_possible_weight or not isinstance(result, Tensor):
         return
-    key = _find_cache_key(call)
-    motion = None if key is None else CACHE.get(key)
-    where = None if motion is None else motion.results[0]
-    if motion is not None and (isinstance(where, Layout) or (isinstance(where, Reduced) and not where.uneven)):
-        motion.has_own_divisor = is_mean_over_valid_targets(call) or (isinstance(where, Reduced) and where.counts)
-        motion.simple = where
+    key = _find_memo_key(call)
+    known = MEMO.get(key)
+    where = None if known is None else known.motion.results[0]
+    if known is not None and (isinstance(where, Layout) or (isinstance(where, Reduced) and not where.uneven)):
+        MEMO.add(call.key, replace(known, rules_version=rules_version))
 
 
-def find_simple_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
-    """Where the samples lie in the result of a call, if calls with its key only return one new tensor; else None."""
-    where = motion.simple
-    if where is None or not motion.has_own_divisor:
+def find_plain_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
+    """Where the samples lie in the result of a call that may skip the steps; None if what it counts decides now."""
+    where = motion.results[0]
+    assert isinstance(where, (Layout, Reduced))
+    is_over_targets = is_mean_over_valid_targets(call)
+    if not is_over_targets and not (isinstance(where, Reduced) and where.counts):
         return where
     if call.counted.holds_divisors:
         return add_divisors(call, where) if isinstance(where, Reduced) else where
-    return None if is_mean_over_valid_targets(call) and has_ignored_targets(call) else where
+    return None if is_over_targets and has_ignored_targets(call) else where
 
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -96,23 +98,25 @@ def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
 
 
 def _look_up_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    """Look up the motion of a call, or compute and cache it."""
-    key = _find_cache_key(call)
-    if key is not None and (found := CACHE.get(key)) is not None:
-        return found
+    """Look up the motion of a call, or compute it and keep it if it holds for later calls."""
+    key = _find_memo_key(call)
+    known = MEMO.get(key)
+    if known is not None:
+        return known.motion
     try:
         motion = _compute_motion(call, results)
-    except Exception as error:  # the call itself has succeeded: only its motion could not be found. Not cached.
+    except Exception as error:  # the call itself has succeeded: only its motion could not be found. Not kept.
         raise_if_out_of_memory(error)
         return make_uniform_motion(Lost(f"{get_op_name(call.func)} could not be followed ({error})"), results)
+    if any(isinstance(where, Scattered) for where in motion.results):  # never the same again
+        motion = replace(motion, depends_on_values=True)
     is_lost = any(isinstance(where, Lost) for where in motion.results)
-    motion.depends_on_values |= any(isinstance(where, Scattered) for where in motion.results)  # never the same again
     # Calls with other values in an index, or outside a trace, may have a motion.
     has_index = is_lost and any(t.dtype in INDEX_DTYPES for t in call.tensors)
     is_traced = tracing.get_trace() is not None and (is_lost or _has_invented_index(call))
     is_uncertain = motion.depends_on_values or motion.is_tried  # trials have keys of their own
     if key is not None and not is_uncertain and not has_index and not is_traced:
-        motion = CACHE.add(key, motion)
+        MEMO.add(key, Effect(motion))
     return motion
 
 
@@ -197,7 +201,7 @@ def _find_moved_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
     is_fill = call.facts.operator == "masked_fill"  # takes a mask and moves no entries
     if call.facts.writes_entries or (call.facts.picks_entries and (any(call.where[1:]) or has_invented_index)):
         return find_motion_by_index(call)
-    if has_invented_index and (call.facts.moves_entries or (not is_fill and _find_cache_key(call) is None)):
+    if has_invented_index and (call.facts.moves_entries or (not is_fill and _find_memo_key(call) is None)):
         return make_uniform_motion(Lost(f"{get_op_name(call.func)} {UNKNOWN_VALUES}"), results)
     if call.facts.moves_entries:
         return find_motion_by_ids(call, results)
@@ -209,15 +213,8 @@ def _find_moved_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 def _try_call(call: Call, results: Sequence[Tensor]) -> Motion:
     """Find a motion by trial, or return that of an earlier trial under the same conditions."""
-    key = make_trial_key(call)
-    if key is not None and (found := CACHE.get(key)) is not None:
-        return found
-    motion = find_motion_by_trial(call, results)
-    motion.is_tried = True
-    is_traced = tracing.get_trace() is not None
-    if key is not None and not motion.depends_on_values and not is_traced:
-        CACHE.add(key, motion)
-    return motion
+    key = None if tracing.get_trace() is not None else make_trial_key(call)
+    return MEMO.get_or_find(key, lambda: replace(find_motion_by_trial(call, results), is_tried=True))
 
 
 def _has_invented_index(call: Call, first: int = 0) -> bool:
@@ -255,7 +252,7 @@ def _make_layout_of_one_sample(sample: int, result: Tensor, call: Call) -> Layou
     return make_layout(0, (sample,) * result.shape[0], call.batch, loose=call.has_loose_rows() and call.batch > 1)
 
 
-# ---- what can be cached ----
+# ---- what can be kept ----
 
 # Functions with such names move entries by the values of an index.
 _INDEXING_NAMES = re.compile(
@@ -277,7 +274,7 @@ def _has_deciding_index(call: Call) -> bool:
     )
 
 
-def _find_cache_key(call: Call) -> CallKey | None:
+def _find_memo_key(call: Call) -> Key | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
     if (_has_indexing_name(call.func) or call.facts.moves_entries) and _has_deciding_index(call):
         return None

@@ -12,9 +12,9 @@ from persample import _torch
 from persample._internal.recurrent import declare_batch_second, recurrent_layer
 from persample.errors import get_op_name
 from persample.layouts.algebra import declare
-from persample.layouts.cache import CACHE
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Lost, Where, make_layout
+from persample.layouts.memo import MEMO
 from persample.layouts.motion import Motion
 
 
@@ -40,8 +40,8 @@ def _choose_dim_1(where: Where | None) -> Where | None:
 
 @declare(recurrent_layer, handles_any_layout=True)
 def _find_layer_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    # It is cached because the plans of the uses are kept in it.
-    return CACHE.get_or_find(call.key, lambda: _compute_layer_motion(call))
+    # It is kept because the plans of the uses are kept with it.
+    return MEMO.get_or_find(call.key, lambda: _compute_layer_motion(call))
 
 
 def _compute_layer_motion(call: Call) -> Motion:

@@ -10,9 +10,9 @@ from persample.rules.norm import batch_norm_of_batch
 from persample.rules.recurrent import CELLS
 from persample.rules.registry import (
     HANDLED_FUNCTIONS,
+    RULES_VERSION,
     Rewrite,
     Rule,
-    count_rule_changes,
     find_adapter,
     get_handler,
     get_rules,
@@ -24,12 +24,12 @@ from persample.rules.registry import (
 __all__ = [
     "CELLS",
     "HANDLED_FUNCTIONS",
+    "RULES_VERSION",
     "Rewrite",
     "Rule",
     "batch_norm_of_batch",
     "compute_generic_gradients",
     "conv",
-    "count_rule_changes",
     "elementwise",
     "embedding",
     "find_adapter",

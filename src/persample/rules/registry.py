@@ -35,35 +35,37 @@ class EntryOwners(Protocol):
         """
 
 
-class _Registry(dict[Any, Any]):
-    """A dict that counts its changes, so that a plan which was made with other rules is noticed."""
+class _Version:
+    """Counts the changes of all registries, so that a plan which was made with other rules is noticed."""
 
-    changes = 0
+    number = 0
+
+
+RULES_VERSION = _Version()
+
+
+class _Registry(dict[Any, Any]):
+    """A dict whose changes are counted."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        _Registry.changes += 1
+        RULES_VERSION.number += 1
         super().__setitem__(key, value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        _Registry.changes += 1
+        RULES_VERSION.number += 1
         super().update(*args, **kwargs)
 
     def clear(self) -> None:
-        _Registry.changes += 1
+        RULES_VERSION.number += 1
         super().clear()
 
     def __delitem__(self, key: Any) -> None:
-        _Registry.changes += 1
+        RULES_VERSION.number += 1
         super().__delitem__(key)
 
     def pop(self, *args: Any) -> Any:
-        _Registry.changes += 1
+        RULES_VERSION.number += 1
         return super().pop(*args)
-
-
-def count_rule_changes() -> int:
-    """The number of changes of all registries so far."""
-    return _Registry.changes
 
 
 # torch function -> Rule, Rewrite, or an `autograd.Function` from `implements_per_sample_grads`. Operators of other

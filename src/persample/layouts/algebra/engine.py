@@ -69,14 +69,14 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
         ordered, positions = in_order
     motion = declaration(ordered, results)
     if motion is not None and motion.aligned:
-        motion.aligned = tuple((positions[i], layout) for i, layout in motion.aligned)
+        motion = replace(motion, aligned=tuple((positions[i], layout) for i, layout in motion.aligned))
         if is_loose:
             if not all(
                 call.where[i] is None and _has_equal_rows(call.tensors[i], layout) for i, layout in motion.aligned
             ):
                 cause = "combines constants that differ between rows with rows whose order depends on all samples"
                 return lose(call, results, cause)
-            motion.depends_on_values = True
+            return replace(motion, depends_on_values=True)
     return motion
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,9 +77,7 @@ def _divide_by_weights(call: Call, results: Sequence[Tensor], entries: Motion, c
         motion = _reduce(call, results, entries)
     else:
         motion = lose(call, results, f"{cause} (use reduction='sum', or take the mean of each sample first)")
-    if motion is not None:
-        motion.depends_on_values = True
-    return motion
+    return None if motion is None else replace(motion, depends_on_values=True)
 
 
 @declare(F.cross_entropy, F.nll_loss, averages_targets=True, class_weights="weight", is_size_free=True, **_ENTRYWISE)

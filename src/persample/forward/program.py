@@ -1,0 +1,194 @@
+"""The program of a model: the sequences of functions of its audited passes, as a tree, and what each call did.
+
+A `Site` is a place in this tree. A pass moves from site to site (`path`). Where the arguments of a call are of the same
+kind as those of the last call at its site, the call has the same effect, without a key. To compare arguments is faster
+than to build a key. If a comparison fails, the call takes the way over its key, so nothing depends on it but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import EllipsisType, NoneType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from persample._internal.several_models import SeveralModels
+from persample.layouts import Effect, Layout, Where
+from persample.rules import RULES_VERSION
+
+# By the id of a tensor: a weak reference to the tensor; where its samples lie, and whether it required grad then.
+Known = Mapping[int, tuple[Callable[[], Any], tuple[Where | None, bool]]]
+
+# Types of arguments that are compared by identity. None of them can change.
+_FIXED = {int, float, bool, str, NoneType, torch.dtype, torch.device, EllipsisType, torch.memory_format}
+
+_MAX_MISSES = 3  # then the arguments are not compared any more
+
+# How an argument is compared: by its layout, by its id, or by identity.
+_SAMPLES, _PARAMETER, _SAME = 0, 1, 2
+
+# The way of comparison; the layout, id or object; the token of the layout; the number of dimensions; requires_grad.
+_Check = tuple[int, Any, Any, int, bool]
+
+_MAX_SITES = 50_000  # of one model: a longer program is not kept, and new sequences are audited each time
+_PASSES_AFTER_FINDING = 10
+_MAX_DECISIONS = 64  # sequences of decisions that are told apart, for each model
+_MAX_SETTINGS = 1000  # of functions of the user: others are checked each time
+
+
+class Site(dict[Any, "Site"]):
+    """A place in the sequences of functions of a model: the sites that follow, by function.
+
+    Attributes:
+        effect: the effect of the last call that led here; None if it holds for no other call, or if arguments keep
+            differing.
+    """
+
+    __slots__ = ("_checks", "_count", "_misses", "_names", "effect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.effect: Effect | None = None
+        self._checks: list[_Check] = []
+        self._count = 0
+        self._names: tuple[str, ...] = ()
+        self._misses = 0  # how often a call differed from the last one
+
+    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, parameters: Container[int]) -> bool:
+        """Whether a call of the function that leads here has the effect of the last one."""
+        if len(args) != self._count or self.effect is None or self.effect.rules_version != RULES_VERSION.number:
+            return False
+        values: Iterable[Any] = args
+        if kwargs or self._names:
+            if tuple(kwargs) != self._names:
+                return False
+            values = (*args, *kwargs.values())
+        for value, (way, expected, token, dims, has_grad) in zip(values, self._checks, strict=True):
+            if way == _SAME:
+                if value is not expected:
+                    return False
+            elif way == _PARAMETER:
+                if id(value) != expected or expected not in parameters:
+                    return False
+                if not value.requires_grad or value.dim() != dims or expected in known:
+                    return False
+            else:
+                entry = known.get(id(value))
+                if entry is None or entry[0]() is not value:
+                    return False
+                layout, had_grad = entry[1]
+                if layout is not expected and (type(layout) is not Layout or layout.token is not token):
+                    return False
+                if value.requires_grad is not has_grad or had_grad is not has_grad or value.dim() != dims:
+                    return False
+        return True
+
+    def note(
+        self,
+        effect: Effect,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: Known,
+        parameters: Container[int],
+    ) -> None:
+        """Keep the effect of a call, which holds at any size, for the next call here."""
+        if self._misses >= _MAX_MISSES:
+            return
+        self._misses += 1
+        checks = [_make_check(value, known, parameters) for value in (*args, *kwargs.values())]
+        self._checks = [check for check in checks if check is not None]
+        if len(self._checks) < len(checks):
+            self._misses, self.effect = _MAX_MISSES, None
+        else:
+            self.effect, self._count, self._names = effect, len(args), tuple(kwargs)
+
+
+def _make_check(value: Any, known: Known, parameters: Container[int]) -> _Check | None:
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        entry = known.get(id(value))
+        if entry is not None and entry[0]() is value:
+            layout, had_grad = entry[1]
+            has_grad = value.requires_grad
+            if type(layout) is not Layout or layout.token is None or had_grad is not has_grad:
+                return None
+            return _SAMPLES, layout, layout.token, value.dim(), has_grad
+        if id(value) in parameters and value.requires_grad:
+            return _PARAMETER, id(value), None, value.dim(), True
+        return None
+    if kind in _FIXED or (kind is tuple and {*map(type, value)} == {int}):
+        return _SAME, value, None, 0, False
+    return None
+
+
+class _AnySite(Site):
+    """A site in which every sequence of functions counts as audited."""
+
+    def get(self, key: Any, default: Any = None) -> Site:
+        return self
+
+    def note(self, *args: Any) -> None:
+        pass
+
+
+ANY_SITE = _AnySite()
+
+
+@dataclass
+class Program:
+    """What is known about the passes of one model."""
+
+    root: Site = field(default_factory=Site)  # each path from here is the sequence of functions of an audited pass
+    size: int = 0  # the number of sites
+    audits_due: int = 1  # the number of passes to come that are audited as a whole
+    written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
+    decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
+    settings: set[Any] = field(default_factory=set)  # of functions of the user whose backward was checked
+    together_with: WeakKeyDictionary[nn.Module, Program] = field(default_factory=WeakKeyDictionary)
+
+    def get_next(self, site: Site, func: Any) -> Site | None:
+        """The site behind `site`; it is added if there is none. None if there are too many sites."""
+        following = site.get(func)
+        if following is None and self.size < _MAX_SITES:
+            following = site[func] = Site()
+            self.size += 1
+        return following
+
+    def note_finding(self) -> None:
+        """Have the next passes audited as a whole."""
+        self.audits_due = _PASSES_AFTER_FINDING
+
+    def add_decisions(self, decisions: tuple[bool, ...]) -> bool:
+        """Add the decisions of a pass; return whether an earlier one took the same, or whether there are too many."""
+        is_known = decisions in self.decisions or len(self.decisions) >= _MAX_DECISIONS
+        if not is_known:
+            self.decisions.add(decisions)
+        return is_known
+
+    def add_setting(self, setting: Any) -> bool:
+        """Add how a function of the user was called; return whether an earlier pass has called it in the same way."""
+        is_known = setting in self.settings
+        if len(self.settings) < _MAX_SETTINGS:
+            self.settings.add(setting)
+        return is_known
+
+
+# By whether steps are isolated, which refuses more in an audited pass. Entries live as long as their module.
+_programs: dict[bool, WeakKeyDictionary[nn.Module, Program]] = {
+    False: WeakKeyDictionary(),
+    True: WeakKeyDictionary(),
+}
+
+
+def get_program(model: nn.Module, is_isolated: bool = False) -> Program:
+    """The program of a model; that of several models outlives the module that holds the models."""
+    first, *others = model.children() if isinstance(model, SeveralModels) else [model]
+    program = _programs[is_isolated].setdefault(first, Program())
+    for other in others:
+        program = program.together_with.setdefault(other, Program())
+    return program
