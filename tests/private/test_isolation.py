@@ -420,6 +420,16 @@ STATES: dict[str, Callable[[], nn.Module]] = {
     "affine instance norm": lambda: Model(
         lambda m, h: m.n(h[:, None]), n=nn.InstanceNorm1d(1, affine=True, track_running_stats=True)
     ),
+    "native batch norm": lambda: Model(
+        lambda m, h: (torch.native_batch_norm(h.detach(), None, None, m.mean, m.var, True, 0.1, 1e-5), h)[1],
+        mean=nn.Buffer(torch.zeros(D)),
+        var=nn.Buffer(torch.ones(D)),
+    ),
+    "statistics of batch norm": lambda: Model(
+        lambda m, h: (torch.batch_norm_update_stats(h.detach(), m.mean, m.var, 0.1), h)[1],
+        mean=nn.Buffer(torch.zeros(D)),
+        var=nn.Buffer(torch.ones(D)),
+    ),
     "max_norm": lambda: Model(lambda m, h: h + m.e(h.argmax(1)), e=nn.Embedding(D, D, max_norm=0.1)),
     "max_norm of bags": lambda: Model(lambda m, h: h + m.e(h.argsort(1)), e=nn.EmbeddingBag(D, D, max_norm=0.1)),
     "max_norm of a function": lambda: Model(

@@ -488,6 +488,7 @@ DROPOUT: dict[str, Callable[..., Any]] = {
     "LSTM": lambda m, h, x: m.lstm(h)[0],
     "packed GRU": lambda m, h, x: m.gru(pack_padded_sequence(h, [T] * len(h), batch_first=True))[1].movedim(1, 0),
     "DropPath": lambda m, h, x: m.path(h),
+    "torch.rrelu": lambda m, h, x: torch.rrelu(h, 0.1, 0.9, True),
     "one number for all": lambda m, h, x: h * torch.rand(()) + F.dropout(h, 0.5),
     "Python": lambda m, h, x: h * random.random(),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,18 +10,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from persample._internal.dropped_arguments import find_dropped
+from persample._internal.facts import facts
 from persample._internal.recurrent import name_arguments
-
-# Functions of Python with an argument `training`.
-_WITH_TRAINING = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, F.rrelu,
-}  # fmt: skip
-
-# Built-in functions (input, p, train).
-_BUILT_IN = {
-    torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_, torch.feature_dropout,
-    torch.feature_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_, torch.native_dropout,
-}  # fmt: skip
 
 # Functions with an argument `dropout_p`, and its position.
 _ATTENTION = {F.scaled_dot_product_attention: 4, F.multi_head_attention_forward: 10}
@@ -33,6 +22,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 class NoDropoutMode(TorchFunctionMode):
     """Calls the dropout functions of torch, and functions with dropout inside, as in evaluation.
 
+    >>> import persample.layouts  # has the facts about dropout
     >>> with NoDropoutMode():
     ...     F.dropout(torch.ones(3), 0.9)
     tensor([1., 1., 1.])
@@ -42,12 +32,8 @@ class NoDropoutMode(TorchFunctionMode):
         kwargs = {**(kwargs or {}), **find_dropped(func)}
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
-        if func in _WITH_TRAINING:
-            call = inspect.signature(func).bind(*args, **kwargs)
-            call.arguments["training"] = False
-            return func(*call.args, **call.kwargs)
-        if func in _BUILT_IN:
-            args, kwargs = _replace(args, kwargs, 2, "train", False)
+        if position := facts(func).training_at:
+            args, kwargs = _replace(args, kwargs, position, "train" if "train" in kwargs else "training", False)
         elif func in _ATTENTION:
             args, kwargs = _replace(args, kwargs, _ATTENTION[func], "dropout_p", 0.0)
         elif func in _RECURRENT:

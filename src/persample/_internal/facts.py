@@ -65,7 +65,8 @@ class Facts:
         combines_pairs: combines entries of two tensors of one shape.
         shares_weights: no dimension of a weight belongs to the samples.
         is_random: draws random numbers.
-        updates_statistics: writes into running statistics among its arguments.
+        training_at: the position of the argument that turns dropout on.
+        statistics_at: the position of the running mean that it updates; the running variance follows.
         replaces_memory: replaces the memory of its first argument.
         exposes_memory: gives the memory of a tensor to code outside torch.
         reads_values: returns values of a tensor as Python numbers or as an array.
@@ -105,7 +106,8 @@ class Facts:
     combines_pairs: bool = False
     shares_weights: bool = False
     is_random: bool = False
-    updates_statistics: bool = False
+    training_at: int = 0
+    statistics_at: int = 0
     replaces_memory: bool = False
     exposes_memory: bool = False
     reads_values: bool = False
@@ -168,7 +170,7 @@ def describe(*functions: Any, **known: Any) -> list[Any]:
 
 
 def find_functions(*names: str) -> list[Any]:
-    """All spellings of operators: functions, methods, aliases, `__add__`, `__radd__`, in-place forms.
+    """All spellings of operators: functions, methods, properties, aliases, `__add__`, in-place forms, copies.
 
     >>> torch.add in find_functions("add"), T.__iadd__ in find_functions("add"), torch.divide in find_functions("div")
     (True, True, True)
@@ -178,9 +180,11 @@ def find_functions(*names: str) -> list[Any]:
 
 
 def _spell(name: str) -> Iterator[Any]:
-    places = [(owner, spelling) for owner in (torch, T, F, torch.special) for spelling in (name, f"{name}_")]
+    spellings = (name, f"{name}_", f"{name}_copy", f"unsafe_{name}")
+    places = [(owner, spelling) for owner in (torch, T, F, torch.special) for spelling in spellings]
     places += [(T, f"__{prefix}{name}__") for prefix in ("", "i", *(["r"] if name in _COMMUTATIVE else []))]
     for owner, spelling in places:
-        function = getattr(owner, spelling, None)
-        if callable(function):
+        found = getattr(owner, spelling, None)
+        function = getattr(found, "__get__", None) if owner is T and not callable(found) else found
+        if callable(function) and not isinstance(function, type):
             yield function

@@ -21,10 +21,8 @@ _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 
 describe(
     "fliplr", "flipud", "rot90", "diagonal", "hsplit", "vsplit", "dsplit", "atleast_1d", "atleast_2d", "atleast_3d",
-    "as_strided", "hstack", "vstack", "dstack", "column_stack", "unsafe_chunk", "unsafe_split", "narrow_copy",
-    "unsafe_split_with_sizes", "alias_copy", "diagonal_copy", "expand_copy", "permute_copy", "split_with_sizes_copy",
-    "squeeze_copy", "t_copy", "transpose_copy", "unbind_copy", "unfold_copy", "unsqueeze_copy", "view_copy",
-    torch.fft.fftshift, torch.fft.ifftshift, torch.linalg.diagonal, T.data.__get__, moves_entries=True,
+    "as_strided", "hstack", "vstack", "dstack", "column_stack", "alias_copy", "slice_copy", "unfold_copy", "data",
+    torch.fft.fftshift, torch.fft.ifftshift, torch.linalg.diagonal, moves_entries=True,
 )  # fmt: skip
 describe("gather", "take_along_dim", "masked_select", moves_entries=True, picks_entries=True)
 describe(
@@ -32,13 +30,13 @@ describe(
     "masked_scatter", T.__setitem__, writes_entries=True,
 )  # fmt: skip
 describe(T.copy_, writes_entries=True, combines_pairs=True)
-describe(torch.nonzero, T.nonzero, "argwhere", "unique", "unique_consecutive", lists_entries=True)
+describe(torch.nonzero, T.nonzero, "argwhere", "nonzero_static", "unique", "unique_consecutive", lists_entries=True)
 
 # ---- new tensors ----
 
 describe(
     T.type, T.cpu, T.cuda, T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.bool, T.char, T.byte,
-    T.cfloat, T.cdouble, T.chalf, T.to, T.pin_memory, casts=True, is_size_free=True,
+    T.cfloat, T.cdouble, T.chalf, T.to, T.pin_memory, "xpu", "mtia", "ipu", casts=True, is_size_free=True,
 )  # fmt: skip
 describe("tensor", "as_tensor", "asarray", casts=True, is_size_free=True, imports_data=True)
 describe("zeros_like", "ones_like", "empty_like", "full_like", makes_like=True, is_size_free=True)
@@ -55,25 +53,30 @@ describe(F.triplet_margin_with_distance_loss, is_additive=True)
 
 # ---- what leaves torch ----
 
-describe(T.tolist, T.item, T.__int__, T.__float__, T.__index__, reads_values=True)
+describe(T.tolist, T.item, T.__int__, T.__long__, T.__float__, T.__index__, reads_values=True)
 describe(T.numpy, T.__array__, reads_values=True, exposes_memory=True)
-describe(T.__dlpack__, T.data_ptr, T.storage, T.untyped_storage, T.share_memory_, exposes_memory=True)
 describe(
-    T.shape.__get__, T.dtype.__get__, T.device.__get__, T.ndim.__get__, T.requires_grad.__get__, T.layout.__get__,
-    T.is_cuda.__get__, T.is_leaf.__get__, T.grad_fn.__get__, T.is_sparse.__get__, T.is_quantized.__get__,
-    T.is_mps.__get__, T.is_meta.__get__, T.is_nested.__get__, T.itemsize.__get__, T.nbytes.__get__, T.is_cpu.__get__,
-    T.is_xpu.__get__, T.is_mkldnn.__get__, "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset",
-    "is_contiguous", "element_size", "is_floating_point", "is_complex", "is_conj", "is_neg", "is_inference",
-    "is_signed", "get_device", "is_tensor", T.__len__, reads_metadata=True,
+    T.__dlpack__, T.__cuda_array_interface__.__get__, T.data_ptr, "const_data_ptr", T.storage, T.untyped_storage,
+    T.share_memory_, exposes_memory=True,
+)  # fmt: skip
+describe(
+    "shape", "dtype", "device", "ndim", T.requires_grad.__get__, "layout", "is_cuda", "is_leaf", "grad_fn", "is_sparse",
+    "is_quantized", "is_mps", "is_meta", "is_nested", "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mkldnn", "is_ipu",
+    "is_maia", "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "size", "dim", "ndimension", "numel",
+    "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex",
+    "is_conj", "is_neg", "is_inference", "is_signed", "get_device", "is_tensor", "is_shared", "is_pinned",
+    "is_coalesced", "is_distributed", "is_same_size", "sparse_dim", "dense_dim", T.__len__, reads_metadata=True,
 )  # fmt: skip
 describe("equal", "allclose", compares_tensors=True)
 
 # ---- the graph ----
 
 describe("diag")
-describe("native_dropout", is_random=True)
-describe(torch.batch_norm, updates_statistics=True)
-describe(torch.embedding_bag, shares_weights=False)
+describe("native_dropout", is_random=True, training_at=2)
+describe(torch.batch_norm, "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", statistics_at=3)
+describe("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts", statistics_at=3)
+describe("batch_norm_update_stats", statistics_at=1)
+describe(torch.embedding_bag)
 describe(torch.autograd.grad, T.backward, torch.autograd.backward, differentiates=True)
 describe(T.register_hook, registers_hook=True, returns_argument=True)
 describe(T.register_post_accumulate_grad_hook, registers_hook=True)

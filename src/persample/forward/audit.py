@@ -137,12 +137,6 @@ def _find_writes(op: Any) -> tuple[tuple[int, str], ...]:
 # Ops for which `_find_writes` has found nothing: a set is faster than a cached function.
 _WITHOUT_WRITES: set[Any] = set()
 
-# Ops that read the shape of their argument and no values.
-_READING_SHAPES = {
-    "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros",
-    "new_ones", "new_empty", "new_full", "new_empty_strided",
-}  # fmt: skip
-
 # Torch functions with the arguments of an aten op of another name.
 _SPELLINGS: dict[str, Any] = {
     "_to_copy": Tensor.to, "_unsafe_view": Tensor.view, "_reshape_alias": Tensor.as_strided, "alias": Tensor.detach,
@@ -158,6 +152,12 @@ def _find_function(op: Any) -> Callable[..., Any]:
         return op
     owners = (Tensor, torch, torch.nn.functional)
     return _SPELLINGS.get(name) or next((getattr(o, name) for o in owners if callable(getattr(o, name, None))), op)
+
+
+def _reads_shape(op: Any) -> bool:
+    """Whether an op reads the shape or the dtype of its argument, and no values."""
+    known = facts(_find_function(op))
+    return known.makes_like or known.makes_new
 
 
 def _make_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[Any, ...], batch: int) -> Call:
@@ -522,7 +522,7 @@ class Audit(_Mode):
         if op.overloadpacket.__name__ == "set_":
             self._has_finding |= any(where)  # no function mode sees it, so in later passes only an audit does
             self._note_rebuilt(args[0])
-        elif any(where) and not (op.overloadpacket.__name__ in _READING_SHAPES and not isinstance(where[0], Layout)):
+        elif any(where) and (isinstance(where[0], Layout) or not _reads_shape(op)):
             call = _make_call(op, args, kwargs, where, self._tracker.batch)
             results = find_results(result, args)
             motion = find_motion(call, results) if results else Motion(())

@@ -34,7 +34,7 @@ class Buffers:
 
     def save(self, call: Call) -> None:
         """Copy the buffers that a call is about to change."""
-        if (call.is_inplace or call.facts.updates_statistics or call.facts.replaces_memory) and self._by_memory:
+        if (call.is_inplace or call.facts.statistics_at or call.facts.replaces_memory) and self._by_memory:
             for key in map(_torch.find_storage_id, call.tensors):
                 if key in self._by_memory and key not in self._before:
                     self._before[key] = self._by_memory[key].clone()

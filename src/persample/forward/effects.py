@@ -44,7 +44,7 @@ def keep_effect(call: Call, result: Any, key: Key, contents: int, tracker: Track
     """
     if not contents & HAS_SAMPLES or isinstance(get_handler(call.func), Rewrite) or not torch.is_grad_enabled():
         return
-    if call.facts.updates_statistics and get_argument(call, 5, "training", "use_input_stats", default=True):
+    if call.facts.statistics_at and get_argument(call, 5, "training", "use_input_stats", default=True):
         return
     if call.is_inplace or call.kwargs.get("requires_grad"):  # the audit compares what was written
         return

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -153,11 +152,10 @@ class Isolation:
 
     def note_statistics(self, call: Call, tracker: Tracker) -> None:
         """After a norm layer with running statistics: these hold samples, if it updates them."""
-        if not call.facts.updates_statistics:
+        if not (first := call.facts.statistics_at):
             return
-        if not get_argument(call, 5, "training", "use_input_stats", default=call.func is F.instance_norm):
+        if not get_argument(call, 5, "training", "use_input_stats", default=call.func is not F.batch_norm):
             return
-        first = 3 if call.func in (torch.batch_norm, torch.instance_norm) else 1
         for position, name in ((first, "running_mean"), (first + 1, "running_var")):
             statistic = get_argument(call, position, name)
             if isinstance(statistic, Tensor):

@@ -359,7 +359,7 @@ def _move_samples(followed: Followed, tracker: Tracker) -> Any:
     set_layouts(before, result, tracker)
     if tracker.isolation is not None:
         tracker.isolation.note_statistics(before, tracker)
-    if isinstance(followed.handler, Rewrite) or followed.weights or call.facts.updates_statistics or func in DROPPED:
+    if isinstance(followed.handler, Rewrite) or followed.weights or call.facts.statistics_at or func in DROPPED:
         return result
     if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], call.args[1], call.batch):
         mark_plain(before, result, RULES_VERSION.number)  # the values of the first rows decide in each call

@@ -154,7 +154,7 @@ def repeat_use(
 
 def _can_repeat_later(call: Call, result: Any, weights: dict[int, Tensor], plan: Plan) -> bool:
     """Whether later calls with the same key can skip `run_use`: a rule, one result, no other possible weights."""
-    if call.facts.updates_statistics:
+    if call.facts.statistics_at:
         return False
     possible_weights = {i for i, t in enumerate(call.tensors) if t.requires_grad and call.where[i] is None}
     is_plain = plan.rule is not None and not plan.rule.whole and not call.is_inplace and isinstance(result, Tensor)

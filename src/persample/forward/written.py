@@ -56,7 +56,7 @@ class Written:
         self.tensor = args[0] if args and is_inplace(func) else kwargs.get("out")
         self._version = self.tensor._version if isinstance(self.tensor, Tensor) else 0
         self._statistics: Sequence[tuple[Tensor, Tensor]] = ()
-        if facts(func).updates_statistics:
+        if facts(func).statistics_at:
             vectors = [t for t in find_tensors((args, kwargs)) if t.dim() == 1 and not t.requires_grad]
             self._statistics = [(vector, vector.clone()) for vector in vectors]
 

@@ -89,8 +89,7 @@ class Indexing:
     def __init__(self, call: Call) -> None:
         self.call = call
         self._layouts = {id(t): where for t, where in zip(call.tensors, call.where, strict=True)}
-        name = get_op_name(call.func)
-        name = name if name in _ARGUMENTS else name.rstrip("_")
+        name = call.facts.operator
         given = dict(zip(_ARGUMENTS[name], call.args, strict=False)) | call.kwargs
         arguments = {_SYNONYMS.get(key, key): value for key, value in given.items()}
         self.base: Tensor = arguments["input"]
@@ -390,7 +389,7 @@ def find_motion_of_sort(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if not isinstance(where, Layout):
         return None
     numbers = [a for a in (*call.args[1:], call.kwargs.get("dim", -1)) if type(a) is int]
-    if get_op_name(call.func) == "topk" and "k" not in call.kwargs:
+    if call.facts.operator == "topk" and "k" not in call.kwargs:
         numbers = numbers[1:]
     if not tensor.dim() or numbers[0] % tensor.dim() != where.dim or order.shape != tensor.shape:
         return None

@@ -88,7 +88,7 @@ def _has_equal_rows(tensor: Tensor, layout: Layout) -> bool:
 
 def _is_reinterpretation(call: Call) -> bool:
     """Whether a call is `view(dtype)`, which splits or joins entries instead of moving them."""
-    return call.func is Tensor.view and isinstance(get_argument(call, 1, "dtype"), torch.dtype)
+    return call.facts.operator == "view" and isinstance(get_argument(call, 1, "dtype"), torch.dtype)
 
 
 # ---- arguments ----

@@ -89,7 +89,7 @@ def _channels(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare(F.fold, F.local_response_norm)
-@declare("channel_shuffle", moves_entries=True)
+@declare("channel_shuffle", "native_channel_shuffle", moves_entries=True)
 def _first_dim(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
 
@@ -142,7 +142,7 @@ def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, tensor.dim() - len(shape))
 
 
-@declare(F.batch_norm, is_size_free=True, shares_weights=True, updates_statistics=True)
+@declare(F.batch_norm, is_size_free=True, shares_weights=True, statistics_at=1)
 def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or where.dim == 1:
@@ -152,7 +152,8 @@ def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare("instance_norm", shares_weights=True, updates_statistics=True)
+@declare(F.instance_norm, shares_weights=True, statistics_at=1)
+@declare(torch.instance_norm, shares_weights=True, statistics_at=3)
 def _instance_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return keep_leading(call, results, 1)
 

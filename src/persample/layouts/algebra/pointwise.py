@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.facts import T
 from persample.layouts.algebra.engine import broadcast, declare, find_common_rows, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
@@ -33,23 +32,25 @@ _BROADCASTING = """
 """.split()
 
 _RANDOM = """
-    dropout alpha_dropout feature_dropout feature_alpha_dropout rrelu bernoulli poisson uniform_ random_ exponential_
-    geometric_ cauchy_ log_normal_ binomial normal
+    bernoulli poisson uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ binomial normal
 """.split()
 
 # All other functions of torch.special are pointwise.
 _SPECIAL = {*torch.special.__all__} - {"logsumexp", "softmax", "log_softmax"}
 
 _POINTWISE = {"is_pointwise": True, "is_size_free": True}
+_DROPOUT = {"is_random": True, **_POINTWISE}
 
 
-@declare(*_UNARY, *_BROADCASTING, *_SPECIAL, T.real.__get__, T.imag.__get__, "unravel_index", **_POINTWISE)
+@declare(*_UNARY, *_BROADCASTING, *_SPECIAL, "unravel_index", **_POINTWISE)
 @declare(*_RANDOM, *_torch.RANDOM_FUNCTIONS, is_random=True, **_POINTWISE)
-@declare("dropout1d", "dropout2d", "dropout3d", is_random=True, **_POINTWISE)  # a dropped channel belongs to one sample
+@declare("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", training_at=2, **_DROPOUT)
+@declare("dropout1d", "dropout2d", "dropout3d", training_at=2, **_DROPOUT)  # a dropped channel belongs to one sample
+@declare("rrelu", training_at=3, **_DROPOUT)
 @declare("add", "sub", "rsub", "neg", "pos", is_linear=True, **_POINTWISE)
 @declare("mul", "div", is_bilinear=True, **_POINTWISE)
 @declare("clone", "detach", "contiguous", moves_entries=True, **_POINTWISE)
-@declare("requires_grad", returns_argument=True, **_POINTWISE)
+@declare("requires_grad_", returns_argument=True, **_POINTWISE)
 @declare("tril", "triu", reads_positions=True, is_size_free=True)
 def combine_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return broadcast(call, results)
@@ -110,7 +111,7 @@ def _compare_with_constants(call: Call, results: Sequence[Tensor], of_entries: i
     return make_uniform_motion(move(where, where.dim), results) if isinstance(where, Layout) else None
 
 
-@declare(torch.view_as_real, torch.view_as_complex, torch.linalg.vander, F.one_hot)
+@declare("view_as_real", "view_as_complex", torch.linalg.vander, F.one_hot)
 def _last_dim_changes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A dimension is added or removed at the end; entries keep their place in the other dimensions.
 

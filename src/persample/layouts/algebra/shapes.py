@@ -80,11 +80,11 @@ def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _permute_to(call, results, order)
 
 
-@declare("t", T.T.__get__, T.mT.__get__, moves_entries=True)
-@declare(T.H.__get__, T.mH.__get__, "adjoint")
+@declare("t", "T", "mT", moves_entries=True)
+@declare("H", "mH", "adjoint")
 def _transpose_last(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
-    if rank < 2 or (rank > 2 and call.func in (T.T.__get__, T.H.__get__)):
+    if rank < 2 or (rank > 2 and call.facts.operator in ("T", "H")):
         return None
     return _permute_to(call, results, [*range(rank - 2), rank - 1, rank - 2])
 
