@@ -42,6 +42,19 @@ def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, 
     return follow
 
 
+def refuse_changes(hook: Callable[[Tensor], Tensor | None], place: str) -> Any:
+    """A hook on the gradient of a sum over the samples that does the same and refuses to change the gradient."""
+
+    def check(gradient: Tensor) -> None:
+        if hook(gradient) is not None:
+            raise SamplesMixed(
+                f"The hook {getattr(hook, '__qualname__', hook)!r}, of {place}, returns another gradient of a sum over "
+                "the samples, and so changes the gradients of all of them. Let it return None, or scale the loss."
+            )
+
+    return check
+
+
 def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Tracker) -> Any:
     """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
     weak_tracker = ref(tracker)
@@ -117,6 +130,12 @@ class _RefuseBackward(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_own_function(node: Any) -> bool:
+    """Whether a node belongs to torch or persample, or to a rule in torch's convention, which fills `grad_sample`."""
+    function = _torch.get_custom_function(node)
+    return function.__module__.partition(".")[0] in ("torch", "persample") or is_handler(function)
+
+
 def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> None:
     """Have the backward of a user's `autograd.Function` that made `output` checked when it runs.
 
@@ -124,9 +143,9 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> N
     Only gradients with as many rows as the output, in the same dimension, are compared.
     """
     node: Any = output.grad_fn
+    if is_own_function(node):
+        return
     function = _torch.get_custom_function(node)
-    if function.__module__.partition(".")[0] in ("torch", "persample") or is_handler(function):
-        return  # known, or a rule in torch's convention, whose backward adds to `grad_sample`
     # The graph must keep neither the tracker nor itself.
     weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
     complain = tracker.complain

@@ -17,6 +17,7 @@ from persample import _torch
 from persample._internal.state import find_state_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
+from persample.forward.loss_code import LossCode
 from persample.forward.places import Places
 from persample.layouts import Call, Lost, get_argument
 
@@ -58,10 +59,12 @@ class Isolation:
 
     Attributes:
         places: refuses constants that depend on a sample's number in the batch.
+        loss_code: refuses steps in which numbers of samples may have changed the loss.
     """
 
     def __init__(self) -> None:
         self.places = Places()
+        self.loss_code = LossCode()
         self._given: TensorMap[bool] = TensorMap()  # tensors from outside, in the current step
         # Tensors from outside in earlier steps, and those of them that are hidden now.
         self._given_before: _Entries = {}
@@ -77,6 +80,7 @@ class Isolation:
     def start_step(self, tracker: Tracker) -> None:
         """Tell the tracker of a new step which tensors hold samples of earlier steps."""
         self.places.start_step()
+        self.loss_code.start_step()
         alive = [(key, entry) for key, entry in self._given_before.items() if entry[0]() is not None]
         self._given_before = dict(alive[-_MAX_GIVEN:])
         self._given_before |= {id(tensor): _make_entry(tensor, "an earlier step") for tensor, _ in self._given.items()}
@@ -127,6 +131,7 @@ class Isolation:
 
     def start_forward(self, model: nn.Module) -> None:
         """Note the buffers of the model, which is about to be called."""
+        self.loss_code.note_model()
         if self._buffers_of is None or self._buffers_of() is not model:
             self._find_buffers(model)
         self._before = [(name, own, own.copy()) for name, own in self._buffers]

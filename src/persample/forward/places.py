@@ -70,6 +70,10 @@ class Places:
             elif made in self._random:
                 del self._random.entries[id(made)]
 
+    def is_drawn(self, tensor: Tensor) -> bool:
+        """Whether a constant consists of random numbers of this step."""
+        return tensor in self._random
+
     def _list_values(self, call: Call) -> Sequence[Tensor]:
         """The tensors whose entries a call moves."""
         if call.facts.writes_entries:

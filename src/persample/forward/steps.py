@@ -24,7 +24,7 @@ from persample.forward.beside_sums import is_beside_sum, run_beside_sum
 from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import prepare_recomputation
 from persample.forward.contributions import find_coupled_motion, prepare_use, scales_statistic
-from persample.forward.gradient_hooks import follow_tensor_hook
+from persample.forward.gradient_hooks import follow_tensor_hook, refuse_changes
 from persample.forward.inline import is_composite, make_inline
 from persample.forward.own_rows import selects_first_rows
 from persample.forward.preparations import PREPARATIONS
@@ -60,6 +60,8 @@ _TYPED = {Tensor.type_as, Tensor.to}
 _SHAPED: dict[Any, Any] = {
     Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
 }  # fmt: skip
+
+_MIXED = (Lost, Reduced)
 
 
 @dataclass
@@ -238,6 +240,8 @@ def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
         )
+    if call.func is Tensor.register_hook and tracker.isolation is not None and isinstance(call.where[0], _MIXED):
+        return call.func(call.args[0], refuse_changes(call.args[1], tracker.place()))
     if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
         hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
         return call.func(call.args[0], hook)

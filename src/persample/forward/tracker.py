@@ -39,6 +39,7 @@ from persample.forward.effects import WITHOUT_TENSORS, keep_effect
 from persample.forward.fastpath import WholeModules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
+from persample.forward.loss_code import guard_node
 from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
@@ -89,10 +90,17 @@ StartByUse = Callable[[Call], bool]
 
 _DIFFERENTIATING = all_with("differentiates")
 
+_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
+
 _UNKNOWN = (Lost("the tracker has not seen it"), False)
 
 # For each model: how numbers were read by which the code scaled sums over the samples, by places in the code.
 _SCALES: WeakKeyDictionary[nn.Module, dict[Any, Scale]] = WeakKeyDictionary()
+
+
+def _is_refused(where: Where | None) -> bool:
+    """Whether a gradient that comes back through a tensor is refused."""
+    return isinstance(where, Lost) and not isinstance(where, (Scattered, Divided))
 
 
 def _do_nothing(tensor: Tensor) -> None:
@@ -164,6 +172,7 @@ class Tracker(TorchFunctionMode):
         self.is_coupled = is_coupled
         self.start_by_use: StartByUse | None = None
         self.places = None if isolation is None else isolation.places
+        self.loss_code = None if isolation is None else isolation.loss_code
         self.advice = make_advice() if advice is None else advice
         self.has_inputs = False
         self.can_retain = can_retain
@@ -392,8 +401,24 @@ class Tracker(TorchFunctionMode):
             with _torch.DisableTorchFunction():
                 self.isolation.check_state(self, self.path.audit)
 
-    def check_gradient(self, output: Tensor, gradient: Tensor) -> None:
-        """Refuse constants that differ between samples as the gradient of an output, if steps are isolated."""
+    def check_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """If steps are isolated: check what the code around the model has done, and what `backward` starts from."""
+        if self.loss_code is None:
+            return
+        self.check_state()
+        if any(_is_refused(self.find_known_layout(output)) for output in outputs):
+            return
+        for output, gradient in zip(outputs, gradients, strict=False):
+            self._check_gradient(output, gradient)
+        self.loss_code.check_backward((outputs, gradients), self)
+
+    def _check_gradient(self, output: Tensor, gradient: Tensor) -> None:
+        """Refuse gradients of an output that depend on several samples, and constants that differ between samples."""
+        if isinstance(where := self.find_known_layout(gradient), (Lost, Reduced)):
+            raise SamplesMixed(
+                "The gradient that is passed to backward() was computed from the samples, and would change the "
+                f"gradients of all of them: {where.cause}. Call backward() without it."
+            )
         if self.places is None or output.shape != gradient.shape:
             return
         layout = self.find_layout(output)
@@ -452,7 +477,7 @@ class Tracker(TorchFunctionMode):
             layout = lose_entries(layout)  # a pair of different samples that overflows makes both gradients NaN
         if self.is_coupled:
             layout = own_tensor(tensor, layout, self.batch)
-        if isinstance(layout, Lost) and tensor.grad_fn is not None and not isinstance(layout, (Scattered, Divided)):
+        if isinstance(layout, Lost) and _is_refused(layout) and tensor.grad_fn is not None:
             pairs = layout if isinstance(layout, Crossed) else None
             tensor.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", self, pairs))
         if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
@@ -486,12 +511,28 @@ class Tracker(TorchFunctionMode):
             result = func(*args, **kwargs)
             if not self.is_inside and self.outside is not None:
                 self._sizes_read = self.outside.note_size(result)
+            if self.loss_code is not None and not self.has_ended:
+                return self._note_attribute(func, args, result)
             return result
         self.counted.read_last, self._sizes_read = self._sizes_read, frozenset()
         if self.has_ended or self.is_paused:
             if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
+        if self.loss_code is None or self.is_inside or func in _DIFFERENTIATING:
+            return self._follow_or_give_up(func, args, kwargs)
+        return self.loss_code.run(func, args, kwargs, self, self._follow_or_give_up)
+
+    def _note_attribute(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> Any:
+        """In private training: what a program gets that reads an attribute or a size of a tensor."""
+        assert self.loss_code is not None
+        if func == _GRAD_FN:
+            return guard_node(result)
+        if not self.is_inside:
+            self.loss_code.note_size(func, args, self)
+        return result
+
+    def _follow_or_give_up(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = None if self.complain is None else Written(func, args, kwargs)
         try:
             if func in _DIFFERENTIATING:

@@ -283,6 +283,9 @@ class PrivateOptimizer(DPOptimizer):
                 "backward pass."
             )
         clipped = grads.clip(own=not self._shards)
+        if self._watch.is_unproven:
+            self._leave_out()
+            return
         self.nonfinite_count += grads.nonfinite_count
         if grads.passes != self.passes:
             self.passes = grads.passes
@@ -298,6 +301,16 @@ class PrivateOptimizer(DPOptimizer):
         for p in recorded:
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
+
+    def _leave_out(self) -> None:
+        """Add nothing for a backward pass after which nobody can tell what numbers of samples have changed."""
+        _log.warning(
+            "The samples of the first step add nothing to it: numbers of them were read before backward(), and may "
+            "have changed the loss. Read them after backward() to use this step, too. Later steps must do the same."
+        )
+        self._batch = self._batch or {}
+        self._arrived += 1
+        self._spent = False
 
     def _restore_scale(self, total: Tensor) -> Tensor:
         return total if self.loss_divisor == 1 else total * self.loss_divisor

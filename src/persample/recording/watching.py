@@ -414,6 +414,11 @@ class Watch(Calls):
                 receive(grads)
 
     @property
+    def is_unproven(self) -> bool:
+        """In private training: whether numbers of samples may have changed the step, which is the first of its kind."""
+        return self._isolation.loss_code.is_first
+
+    @property
     def is_pulling_back(self) -> bool:
         """Whether gradients of the current step are being pulled back to the parameters."""
         return self._recording is not None and self._recording.collector.is_pulling_back

@@ -1,0 +1,259 @@
+"""What the code around the model does in private training after it has read numbers of the samples.
+
+A number that Python has read (`item`, `tolist`, numpy, `if`) leaves torch, and nobody can follow it. It may come back
+as a factor, a constant or a decision, and then each sample changes the gradients of all others. So once a number was
+read, the calls up to the end of `backward` must be those of earlier steps, with the same numbers: then the numbers of
+this step had no influence. The first step with such calls has nothing to compare with: its samples do not count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from persample import _torch
+from persample._internal.facts import facts
+from persample._internal.tree import find_tensors
+from persample.errors import SamplesMixed, get_op_name
+from persample.forward.known_tensors import TensorMap
+from persample.layouts import Layout
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
+
+# Calls before a number is read are only counted; these are kept from then on.
+_Calls = tuple[Any, ...]
+
+_MOST_ENTRIES = 4096  # of constants whose values are compared
+
+_ADVICE = (
+    "Read numbers of samples after backward(): then they cannot change the step. If they do not influence the loss, "
+    "the code between the first of them and backward() must do the same in each step."
+)
+
+_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel}  # type: ignore[attr-defined]
+
+# Methods whose results say nothing of values.
+_NO_READS = {
+    "backward", "register_hook", "register_post_accumulate_grad_hook", "__setitem__", "__get__", "__set__", "type",
+    "__repr__", "__str__", "__format__", "__hash__", "element_size", "_is_view", "has_names", "data_ptr", "can_cast",
+    "result_type", "broadcast_shapes",
+}  # fmt: skip
+
+# Functions whose integers are shapes or dimensions.
+_SHAPES = {
+    torch.zeros, torch.ones, torch.empty, torch.arange, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
+}  # fmt: skip
+
+
+class LossCode:
+    """The calls around the model in the steps of one private training.
+
+    Attributes:
+        is_open: whether a number of this step was read, and no backward pass has begun.
+        is_first: whether the last backward pass had calls that there is nothing to compare with.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[_Calls] = set()  # sequences of calls of earlier steps
+        self._calls: list[Any] = []
+        self._made: TensorMap[int] = TensorMap()  # the numbers of results among those of this step
+        self._count = 0
+        self._cause = ""
+        self.is_open = False
+        self.is_first = False
+
+    def start_step(self) -> None:
+        """Forget the calls of the last step."""
+        self._calls, self._made, self._count = [], TensorMap(), 0
+        self.is_open = self.is_first = False
+
+    # ---- the calls of a step ----
+
+    def run(self, func: Any, args: Any, kwargs: Any, tracker: Tracker, run: Callable[..., Any]) -> Any:
+        """Run a call outside the model by `run`, and note what it reads and makes."""
+        refuse_saved_hooks(tracker)
+        if tracker.path.has_read_values:  # inside the model, which may have kept them
+            self._open("the model", tracker)
+        if self.is_open:
+            self._calls.append((func, self._describe(func, args, tracker), self._describe(func, kwargs, tracker)))
+        result = run(func, args, kwargs)
+        if _is_number(func, result) and _has_samples((args, kwargs), tracker):
+            self._open(f"{get_op_name(func)}, in {tracker.place()}", tracker)
+        for made in find_tensors(result):
+            self._made[made] = self._count = self._count + 1
+        return result
+
+    def note_size(self, func: Any, args: Any, tracker: Tracker) -> None:
+        """Note that a size was read, which depends on values if a mask has picked the entries."""
+        if func in _SIZES and args and args[0].dim():
+            where = tracker.get_known(args[0])
+            is_whole = where is None or (isinstance(where, Layout) and not where.loose)
+            if not is_whole and tracker.batch:
+                self._open(f"the size of a tensor of picked entries, in {tracker.place()}", tracker)
+
+    def note_model(self) -> None:
+        """Note that the model is called."""
+        self._calls += ["the model"] if self.is_open else []
+
+    def _open(self, cause: str, tracker: Tracker) -> None:
+        if not self.is_open and tracker.batch:
+            self.is_open, self._cause = True, cause
+
+    def check_backward(self, given: Any, tracker: Tracker) -> None:
+        """Before a backward pass: refuse the step if it has other calls than the steps before."""
+        self.is_first = False
+        if tracker.path.has_read_values:
+            self._open("the model", tracker)
+        if not self.is_open:
+            return
+        last = (Tensor.backward, self._describe(None, given, tracker))
+        self.is_open, calls = False, (*self._calls, last)
+        self.is_first = not self._known
+        if calls not in self._known and self._known:
+            self._refuse(calls)
+        self._known.add(calls)
+
+    def _refuse(self, calls: _Calls) -> NoReturn:
+        known = min(self._known, key=lambda other: -_count_common(calls, other))
+        position = min(_count_common(calls, known), len(calls) - 1)
+        raise SamplesMixed(
+            f"After numbers of the samples were read by {self._cause}, the code around the model does not do what it "
+            f"did in the steps before: {get_op_name(calls[position][0])} is new there, or has other numbers or "
+            "tensors. The numbers may have decided it, and then one sample changes the gradients of all others. "
+            f"{_ADVICE}"
+        )
+
+    # ---- what a call is described by ----
+
+    def _describe(self, func: Any, value: Any, tracker: Tracker) -> Any:
+        if isinstance(value, Tensor):
+            return self._describe_tensor(value, tracker)
+        if isinstance(value, (list, tuple)):
+            return tuple([self._describe(func, each, tracker) for each in value])
+        if isinstance(value, dict):
+            return tuple([(name, self._describe(func, each, tracker)) for name, each in value.items()])
+        if isinstance(value, slice):
+            return "slice", self._describe(func, (value.start, value.stop, value.step), tracker)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return _digest(np.asarray(value))
+        if type(value) is int and (func in _SHAPES or facts(func).reshapes):
+            return "size"
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return "batch" if value in (tracker.batch, 1 / max(1, tracker.batch)) else repr(value)
+        return value if isinstance(value, (bool, str, complex, type(None), torch.dtype)) else type(value).__name__
+
+    def _describe_tensor(self, tensor: Tensor, tracker: Tracker) -> Any:
+        """A weight or a result of the step by its number, a constant by its values."""
+        if id(tensor) in tracker.collector.parameters:
+            return "weight", id(tensor), tensor.requires_grad
+        number = self._made.get(tensor)
+        where = tracker.get_known(tensor)
+        if number is None and where is None and not tensor.requires_grad:
+            is_drawn = tracker.places is not None and tracker.places.is_drawn(tensor)
+            return "drawn" if is_drawn else _describe_values(tensor)
+        return "result", number, type(where).__name__, tensor.dtype, tensor.requires_grad
+
+
+def _describe_values(tensor: Tensor) -> Any:
+    if tensor.numel() > _MOST_ENTRIES or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.dtype, tensor.dim()
+    with _torch.DisableTorchFunction(), torch.no_grad():
+        first = tensor.detach().flatten()[0]
+        if tensor.numel() > 1 and bool((tensor == first).all()):
+            return tensor.dtype, first.item()
+        return _digest(tensor.detach().cpu().float().numpy())
+
+
+def _digest(array: Any) -> Any:
+    return array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _count_common(calls: _Calls, others: Iterable[Any]) -> int:
+    count = 0
+    for a, b in zip(calls, others, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _is_number(func: Any, result: Any) -> bool:
+    """Whether a call has returned something that is no tensor and may tell values of its arguments."""
+    if result is None or isinstance(result, (Tensor, str)):
+        return False
+    name = getattr(func, "__name__", "")
+    if name in _NO_READS or (name.startswith("is_") and name != "is_nonzero"):
+        return False
+    return not any(True for _ in find_tensors(result))
+
+
+def _has_samples(value: Any, tracker: Tracker) -> bool:
+    return any(tracker.find_known_layout(tensor) is not None for tensor in find_tensors(value))
+
+
+def refuse_saved_hooks(tracker: Tracker) -> None:
+    """Refuse hooks that could change what the graph of the loss keeps."""
+    hooks = _torch.get_saved_tensor_hooks()
+    if hooks is None or all(str(hook.__module__).partition(".")[0] in ("torch", "persample") for hook in hooks):
+        return
+    raise SamplesMixed(
+        f"torch.autograd.graph.saved_tensors_hooks is entered around the loss, in {tracker.place()}. Its functions see "
+        "all samples and may change the gradients of others, so private training refuses them. Enter it inside the "
+        "model's forward(), or use save_on_cpu or a checkpoint of torch."
+    )
+
+
+class GuardedNode:
+    """A node of the graph to which no hooks can be added: they would see and change the gradients of all samples."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._node)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("register_hook", "register_prehook"):
+            raise SamplesMixed(
+                f"grad_fn.{name}() is called in private training. Such a hook sees the gradients of all samples, and "
+                "what it returns is not followed. Use Tensor.register_hook."
+            )
+        found = getattr(self._node, name)
+        if name == "next_functions":
+            return tuple((node if node is None else GuardedNode(node), number) for node, number in found)
+        return found
+
+    def __eq__(self, other: Any) -> bool:
+        return bool(self._node == getattr(other, "_node", other))
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+
+def guard_node(node: Any) -> Any:
+    """The node of the graph that a program reads: guarded if the program is neither torch nor persample."""
+    if node is None:
+        return None
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_of_mode(frame):
+        frame = frame.f_back
+    return node if _get_module(frame).partition(".")[0] in ("torch", "persample") else GuardedNode(node)
+
+
+def _is_of_mode(frame: Any) -> bool:
+    return frame.f_code.co_name == "__torch_function__" or _get_module(frame) in _OF_MODES
+
+
+_OF_MODES = {__name__, "persample.forward.tracker", "persample._internal.dynamo", "torch.overrides"}
+
+
+def _get_module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))

@@ -1,0 +1,339 @@
+"""Attacks on the bound: training loops in which one sample could change the private sum by more than the bound.
+
+Each attack is one function of a training step. A battery runs it on a batch and on the same batch without each of its
+samples, and measures the largest change of the private sum in units of the bound, in the first step and after others.
+An attack that is refused changes nothing. A new attack is one entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from persample import PerSampleError, SamplesMixed
+from persample.private import PrivateOptimizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+B, D, BOUND, ALLOWED = 6, 4, 0.1, 1 + 1e-4
+
+Forward = Callable[["Model", Tensor], Tensor]
+Attack = Callable[["Training", Tensor, Tensor], None]
+
+
+class Model(nn.Module):
+    """Two layers, and any code between them."""
+
+    def __init__(self, forward: Forward | None = None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(D, D), nn.Linear(D, 1)
+        self.code = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)) * x) if self.code is None else self.code(self, x)
+
+
+class Training:
+    """A private training without noise, in which an attack makes the steps.
+
+    Attributes:
+        step: the number of the step.
+        kept: what an attack keeps between steps.
+    """
+
+    def __init__(self, forward: Forward | None = None, **recording: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model(forward)
+        self.optimizer = PrivateOptimizer(
+            torch.optim.SGD(self.model.parameters(), lr=0.0),
+            module=self.model, noise_multiplier=0.0, max_grad_norm=BOUND, expected_batch_size=1, loss_reduction="sum",
+            poisson_sampling=False, recording=recording,
+        )  # fmt: skip
+        self.step = 0
+        self.kept: Any = None
+
+    def losses(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.model(x).squeeze(1) - y).square()
+
+    def train(self, attack: Attack, x: Tensor, y: Tensor) -> Tensor:
+        """The private sum of a step."""
+        self.optimizer.add_samples((x, y))
+        self.optimizer.zero_grad()
+        attack(self, x, y)
+        self.optimizer.step()
+        self.step += 1
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.model.parameters()]
+        return torch.cat([grad.flatten() for grad in found])
+
+
+def make_data(seed: int) -> tuple[Tensor, Tensor]:
+    """A batch whose first sample has a loss that is larger than those of all others, and a target that no other has."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(B, D, generator=generator), torch.randint(3, (B,), generator=generator).float()
+    y[0], x[0] = 9, 3
+    return x, y
+
+
+def compute_sum(attack: Attack, steps_before: int, left_out: int | None, **options: Any) -> Tensor:
+    training = Training(**options)
+    try:
+        for seed in range(steps_before):
+            training.train(attack, *make_data(seed))
+        x, y = make_data(steps_before)
+        if left_out is not None:
+            kept = [i for i in range(B) if i != left_out]
+            x, y = x[kept], y[kept]
+        return training.train(attack, x, y)
+    finally:
+        training.optimizer.release()
+
+
+def measure(attack: Attack, steps_before: int, **options: Any) -> float | None:
+    """The largest change of the sum by one sample, in units of the bound; None if a step is refused."""
+    try:
+        whole = compute_sum(attack, steps_before, None, **options)
+        others = [compute_sum(attack, steps_before, i, **options) for i in range(B)]
+    except PerSampleError:
+        return None
+    return max(float((whole - other).norm()) for other in others) / BOUND
+
+
+def train_plainly(t: Training, x: Tensor, y: Tensor) -> None:
+    t.losses(x, y).sum().backward()
+
+
+class CountingSum(torch.autograd.Function):
+    """A sum whose backward keeps a number of its samples."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        ctx.factor, ctx.count = 5 - float(losses.max()), len(losses)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (gradient * ctx.factor).expand(ctx.count)
+
+
+class CountingCopy(torch.autograd.Function):
+    """The same, with a row for each sample."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor) -> Tensor:
+        ctx.factor = 5 - float(losses.max())
+        return losses.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.factor
+
+
+@torch.jit.script
+def sum_by_script(losses: Tensor) -> Tensor:
+    return (losses * (5 - losses.max()).detach()).sum()
+
+
+def decide(condition: Callable[[Tensor, Tensor], Any]) -> Attack:
+    """The sign of the loss is a decision."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses = t.losses(x, y)
+        (-losses if condition(losses, y) else losses).sum().backward()
+
+    return step
+
+
+def scale(number: Callable[[Tensor, Tensor], Any]) -> Attack:
+    """The loss is multiplied by a number."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses = t.losses(x, y)
+        (losses * number(losses, y)).sum().backward()
+
+    return step
+
+
+def change_gradient(make: Callable[[Tensor], Any]) -> Attack:
+    """`backward` gets a gradient."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses = t.losses(x, y)
+        losses.sum().backward(gradient=make(losses.detach()))
+
+    return step
+
+
+def hook_loss(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = (losses := t.losses(x, y)).sum()
+    factor = 5 - losses.detach().max()
+    loss.register_hook(lambda g: g * factor)
+    loss.backward()
+
+
+def hook_node(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = (losses := t.losses(x, y)).sum()
+    factor = 5 - losses.detach().max()
+    loss.grad_fn.register_prehook(lambda gs: tuple(g * factor for g in gs))
+    loss.backward()
+
+
+def hook_rows(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    factor = 5 - losses.detach().max()
+    losses.grad_fn.register_hook(lambda gs, _: tuple(g if g is None else g * factor for g in gs))
+    losses.sum().backward()
+
+
+def pack_saved(t: Training, x: Tensor, y: Tensor) -> None:
+    def unpack(saved: Tensor) -> Tensor:
+        return saved * (5 - saved.abs().max()) if saved.is_floating_point() else saved
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        losses = t.losses(x, y)
+    losses.sum().backward()
+
+
+def pack_saved_loss(t: Training, x: Tensor, y: Tensor) -> None:
+    out = t.model(x).squeeze(1)
+    with torch.autograd.graph.saved_tensors_hooks(lambda s: s, lambda s: s * (5 - s.abs().max()).sign()):
+        losses = (out - y).square()
+    losses.sum().backward()
+
+
+def fill_number(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    factor = torch.zeros(()).fill_(5 - losses.max().item())
+    (losses * factor).sum().backward()
+
+
+def keep_parameter(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    loss = losses.sum() if t.kept is None else (losses * (t.kept - y.mean())).sum()
+    t.kept = nn.Parameter(losses.detach().mean(), requires_grad=False)
+    loss.backward()
+
+
+def sort_losses(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    threshold = sorted(losses.tolist())[len(losses) // 2]
+    torch.where(losses > threshold, -losses, losses).sum().backward()
+
+
+def mix_before(change: Callable[[Tensor], Tensor]) -> Attack:
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        t.losses(change(x), y).sum().backward()
+
+    return step
+
+
+def skip_backward(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = t.losses(x, y).sum()
+    if loss.item() < 50:
+        loss.backward()
+
+
+ATTACKS: dict[str, Attack] = {
+    "decide by a sum": decide(lambda losses, y: losses.sum() > 30),
+    "decide by any": decide(lambda losses, y: (losses > 20).any()),
+    "decide by a number": decide(lambda losses, y: losses.max().item() > 20),
+    "decide by equal": decide(lambda losses, y: torch.equal(y, y.clamp(max=3))),
+    "decide by argmax": decide(lambda losses, y: int(losses.argmax()) > 0),
+    "decide by isfinite": decide(lambda losses, y: (1 / (9 - y)).isfinite().all()),
+    "decide by numpy": decide(lambda losses, y: losses.detach().numpy().max() > 20),
+    "decide by len of unique": decide(lambda losses, y: len(y.unique()) > 3),
+    "decide by len of a mask": decide(lambda losses, y: len(y[y > 5]) > 0),
+    "decide by a size": decide(lambda losses, y: (y > 5).nonzero().shape[0] > 0),
+    "decide by tolist": decide(lambda losses, y: 9.0 in y.tolist()),
+    "scale by a number": scale(lambda losses, y: 5 - losses.max().item()),
+    "scale by a tensor of a number": scale(lambda losses, y: torch.tensor(5 - float(losses.max()))),
+    "scale by full": scale(lambda losses, y: torch.full((), 5 - float(losses.max()))),
+    "scale by full_like": scale(lambda losses, y: torch.full_like(losses, 5 - float(losses.max())).detach()),
+    "scale by numpy": scale(lambda losses, y: torch.from_numpy(5 - losses.detach().numpy().max(keepdims=True))),
+    "scale by a numpy number": scale(lambda losses, y: np.float32(5) - losses.detach().numpy().max()),
+    "scale by a count": scale(lambda losses, y: 0.5 - int((losses > 20).sum())),
+    "scale by a number of classes": scale(lambda losses, y: 3.5 - len(y.unique())),
+    "scale by the length of a list": scale(lambda losses, y: 0.5 - len([v for v in y.tolist() if v > 5])),
+    "scale by a sorted list": sort_losses,
+    "fill_": fill_number,
+    "backward(gradient=tensor)": change_gradient(lambda losses: 5 - losses.max()),
+    "backward(gradient=number)": change_gradient(lambda losses: torch.tensor(5 - losses.max().item())),
+    "hook of the loss": hook_loss,
+    "prehook of a node": hook_node,
+    "hook of a node": hook_rows,
+    "hooks of saved tensors": pack_saved,
+    "hooks of saved tensors of the loss": pack_saved_loss,
+    "a Function that sums": lambda t, x, y: CountingSum.apply(t.losses(x, y)).backward(),
+    "a Function that keeps a number": lambda t, x, y: CountingCopy.apply(t.losses(x, y)).sum().backward(),
+    "a script that sums": lambda t, x, y: sum_by_script(t.losses(x, y)).backward(),
+    "a frozen parameter made of samples": keep_parameter,
+}
+
+
+def log(read: Callable[[Tensor, Tensor], Any]) -> Attack:
+    """A number is read for a log, and the loss is computed as always."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses = t.losses(x, y)
+        read(losses, y)
+        t.kept = losses.detach()
+        (losses * 0.5).clamp(max=1e6).sum().backward()
+
+    return step
+
+
+def log_with_hook(t: Training, x: Tensor, y: Tensor) -> None:
+    loss = (t.losses(x, y) * 0.5).clamp(max=1e6).sum()
+    loss.register_hook(lambda gradient: None)
+    assert loss.grad_fn is not None and loss.grad_fn.next_functions
+    loss.backward()
+
+
+HARMLESS: dict[str, Attack] = {
+    "nothing": log(lambda losses, y: None),
+    "item": log(lambda losses, y: losses.mean().item()),
+    "a list": log(lambda losses, y: sorted(losses.tolist())),
+    "numpy": log(lambda losses, y: losses.detach().numpy().mean()),
+    "a count": log(lambda losses, y: int((losses > y).sum())),
+    "a decision": log(lambda losses, y: bool((losses > 3).all())),
+    "a text": log(lambda losses, y: f"{losses.sum():.3f} {losses}"),
+    "sizes": log(lambda losses, y: (losses.shape, len(y), losses.numel(), losses.dim())),
+    "a hook that returns nothing": log_with_hook,
+}
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("name", ATTACKS)
+def test_no_attack_exceeds_the_bound(name: str, steps_before: int) -> None:
+    change = measure(ATTACKS[name], steps_before)
+    assert change is None or change <= ALLOWED
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_logs_are_free(name: str) -> None:
+    """They are never refused, and change no step but the first."""
+    assert measure(HARMLESS[name], 0) is not None
+    change = measure(HARMLESS[name], 2)
+    assert change is not None and change <= ALLOWED
+    torch.testing.assert_close(compute_sum(HARMLESS[name], 2, None), compute_sum(HARMLESS["nothing"], 2, None))
+
+
+def test_the_first_step_with_numbers_of_samples_has_noise_only(caplog: pytest.LogCaptureFixture) -> None:
+    assert not compute_sum(HARMLESS["item"], 0, None).any()
+    assert "add nothing" in caplog.text
+    assert compute_sum(HARMLESS["item"], 1, None).any() and compute_sum(HARMLESS["nothing"], 0, None).any()
+
+
+def test_the_error_names_the_read_and_the_call() -> None:
+    training = Training()
+    attack = scale(lambda losses, y: losses.mean().item())
+    try:
+        training.train(attack, *make_data(0))
+        with pytest.raises(SamplesMixed, match=r"read by item.*mul is new there, or has other numbers"):
+            training.train(attack, *make_data(1))
+    finally:
+        training.optimizer.release()
