@@ -8,8 +8,11 @@ from persample.cli.command import Command, format_json, parse_positive, redirect
 from persample.cli.user_code import UsageError, add_target_argument, convert_errors, load_function
 
 _DESCRIPTION = """\
-Measure how much a private training reveals about single samples. Canaries are added to the training, and
-what they leave behind in the released gradients gives a lower bound of epsilon, to compare with the claim.
+Test whether a private training does what it claims, and measure how much it reveals about single samples.
+
+Direct tests look at the noise of each step, the change of a step by an outlier, the batches and the accounting.
+Then canaries are added to the training, and what they leave behind in the released gradients gives a lower
+bound of epsilon, to compare with the claim.
 
 The function takes a run, trains a model privately, and returns the engine:
 
@@ -25,13 +28,14 @@ The function takes a run, trains a model privately, and returns the engine:
     $ persample audit my_training:train                                         # one run, 1,000 gradients
     $ persample audit my_training:train --canaries input --runs 300             # 300 runs, one sample
 
-Gradient canaries test noise and accounting. Input canaries, samples of noise with random labels, test clipping
-as well. A bound below the claim is no proof of privacy; a bound above it shows a leak.
+The result says which tests were made, with their p-values, and which were not. Gradient canaries test noise and
+accounting. Input canaries, samples of noise with random labels, test clipping as well. A bound below the claim
+is no proof of privacy; a failed test or a bound above the claim shows a leak.
 """
 
 _EXIT_CODES = {
-    0: "the lower bound is not above the claim",
-    1: "the lower bound is above the claim: the training leaks more than it claims",
+    0: "no test has failed, and no bound is above the claim",
+    1: "a test has failed, or a bound is above the claim: the training leaks more than it claims",
     2: "wrong arguments, or the training fails",
     3: "the model is refused (the message names the place)",
 }
@@ -52,7 +56,18 @@ def _add_arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="delta of epsilon (default: 1e-5)")
     parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="P", help="confidence of the bound (default: 0.95)"
+        "--confidence",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="confidence of the lower bound of epsilon (default: 0.95)",
+    )
+    parser.add_argument(
+        "--false-alarm",
+        type=float,
+        default=1e-4,
+        metavar="P",
+        help="probability that the direct tests accuse a right training (default: 1e-4)",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="seed of canaries and coins (default: a new one)")
     parser.add_argument("--plot", metavar="FILE", help="write a plot as SVG")
@@ -65,7 +80,7 @@ def _run(args: Namespace) -> int:
         raise UsageError(str(error)) from error
     with redirect_user_output(args), convert_errors(args.target):
         train = load_function(args.target, ["run"])
-        options = ("canaries", "count", "runs", "delta", "confidence", "seed")
+        options = ("canaries", "count", "runs", "delta", "confidence", "false_alarm", "seed")
         result = audit(train, **{name: getattr(args, name) for name in options})
         if args.plot:
             result.plot(args.plot)

@@ -26,7 +26,7 @@ COMMANDS = {
     "compare": "compare two scans",
     "evaluate": "measure how well influence works for a model",
     "check": "compare per-sample gradients with a loop over a few samples",
-    "audit": "measure what a private training reveals",
+    "audit": "test the claims of a private training, and measure what it reveals",
     "monitor": "draw a training run",
     "bench": "measure the cost of per-sample gradients on this machine",
     "demo": "find wrong labels in the digits of scikit-learn",

@@ -11,7 +11,7 @@ except ImportError as error:
     raise ImportError("persample.private needs Opacus and cryptography: pip install 'persample[private]'") from error
 
 from persample.private.adaptive import AdaptiveOptimizer
-from persample.private.auditing import AuditResult, AuditRun, audit
+from persample.private.auditing import AuditResult, AuditRun, DirectTest, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.splitting import BatchMemoryManager
@@ -21,6 +21,7 @@ __all__ = [
     "AuditResult",
     "AuditRun",
     "BatchMemoryManager",
+    "DirectTest",
     "PrivacyEngine",
     "PrivateOptimizer",
     "audit",

@@ -90,6 +90,10 @@ class PrivateOptimizer(DPOptimizer):
         adaptive: the further arguments of `AdaClipDPOptimizer`, from `AdaptiveOptimizer`.
 
     Attributes:
+        module: the module that is trained.
+        units: "ids" if the loader hands out the unit of each sample, or the number of samples of each unit, or None.
+        shows_sums: whether `p.summed_grad` holds the clipped sum from `step()` to `zero_grad()`, as in Opacus.
+        row_count: the number of samples (or units) in the backward passes since the last call of `step()`.
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
         passes: the number of backward passes of the last batch, as given or as chosen by the free memory. A change is
             logged by the logger "persample.private".
@@ -140,13 +144,14 @@ class PrivateOptimizer(DPOptimizer):
             secure_mode=secure_mode,
             **(adaptive or {}),
         )
+        self.module = module
         self.noise_multiplier = float(noise_multiplier)
         self.clipping = clipping
         self.poisson_sampling = poisson_sampling
         self.parts_per_step = 1  # backward passes that share one Poisson sample
         self.loss_divisor = 1.0  # what a trainer divides the loss by, and so each row before it is clipped
         self.normalize_clipping = normalize_clipping
-        self._has_grad_samples = grad_samples
+        self._has_grad_samples = self.shows_sums = grad_samples
         self.generators = [] if secure_mode or generator is None else [generator]  # of the noise and of the batches
         self.noise = Noise()  # unused if a generator is given
         # Called before a step with its noise multiplier; raises if the step is not allowed.
@@ -163,6 +168,7 @@ class PrivateOptimizer(DPOptimizer):
             )
         self._get_current_settings()  # raises if they are not possible
         self._recording = dict(recording or {})
+        self.units: int | str | None = "ids" if has_units else self._recording.get("units")
         self._units = BatchUnits(self._recording.get("units"))
         self._handed_out = HandedOut()
         if has_units or "units" in self._recording:
@@ -173,7 +179,7 @@ class PrivateOptimizer(DPOptimizer):
         self._batch: Sums | None = None  # of the backward passes since the last call of step()
         self._shown: dict[int, tuple[ref[Tensor], int]] = {}  # what was put into `p.grad` for these, and its version
         self._parts: Sums | None = None  # of the parts of a split batch before these
-        self._arrived = 0  # backward passes since the last call of step()
+        self._arrived = self.row_count = 0  # backward passes since the last call of step(), and their rows
         self._failed = 0  # calls of the model or backward passes that have failed since then
         self._spent = False  # whether `p.grad` has already been used for a step
         self.nonfinite_count = 0
@@ -298,6 +304,7 @@ class PrivateOptimizer(DPOptimizer):
             self._show_rows(grads)
         self._spent = False
         self._arrived += 1
+        self.row_count += grads.row_count
         for p in recorded:
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
@@ -402,7 +409,7 @@ class PrivateOptimizer(DPOptimizer):
     def _drop_batch(self) -> None:
         self._batch = None
         self._shown.clear()
-        self._arrived = 0
+        self._arrived = self.row_count = 0
 
     def _forget(self) -> None:
         """Forget all samples that have arrived since the last step."""
@@ -499,7 +506,7 @@ class PrivateOptimizer(DPOptimizer):
         if self._batch is not None:
             self._parts = _add(self._parts, self._batch)
         self._batch = None
-        if self._has_grad_samples:
+        if self.shows_sums:
             self._show_sums()
         self._clear_grad()
 
@@ -536,11 +543,11 @@ class PrivateOptimizer(DPOptimizer):
         self.original_optimizer.zero_grad(set_to_none)
 
     def _clear_rows(self) -> None:
-        if self._has_grad_samples:
-            for p in self.params:
+        for p in self.params:
+            if self._has_grad_samples:
                 p.grad_sample = None
-                if not self._is_last_step_skipped:
-                    p.summed_grad = None
+            if self.shows_sums and not self._is_last_step_skipped:
+                p.summed_grad = None
 
     @torch.no_grad()
     def _take_noised_sums(self, std: float) -> Sums:

@@ -1,87 +1,22 @@
-"""The audit, and its result."""
+"""The audit: a training is run with canaries, its steps are tested, and the canaries give bounds of epsilon."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from persample._internal.text import format_table
 from persample.errors import PerSampleError
 from persample.private.auditing.bounds import bound_one_run, bound_two_worlds
-from persample.private.auditing.plot import write_plot
+from persample.private.auditing.result import AuditResult
 from persample.private.auditing.run import AuditRun, Canaries
 
 _MOST_CANARIES = {"gradient": 1000, "input": 100}  # by default
 _MOST_FAILURES = 0.05  # default canaries times delta: the bound of one run gets worse with this product
 _LEAST_RUNS = 20
-
-
-@dataclass(frozen=True)
-class AuditResult:
-    """The empirical lower bound of epsilon, beside the claimed epsilon.
-
-    `epsilon` is smaller than the true epsilon with a probability of at least `confidence`, whatever the training does.
-    A small bound does not prove that the training is private: a better canary may reveal more.
-
-    `gaussian` is a larger bound, which holds if the mechanism is Gaussian, or close to it as many steps of DP-SGD are.
-    With one run it also takes the scores of the canaries for independent. `exceeds` ignores it.
-
-    >>> result = AuditResult(0.4, 1.2, 1e-5, 0.95, "one run", "gradient", None, {"canaries": 100.0}, [1.0], [0.0])
-    >>> result.exceeds, result.to_dict()["epsilon"]
-    (False, 0.4)
-    """
-
-    epsilon: float
-    claimed: float | None
-    delta: float
-    confidence: float
-    method: str  # "one run" or "two worlds"
-    canaries: str  # "gradient" or "input"
-    gaussian: float | None  # a bound under assumptions, see the class
-    evidence: dict[str, float]
-    scores_in: list[float] = field(repr=False)
-    scores_out: list[float] = field(repr=False)
-
-    @property
-    def exceeds(self) -> bool:
-        """Whether the training leaks more than it claims, with this confidence."""
-        return self.claimed is not None and self.epsilon > self.claimed
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
-        return {**vars(self), "exceeds": self.exceeds}
-
-    def plot(self, path: str | Path) -> Path:
-        """Write a plot as SVG: the scores, and the bounds beside the claim."""
-        return write_plot(self, Path(path))
-
-    def __str__(self) -> str:
-        percent = f"{100 * self.confidence:g} %"
-        rows = [
-            ["method", f"{self.method}, {self.canaries} canaries"],
-            ["evidence", ", ".join(f"{_format(value)} {name}" for name, value in self.evidence.items())],
-            ["claimed epsilon", "unknown" if self.claimed is None else f"{self.claimed:.3f} at delta {self.delta:g}"],
-            ["lower bound", f"{self.epsilon:.3f} with {percent} confidence, {_BOUNDS[self.method]}"],
-        ]
-        if self.gaussian is not None:
-            rows.append(["if Gaussian", f"{self.gaussian:.3f} with {percent} confidence, Gaussian mechanism assumed"])
-        return f"{format_table(rows)}\n{self._describe_verdict()}"
-
-    def _describe_verdict(self) -> str:
-        if self.claimed is None:
-            return "There is no claim to compare with: return the engine or its epsilon from the training function."
-        if self.exceeds:
-            return "The training leaks more than it claims."
-        return "No contradiction to the claim was found."
-
-
-_BOUNDS = {"one run": "Steinke et al. (2023)", "two worlds": "Clopper-Pearson"}
 
 
 def audit(
@@ -92,9 +27,10 @@ def audit(
     runs: int = 1,
     delta: float = 1e-5,
     confidence: float = 0.95,
+    false_alarm: float = 1e-4,
     seed: int | None = None,
 ) -> AuditResult:
-    """Measure how much a private training reveals about single samples.
+    """Test whether a private training does what it claims, and measure how much it reveals about single samples.
 
     `train(run)` trains a model privately and returns the engine, or the epsilon that it claims at `delta`. It trains on
     `run.add_canaries(dataset)`, and calls `run.observe(optimizer, sample_rate=1 / len(loader))` before the first step.
@@ -127,22 +63,26 @@ def audit(
         runs: 1: one run, in which each canary is included by the toss of a coin (Steinke, Nasr and Jagielski, 2023).
             More: half of the runs include one canary, the other half do not; some hundred are needed.
         delta: delta of the claim and of the bound.
-        confidence: probability with which the bound is smaller than the true epsilon.
+        confidence: probability with which the lower bound is smaller than the true epsilon, for any training.
+        false_alarm: probability with which a direct test, or the bound for Gaussian mechanisms, accuses a training that
+            does what it claims.
         seed: seed of coins and canaries; by default they differ in each audit. The noise must not depend on it.
     """
     kind = canaries if isinstance(canaries, str) else "input"
-    _check_arguments(kind, canaries, count, runs, delta, confidence)
+    _check_arguments(kind, canaries, count, runs)
+    _check_probabilities(delta, confidence, false_alarm)
     generator = torch.Generator()
     generator.seed() if seed is None else generator.manual_seed(seed)
     samples = None if isinstance(canaries, str) else list(canaries)
+    is_chosen = runs == 1 and count is None and samples is None
     if runs > 1:
         count = 1
     elif count is None:
         count = _choose_count(kind, delta) if samples is None else len(samples)
-    kit = Canaries(kind, count, samples, generator)
+    kit = Canaries(kind, count, samples, generator, is_limit=is_chosen)
     if runs == 1:
-        return _audit_one_run(train, kit, delta, confidence)
-    return _audit_two_worlds(train, kit, runs, delta, confidence)
+        return _audit_one_run(train, kit, delta, confidence, false_alarm)
+    return _audit_two_worlds(train, kit, runs, delta, confidence, false_alarm)
 
 
 def _choose_count(kind: str, delta: float) -> int:
@@ -150,9 +90,7 @@ def _choose_count(kind: str, delta: float) -> int:
     return most if delta * most <= _MOST_FAILURES else max(20, int(_MOST_FAILURES / delta))
 
 
-def _check_arguments(
-    kind: str, canaries: str | Sequence[Any], count: int | None, runs: int, delta: float, confidence: float
-) -> None:
+def _check_arguments(kind: str, canaries: str | Sequence[Any], count: int | None, runs: int) -> None:
     if kind not in _MOST_CANARIES:
         raise PerSampleError(f"canaries must be 'gradient', 'input' or a list of samples, got {canaries!r}")
     if not isinstance(canaries, str) and (not len(canaries) or count not in (None, len(canaries))):
@@ -163,22 +101,29 @@ def _check_arguments(
         raise PerSampleError(f"runs must be 1, or at least {_LEAST_RUNS} and preferably some hundred, got {runs}")
     if count is not None and count < 1:
         raise PerSampleError(f"count must be positive, got {count}")
-    if not (0 <= delta < 1 and 0 < confidence < 1):
-        raise PerSampleError(f"delta and confidence must be between 0 and 1, got {delta} and {confidence}")
 
 
-def _audit_one_run(train: Callable[[AuditRun], Any], kit: Canaries, delta: float, confidence: float) -> AuditResult:
+def _check_probabilities(delta: float, confidence: float, false_alarm: float) -> None:
+    if not (0 <= delta < 1 and 0 < confidence < 1 and 0 < false_alarm < 1):
+        raise PerSampleError(
+            f"delta, confidence and false_alarm must be between 0 and 1, got {delta}, {confidence} and {false_alarm}"
+        )
+
+
+def _audit_one_run(
+    train: Callable[[AuditRun], Any], kit: Canaries, delta: float, confidence: float, false_alarm: float
+) -> AuditResult:
     included = torch.rand(kit.count, generator=kit.generator) < 0.5
-    scores, returned = _run(train, kit, included)
+    run, returned = _run(train, kit, included)
+    scores = run.get_scores()
+    included = included[: len(scores)]
     found = bound_one_run(scores.numpy(), included.numpy(), delta, confidence)
     scores_in, scores_out = scores[included].numpy(), scores[~included].numpy()
     gaussian = None
     if kit.kind == "gradient" and min(len(scores_in), len(scores_out)) >= _LEAST_RUNS:
-        gaussian = bound_two_worlds(scores_in, scores_out, delta, confidence).gaussian
+        gaussian = bound_two_worlds(scores_in, scores_out, delta, 1 - false_alarm / 2).gaussian
     return AuditResult(
         epsilon=found.epsilon,
-        claimed=_get_claim(returned, delta),
-        delta=delta,
         confidence=confidence,
         method="one run",
         canaries=kit.kind,
@@ -186,26 +131,33 @@ def _audit_one_run(train: Callable[[AuditRun], Any], kit: Canaries, delta: float
         evidence={"canaries": kit.count, "guesses": found.guesses, "correct": found.correct},
         scores_in=scores_in.tolist(),
         scores_out=scores_out.tolist(),
+        **_test_directly(run, returned, delta, false_alarm),
     )
 
 
 def _audit_two_worlds(
-    train: Callable[[AuditRun], Any], kit: Canaries, runs: int, delta: float, confidence: float
+    train: Callable[[AuditRun], Any],
+    kit: Canaries,
+    runs: int,
+    delta: float,
+    confidence: float,
+    false_alarm: float,
 ) -> AuditResult:
     worlds = torch.arange(runs)[torch.randperm(runs, generator=kit.generator)] < runs // 2
     scores: dict[bool, list[float]] = {True: [], False: []}
+    made: list[tuple[AuditRun, Any]] = []
     for is_in in worlds.tolist():
-        found_scores, returned = _run(train, kit, torch.tensor([is_in]))
-        scores[is_in].append(float(found_scores))
-    found = bound_two_worlds(np.array(scores[True]), np.array(scores[False]), delta, confidence)
+        made.append(_run(train, kit, torch.tensor([is_in])))
+        scores[is_in].append(float(made[-1][0].get_scores()))
+        del made[1:]  # the steps of the first run are tested
+    pair = np.array(scores[True]), np.array(scores[False])
+    found = bound_two_worlds(*pair, delta, confidence)
     return AuditResult(
         epsilon=found.epsilon,
-        claimed=_get_claim(returned, delta),
-        delta=delta,
         confidence=confidence,
         method="two worlds",
         canaries=kit.kind,
-        gaussian=found.gaussian,
+        gaussian=bound_two_worlds(*pair, delta, 1 - false_alarm / 2).gaussian,
         evidence={
             "runs": runs,
             "of them evaluated": found.evaluated,
@@ -214,16 +166,31 @@ def _audit_two_worlds(
         },
         scores_in=scores[True],
         scores_out=scores[False],
+        **_test_directly(*made[0], delta, false_alarm),
     )
 
 
-def _run(train: Callable[[AuditRun], Any], kit: Canaries, included: Tensor) -> tuple[Tensor, Any]:
+def _test_directly(run: AuditRun, returned: Any, delta: float, false_alarm: float) -> dict[str, Any]:
+    """The claim, and the direct tests of a run. They have half of the false alarms, the Gaussian bound the others."""
+    claimed = _get_claim(returned, delta)
+    tests, not_tested = run.test(returned, claimed, delta)
+    return {
+        "claimed": claimed,
+        "delta": delta,
+        "false_alarm": false_alarm,
+        "tests": tests,
+        "level": false_alarm / 2 / max(1, len(tests)),
+        "not_tested": not_tested,
+    }
+
+
+def _run(train: Callable[[AuditRun], Any], kit: Canaries, included: Tensor) -> tuple[AuditRun, Any]:
     run = AuditRun(kit, included)
     try:
         returned = train(run)
     finally:
         run.stop()
-    return run.get_scores(), returned
+    return run, returned
 
 
 def _get_claim(returned: Any, delta: float) -> float | None:
@@ -231,7 +198,3 @@ def _get_claim(returned: Any, delta: float) -> float | None:
     if returned is None:
         return None
     return float(returned.get_epsilon(delta) if hasattr(returned, "get_epsilon") else returned)
-
-
-def _format(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3f}"

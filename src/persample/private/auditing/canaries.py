@@ -42,17 +42,32 @@ class GradientCanaries:
         return products.index_add_(0, self._owners, (self._entries * vector).double()).cpu()
 
 
-class WithCanaries(Dataset[Any]):
-    """The first `size` samples of a dataset, and canaries."""
+class WatchedData(Dataset[Any]):
+    """The first `size` samples of a dataset, and canaries. It notes which samples are loaded, in their order.
 
-    def __init__(self, dataset: Any, size: int, canaries: Sequence[Any]) -> None:
+    Further attributes are those of the dataset.
+    """
+
+    def __init__(self, dataset: Any, size: int, canaries: Sequence[Any] = ()) -> None:
         self._dataset, self._size, self._canaries = dataset, size, canaries
+        self.loaded: list[int] = []
 
     def __len__(self) -> int:
         return self._size + len(self._canaries)
 
-    def __getitem__(self, i: int) -> Any:
+    def __getitem__(self, i: Any) -> Any:
+        if not isinstance(i, int):
+            return self._dataset[i]
+        self.loaded.append(i)
         return self._dataset[i] if i < self._size else self._canaries[i - self._size]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:  # that of the dataset would not be noted
+        return [self[i] for i in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while a copy is made, there is no dataset yet
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
 
 def make_samples(dataset: Any, count: int, generator: torch.Generator) -> list[Any]:

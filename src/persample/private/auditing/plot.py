@@ -10,7 +10,7 @@ from persample._internal.files import write_atomically
 from persample.errors import PerSampleError
 
 if TYPE_CHECKING:
-    from persample.private.auditing.audit import AuditResult
+    from persample.private.auditing.result import AuditResult
 
 
 def write_plot(result: AuditResult, path: Path) -> Path:

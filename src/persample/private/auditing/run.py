@@ -16,16 +16,29 @@ from torch.utils.data import default_collate
 
 from persample.errors import PerSampleError
 from persample.losses import LossFunction, compute_loss
-from persample.private.auditing.canaries import GradientCanaries, WithCanaries, make_samples
+from persample.private.auditing.canaries import GradientCanaries, WatchedData, make_samples
+from persample.private.auditing.direct import DirectTest, get_parameters, get_unit
+from persample.private.auditing.watching import StepWatch
 
 _RIDGE = 1e-6  # makes parallel gradients of canaries distinguishable in theory, and their scores small
 
 
 class Canaries:
-    """The canaries of an audit: gradients, given samples, or samples that are made from the data."""
+    """The canaries of an audit: gradients, given samples, or samples that are made from the data.
 
-    def __init__(self, kind: str, count: int, samples: Sequence[Any] | None, generator: torch.Generator) -> None:
+    If the count is a limit, there are at most as many gradients as parameters.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        count: int,
+        samples: Sequence[Any] | None,
+        generator: torch.Generator,
+        is_limit: bool = False,
+    ) -> None:
         self.kind, self.count, self.generator = kind, count, generator
+        self._is_limit = is_limit
         self._samples = samples
         self._gradients: GradientCanaries | None = None
         self.sample_rate: float | None = None  # of all runs
@@ -39,6 +52,8 @@ class Canaries:
     def get_gradients(self, parameters: Sequence[Tensor]) -> GradientCanaries:
         """The gradients, which are made for the parameters of the first run."""
         if self._gradients is None:
+            if self._is_limit:
+                self.count = min(self.count, sum(p.numel() for p in parameters))
             self._gradients = GradientCanaries(parameters, self.count, self.generator)
         return self._gradients
 
@@ -61,6 +76,8 @@ class AuditRun:
         self._canaries, self._included = canaries, included
         self._scores = torch.zeros(canaries.count, dtype=torch.float64)
         self._samples: Sequence[Any] | None = None
+        self._data: WatchedData | None = None
+        self._watch: StepWatch | None = None
         self._observed: list[Any] = []  # handles of hooks
         self.steps = 0
 
@@ -73,14 +90,17 @@ class AuditRun:
         the canaries do not change the number of batches.
         """
         if self._canaries.kind == "gradient":
-            return dataset
+            self._data = WatchedData(dataset, len(dataset))
+            return self._data
         rest = len(dataset) - self._canaries.count
         if rest < 1:
             raise PerSampleError(
                 f"The dataset has {len(dataset)} samples, too few to replace some by {self._canaries.count} canaries."
             )
         self._samples = self._canaries.get_samples(dataset)
-        return WithCanaries(dataset, rest, [self._samples[i] for i in self._included.nonzero().flatten().tolist()])
+        included = [self._samples[i] for i in self._included.nonzero().flatten().tolist()]
+        self._data = WatchedData(dataset, rest, included)
+        return self._data
 
     def observe(
         self,
@@ -93,14 +113,44 @@ class AuditRun:
     ) -> None:
         """Observe the steps of a private optimizer, of persample or of Opacus, and insert gradient canaries.
 
+        First, direct tests make some steps of their own, without samples and with an outlier. They change neither the
+        parameters nor the accountant.
+
         Args:
             optimizer: the optimizer that `make_private` has returned. Each step must follow one backward pass, or one
                 batch that `BatchMemoryManager` has split.
             sample_rate: probability of each sample to be in a batch: `1 / len(loader)`.
-            model: for canaries that are samples: the model that is trained.
-            loss_fn: its loss, which is called as in `persample.check`.
+            model: the model that is trained. Canaries that are samples need it.
+            loss_fn: its loss, which is called as in `persample.check`. Canaries that are samples need it.
             collate: makes a batch of a list of samples.
         """
+        is_first = self._canaries.sample_rate is None
+        self._check_observed(optimizer, sample_rate)
+        self._canaries.sample_rate = sample_rate
+        step: _Step
+        if self._canaries.kind == "gradient":
+            step = _GradientStep(optimizer, self._canaries, self._included, sample_rate)
+            self._scores = self._scores[: self._canaries.count]
+        else:
+            if model is None or loss_fn is None:
+                raise PerSampleError("For canaries that are samples, pass model= and loss_fn= to observe().")
+            if self._samples is None:
+                raise PerSampleError("Train on run.add_canaries(dataset), and call it before observe().")
+            batches = [collate([sample]) for sample in self._samples]
+            step = _SampleStep(optimizer, model, loss_fn, batches, sample_rate)
+        if is_first:
+            self._watch = StepWatch(optimizer, sample_rate, self._data, model)
+            self._watch.start(loss_fn, collate)
+
+        def observe_step(*args: Any) -> None:
+            if self._watch is not None:
+                self._watch.note_step()
+            self._scores += step.run()
+            self.steps += 1
+
+        self._observed.append(optimizer.original_optimizer.register_step_pre_hook(observe_step))
+
+    def _check_observed(self, optimizer: Any, sample_rate: float) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             raise PerSampleError("An audit supports one process only.")
         if not 0 < sample_rate <= 1:
@@ -110,27 +160,10 @@ class AuditRun:
                 f"The sample rate differs between runs ({self._canaries.sample_rate} and {sample_rate}), which shows "
                 "whether the canary was in. Use a fixed rate."
             )
-        self._canaries.sample_rate = sample_rate
         if not isinstance(optimizer, DPOptimizer):
             raise PerSampleError(
                 f"observe() takes the private optimizer that make_private returns, got a {type(optimizer).__name__}."
             )
-        step: _Step
-        if self._canaries.kind == "gradient":
-            step = _GradientStep(optimizer, self._canaries, self._included, sample_rate)
-        else:
-            if model is None or loss_fn is None:
-                raise PerSampleError("For canaries that are samples, pass model= and loss_fn= to observe().")
-            if self._samples is None:
-                raise PerSampleError("Train on run.add_canaries(dataset), and call it before observe().")
-            batches = [collate([sample]) for sample in self._samples]
-            step = _SampleStep(optimizer, model, loss_fn, batches, sample_rate)
-
-        def observe_step(*args: Any) -> None:
-            self._scores += step.run()
-            self.steps += 1
-
-        self._observed.append(optimizer.original_optimizer.register_step_pre_hook(observe_step))
 
     # ---- for the audit ----
 
@@ -138,6 +171,13 @@ class AuditRun:
         """Stop observing."""
         for handle in self._observed:
             handle.remove()
+        if self._watch is not None:
+            self._watch.stop()
+
+    def test(self, returned: Any, claimed: float | None, delta: float) -> tuple[list[DirectTest], dict[str, str]]:
+        """The direct tests of the steps, and why others were not made."""
+        assert self._watch is not None
+        return self._watch.test(returned, claimed, delta)
 
     def get_scores(self) -> Tensor:
         """The scores of all canaries."""
@@ -154,14 +194,7 @@ class _Step(ABC):
 
     def __init__(self, optimizer: Any, sample_rate: float) -> None:
         self._optimizer, self._sample_rate = optimizer, sample_rate
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-    @property
-    def _unit(self) -> float:
-        """Size of a clipped gradient in `p.grad`."""
-        optimizer = self._optimizer
-        divisor = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1
-        return float(optimizer.max_grad_norm) / divisor
+        self.parameters = get_parameters(optimizer)
 
     @abstractmethod
     def run(self) -> Tensor:
@@ -169,7 +202,7 @@ class _Step(ABC):
 
     def read_gradient(self) -> Tensor:
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        return torch.cat([part.detach().flatten().float() for part in parts]) / self._unit
+        return torch.cat([part.detach().flatten().float() for part in parts]) / get_unit(self._optimizer)
 
     def compute_ratios(self, lengths: Tensor, norms: Tensor | float = 1.0, spread: Tensor | float = 1.0) -> Tensor:
         """Log-likelihood ratios of canaries with clipped `norms`, of which the released gradient contains `lengths`.
@@ -192,13 +225,15 @@ class _GradientStep(_Step):
 
     def __init__(self, optimizer: Any, canaries: Canaries, included: Tensor, sample_rate: float) -> None:
         super().__init__(optimizer, sample_rate)
-        self._canaries, self._included = canaries.get_gradients(self.parameters), included
+        self._canaries = canaries.get_gradients(self.parameters)
+        self._included = included[: canaries.count]
         self._generator = canaries.generator
 
     @torch.no_grad()
     def run(self) -> Tensor:
         drawn = torch.rand(len(self._included), generator=self._generator) < self._sample_rate
-        parts = (self._canaries.add_up(drawn & self._included) * self._unit).split([p.numel() for p in self.parameters])
+        total = self._canaries.add_up(drawn & self._included) * get_unit(self._optimizer)
+        parts = total.split([p.numel() for p in self.parameters])
         for p, part in zip(self.parameters, parts, strict=True):
             part = part.view_as(p).to(p.dtype)
             p.grad = part if p.grad is None else p.grad + part
