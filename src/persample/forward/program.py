@@ -27,12 +27,14 @@ Known = Mapping[int, tuple[Callable[[], Any], tuple[Where | None, bool]]]
 # Types of arguments that are compared by identity. None of them can change.
 _FIXED = {int, float, bool, str, NoneType, torch.dtype, torch.device, EllipsisType, torch.memory_format}
 
+_STRIDED = torch.strided
+
 _MAX_MISSES = 3  # then the arguments are not compared any more
 
-# How an argument is compared: by its layout, by its id, or by identity.
+# How an argument is compared: by its layout, as a parameter, or by identity.
 _SAMPLES, _PARAMETER, _SAME = 0, 1, 2
 
-# The way of comparison; the layout, id or object; the token of the layout; the number of dimensions; requires_grad.
+# The way of comparison; the layout or object; the token of the layout; the number of dimensions; requires_grad.
 _Check = tuple[int, Any, Any, int, bool]
 
 _MAX_SITES = 50_000  # of one model: a longer program is not kept, and new sequences are audited each time
@@ -73,9 +75,8 @@ class Site(dict[Any, "Site"]):
                 if value is not expected:
                     return False
             elif way == _PARAMETER:
-                if id(value) != expected or expected not in parameters:
-                    return False
-                if not value.requires_grad or value.dim() != dims or expected in known:
+                key = id(value)
+                if key not in parameters or not value.requires_grad or value.dim() != dims or key in known:
                     return False
             else:
                 entry = known.get(id(value))
@@ -85,6 +86,8 @@ class Site(dict[Any, "Site"]):
                 if layout is not expected and (type(layout) is not Layout or layout.token is not token):
                     return False
                 if value.requires_grad is not has_grad or had_grad is not has_grad or value.dim() != dims:
+                    return False
+                if value.layout is not _STRIDED:
                     return False
         return True
 
@@ -119,7 +122,7 @@ def _make_check(value: Any, known: Known, parameters: Container[int]) -> _Check 
                 return None
             return _SAMPLES, layout, layout.token, value.dim(), has_grad
         if id(value) in parameters and value.requires_grad:
-            return _PARAMETER, id(value), None, value.dim(), True
+            return _PARAMETER, None, None, value.dim(), True
         return None
     if kind in _FIXED or (kind is tuple and {*map(type, value)} == {int}):
         return _SAME, value, None, 0, False

@@ -48,9 +48,8 @@ class Arguments(NamedTuple):
     """What the arguments of a call are, besides their tensors.
 
     Attributes:
-        fields: the number of positional arguments, then the type and value of each argument, with its name before it if
-            it has one. Sequences and dicts have their length in place of a value, and then their parts. Tensors and
-            floats have their type only.
+        fields: the type and value of each argument, with its name before it if it has one. Sequences and dicts have
+            their length in place of a value, and then their parts. Tensors and floats have their type only.
         numbers: the floats.
         is_plain: whether that says all about them: there is no object that can change, and no tensor of another class.
     """
@@ -62,7 +61,7 @@ class Arguments(NamedTuple):
 
 def describe_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Arguments:
     """Describe the arguments of a call, and append their tensors to `tensors`, in the order of `find_tensors`."""
-    fields: list[Any] = [len(args)]
+    fields: list[Any] = []
     numbers: list[float] = []
     is_plain = _describe_parts(args, fields, numbers, tensors)
     for name in kwargs:
@@ -140,7 +139,7 @@ def make_size_free_key(
         has_grad = tensor.requires_grad
         if where is not None:
             token = where.token if type(where) is Layout else None
-            if token is None:
+            if token is None or tensor.layout is not torch.strided:
                 return None
             contents |= HAS_SAMPLES
             tensors.append((token, tensor.dim(), has_grad))
