@@ -27,6 +27,7 @@ COMPLETE = {
     ("autograd/__init__.py", "backward"): "grad_variables are given as grad_tensors",
     ("autograd/__init__.py", "grad"): "inputs are given as a tuple",
     ("functional.py", "einsum"): "args are the equation and the operands",
+    ("__init__.py", "sym_sum"): "args are symbolic integers, no tensors; torch 2.15",
 }
 
 

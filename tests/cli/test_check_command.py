@@ -150,7 +150,7 @@ ERRORS = {
     "models:two": "must return (model, batch, loss_fn), but returned a tuple of 2 (Linear, tuple)",
     "models:no_model": "models:no_model must return an nn.Module as the model, but returned a str",
     "models:no_loss": "models:no_loss must return a function as the loss, but returned None",
-    "models:bad_shape": "models:bad_shape: the model, the data or the loss failed: RuntimeError: mat1 and mat2",
+    "models:bad_shape": "models:bad_shape: the model, the data or the loss failed: RuntimeError: ",
     "models:vector": "models:vector: loss_fn returned a tensor of shape (4,). It must return a tensor with one element",
 }
 

@@ -332,7 +332,7 @@ ERRORS: dict[str, tuple[list[str], int, str]] = {
     "no loss": (["scan", "tasks:two", "--out", "o"], 2, "return (model, data, loss_fn), but returned a tuple of 2"),
     "no model": (["scan", "tasks:no_model", "--out", "o"], 2, "return an nn.Module as the model, but returned a str"),
     "loss is none": (["scan", "tasks:no_loss", "--out", "o"], 2, "return a function as the loss, but returned None"),
-    "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "or the loss failed: RuntimeError: mat1 and mat2"),
+    "shape": (["scan", "tasks:bad_shape", "--out", "o"], 2, "or the loss failed: RuntimeError: "),
     "mixed": (["scan", "tasks:mixed", "--out", "o"], 3, "tasks:mixed: "),
     "nan": (["scan", "tasks:with_nan", "--out", "o"], 1, "loss of examples 5, 7 is not a finite number"),
     "quantity": (["scan", "tasks:plain", "--out", "o", "--quantities", "loss,hue"], 2, "Unknown quantities ['hue']"),

@@ -122,7 +122,7 @@ def make_scripted() -> Callable[..., Any]:
     def normalise(x: Tensor) -> Tensor:
         return (x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt()
 
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):  # the latter from torch 2.15 on
         scripted = torch.jit.script(normalise)
     return lambda model, h, x: scripted(h)
 
