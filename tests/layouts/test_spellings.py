@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 from persample import record
-from persample._internal.facts import _SYNONYMS, find_functions
+from persample._internal.facts import _SYNONYMS, facts, find_functions
+from persample._internal.functions import is_inplace
+from persample.rules.registry import get_rules
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
 
 D = 4
@@ -63,6 +65,38 @@ def test_aliases_beside_a_learned_factor(add_up: Callable[[Tensor], Tensor]) -> 
         loss(model, x).backward()
     rows = loop_gradients(model, x, lambda model, x: model.scale.sum().exp() * model.mean(x)[:, :2].square().sum())
     assert_rows_close(grads.dense(), rows)
+
+
+def list_functions_of_two() -> list[Any]:
+    found = find_functions("add", "sub", "mul", "div", "matmul", "mm")
+    return [function for function in (*found, torch.linalg.matmul) if not is_inplace(function)]
+
+
+@pytest.mark.parametrize("weight_first", [False, True])
+@pytest.mark.parametrize("function", list_functions_of_two(), ids=str)
+def test_spellings_of_functions_with_rules(function: Any, weight_first: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.weight = nn.Linear(D, D), nn.Parameter(torch.rand(D, D) + 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            if facts(function).operator == "mm":
+                return function(h, self.weight) if not weight_first else function(self.weight, h.T).T  # type: ignore[no-any-return]
+            h = h[:, None].tanh() + torch.eye(D).double()
+            return function(self.weight, h) if weight_first else function(h, self.weight)  # type: ignore[no-any-return]
+
+    model = Model().double()
+    x = torch.randn(3, D).double()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().sum()
+
+    with record(model) as grads:
+        loss(model, x).backward()
+    assert_rows_close(grads.dense(), loop_gradients(model, x, loss))
+    assert get_rules(function)
 
 
 def test_a_sum_in_a_divisor_is_refused_in_all_spellings() -> None:

@@ -14,7 +14,7 @@ from persample._internal.facts import T, describe
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_ARITHMETIC = "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift".split()
 _INPLACE = {"__setitem__", *(f"__i{name}__" for name in _ARITHMETIC)}
 
 # ---- moves ----
@@ -87,8 +87,8 @@ describe(T.retain_grad, returns_argument=True)
 def is_inplace(func: Callable[..., Any]) -> bool:
     """Whether a function changes its first argument.
 
-    >>> is_inplace(Tensor.add_), is_inplace(Tensor.__add__)
-    (True, False)
+    >>> is_inplace(Tensor.add_), is_inplace(Tensor.__add__), is_inplace(Tensor.__ilshift__)
+    (True, False, True)
     """
     name = get_op_name(func)
     return name in _INPLACE or (name.endswith("_") and not name.endswith("__"))

@@ -8,14 +8,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts import Call, Layout, Scattered
+from persample._internal.facts import find_functions
+from persample.layouts import Call, Layout, Scattered, get_argument
 
 # Functions of the last dimensions, and the number of these dimensions. The others are a batch.
 _OF_ROWS: dict[Any, Callable[[Call], int]] = {
     F.linear: lambda call: 1,
     F.embedding: lambda call: 0,
-    F.layer_norm: lambda call: len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"]),
-    F.rms_norm: lambda call: len(call.args[1] if len(call.args) > 1 else call.kwargs["normalized_shape"]),
+    **dict.fromkeys(
+        find_functions("layer_norm", "rms_norm"), lambda call: len(get_argument(call, 1, "normalized_shape"))
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.facts import find_functions
 from persample._internal.tree import map_tensors
 from persample.layouts import Call
 from persample.terms import multiply, prefers_onednn
@@ -110,8 +111,7 @@ def _attention(*args: Any, **kwargs: Any) -> Tensor:
 _KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], tuple[int, ...]]] = {
     F.linear: (_linear, (1,)),
     torch.addmm: (_addmm, (2,)),
+    Tensor.addmm: (_addmm, (2,)),
     F.scaled_dot_product_attention: (_attention, (3,)),
-    torch.matmul: (_matmul, (0, 1)),
-    Tensor.matmul: (_matmul, (0, 1)),
-    Tensor.__matmul__: (_matmul, (0, 1)),
+    **dict.fromkeys([*find_functions("matmul"), torch.linalg.matmul], (_matmul, (0, 1))),
 }

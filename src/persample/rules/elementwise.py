@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from persample._internal.facts import find_functions
 from persample.rules.registry import RuleFunction, Terms, register_rule
 from persample.rules.shapes import sum_to_shape
 from persample.terms import Dense
 
-T: Any = torch.Tensor
 
-
-def _register_elementwise(
-    name: str, *more: Callable[..., Any], weight_first: bool
-) -> Callable[[RuleFunction], RuleFunction]:
+def _register_elementwise(name: str, weight_first: bool) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule for `name(input, other)`, where one of the two is a weight with no more dims than the samples."""
-    functions = {getattr(torch, name, None), getattr(T, name), getattr(T, f"{name}_"), *more} - {None}
     samples, weight = (1, 0) if weight_first else (0, 1)
 
     def are_two_tensors(*args: Any, **kwargs: Any) -> bool:
@@ -28,7 +23,7 @@ def _register_elementwise(
         return both and pair[weight].dim() <= pair[samples].dim()
 
     return register_rule(
-        *functions,
+        *find_functions(name),
         accepts=lambda input, dim: True,
         batched=("other",) if weight_first else ("input",),
         when=are_two_tensors,
@@ -66,17 +61,17 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"input": Dense(sum_to_shape(grad * other.conj(), input.shape))}
 
 
-@_register_elementwise("div", T.true_divide, weight_first=False)
+@_register_elementwise("div", weight_first=False)
 def samples_over_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"other": Dense(-sum_to_shape(grad * (input / (other * other)).conj(), other.shape))}
 
 
-@_register_elementwise("div", T.true_divide, weight_first=True)
+@_register_elementwise("div", weight_first=True)
 def weight_over_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
     return {"input": Dense(sum_to_shape(grad / other.conj(), input.shape))}
 
 
-@register_rule(torch.prelu, accepts=lambda input, dim: dim == 0 and input.dim() > 1, reads_result=False)
+@register_rule(*find_functions("prelu"), accepts=lambda input, dim: dim == 0 and input.dim() > 1, reads_result=False)
 def prelu(grad: Tensor, input: Tensor, weight: Tensor) -> Terms:
     negative = grad * input.clamp(max=0)  # (batch, images, channel, *size)
     channels = negative.flatten(3).sum((1, 3)) if negative.dim() > 3 else negative.sum(1)

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from persample._internal.facts import find_functions
 from persample.rules.registry import Terms, register_rule
 from persample.rules.shapes import sum_to_shape
 from persample.terms import Blocks, Dense, Folded, Outer
 
-T: Any = torch.Tensor
+_PRODUCTS = [*find_functions("mm", "matmul"), torch.linalg.matmul]
 
 
 def _make_product_term(input: Tensor, grad: Tensor) -> Outer:
@@ -21,7 +22,7 @@ def _make_product_term(input: Tensor, grad: Tensor) -> Outer:
 
 
 @register_rule(
-    torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
+    *_PRODUCTS,
     accepts=lambda input, dim: dim < input.dim() - 1,
     when=lambda input, other: other.dim() == 2 and input.dim() >= 2,
     reads_result=False,
@@ -32,7 +33,7 @@ def samples_times_weight(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
 
 
 @register_rule(
-    torch.mm, torch.matmul, T.mm, T.matmul, T.__matmul__,
+    *_PRODUCTS,
     accepts=lambda other, dim: dim != other.dim() - 2,
     batched=("other",),
     when=lambda input, other: input.dim() == 2 and other.dim() >= 2,
@@ -43,14 +44,14 @@ def weight_times_samples(grad: Tensor, input: Tensor, other: Tensor) -> Terms:
 
 
 @register_rule(
-    torch.addmm, T.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False, stacks=True
+    torch.addmm, Tensor.addmm, accepts=lambda mat1, dim: dim == 0, batched=("mat1",), reads_result=False, stacks=True
 )
 def addmm(grad: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, beta: complex = 1, alpha: complex = 1) -> Terms:
     of_input, of_product = (grad if factor == 1 else grad * factor.conjugate() for factor in (beta, alpha))
     return {"input": Dense(sum_to_shape(of_input, input.shape)), "mat2": _make_product_term(mat1, of_product)}
 
 
-@register_rule(torch.bmm, T.bmm, accepts=lambda input, dim: dim == 1, reads_result=False)
+@register_rule(*find_functions("bmm"), accepts=lambda input, dim: dim == 1, reads_result=False)
 def bmm(grad: Tensor, input: Tensor, mat2: Tensor) -> Terms:
     terms = [_make_product_term(x, g) for x, g in zip(input.unbind(1), grad.unbind(1), strict=True)]
     return {"mat2": Blocks(terms, range(len(mat2)), len(mat2), single=True)}

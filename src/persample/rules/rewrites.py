@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.facts import find_functions
 from persample.rules.registry import HANDLED_FUNCTIONS, Rewrite
 
 
@@ -42,4 +43,4 @@ def nanmean(input: Tensor, *dims: Any, dtype: torch.dtype | None = None, **kwarg
 
 HANDLED_FUNCTIONS[torch.broadcast_tensors] = Rewrite(broadcast_tensors)
 HANDLED_FUNCTIONS[Tensor.expand_as] = Rewrite(expand_as)
-HANDLED_FUNCTIONS[torch.nanmean] = HANDLED_FUNCTIONS[Tensor.nanmean] = Rewrite(nanmean)
+HANDLED_FUNCTIONS.update(dict.fromkeys(find_functions("nanmean"), Rewrite(nanmean)))
