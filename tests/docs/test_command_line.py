@@ -37,7 +37,7 @@ def test_help_has_an_example_and_exit_codes(name: str, capsys: pytest.CaptureFix
 
 
 def test_table_lists_the_exit_codes_of_every_command() -> None:
-    listed = {int(code): set(re.findall(r"`(\w+)`", names)) or names for code, _, names in read_rows("code")}
+    listed = {int(code): set(re.findall(r"`([\w-]+)`", names)) or names for code, _, names in read_rows("code")}
     general = {0, 2, INTERRUPTED, commands.BROKEN_PIPE}
     assert {code for code, names in listed.items() if names == ALL} == general
     found: dict[int, set[str]] = {}

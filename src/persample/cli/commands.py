@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
 
-# The module `persample.cli.NAME` holds each command. It needs torch, and is imported when the command is called for.
+# The module `persample.cli.NAME`, with _ for -, holds each command. It needs torch, and is imported when the command is
+# called for.
 COMMANDS = {
     "scan": "measure each example of a dataset",
     "query": "find examples in a scan",
@@ -27,6 +28,7 @@ COMMANDS = {
     "evaluate": "measure how well influence works for a model",
     "check": "compare per-sample gradients with a loop over a few samples",
     "audit": "test the claims of a private training, and measure what it reveals",
+    "privacy-statement": "print the statement of a private training, and compute epsilon again",
     "monitor": "draw a training run",
     "bench": "measure the cost of per-sample gradients on this machine",
     "demo": "find wrong labels in the digits of scikit-learn",
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_command(name: str) -> Command:
     """Import a command."""
-    command: Command = importlib.import_module(f"persample.cli.{name}").COMMAND
+    command: Command = importlib.import_module(f"persample.cli.{name.replace('-', '_')}").COMMAND
     return command
 
 

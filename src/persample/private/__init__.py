@@ -15,6 +15,7 @@ from persample.private.auditing import AuditResult, AuditRun, DirectTest, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.splitting import BatchMemoryManager
+from persample.private.statement import PrivacyStatement, read_statement
 
 __all__ = [
     "AdaptiveOptimizer",
@@ -23,6 +24,8 @@ __all__ = [
     "BatchMemoryManager",
     "DirectTest",
     "PrivacyEngine",
+    "PrivacyStatement",
     "PrivateOptimizer",
     "audit",
+    "read_statement",
 ]

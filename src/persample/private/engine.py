@@ -21,6 +21,7 @@ from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
 from persample._internal.options import make_options, show_options
 from persample.private.adaptive import AdaptiveOptimizer
+from persample.private.auditing import AuditResult
 from persample.private.checkpoints import (
     History,
     ModuleWithPrefix,
@@ -43,6 +44,7 @@ from persample.private.sampling import (
     prepare_empty_batches,
     replace_sampler,
 )
+from persample.private.statement import make_statement, write_statement
 from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
 
@@ -77,6 +79,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.history = History(self.accountant)
+        self.optimizers: list[Any] = []  # that make_private has returned
 
     @show_options(EngineOptions, PrivateOptions)
     def make_private(
@@ -186,6 +189,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
             private = PrivateOptimizer(optimizer, clipping=chosen.clipping, **common)
         if chosen.poisson_sampling and not self.secure_mode and data_loader.generator is not None:
             private.generators.append(data_loader.generator)
+        self.optimizers.append(private)
         private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
         return private
 
@@ -194,7 +198,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         noise_generator = chosen.noise_generator
         if noise_generator is None and not self.secure_mode:
             noise_generator = make_secret_generator()
-        return super().make_private(
+        found = super().make_private(
             grad_sample_mode="no_op",
             batch_first=chosen.batch_first,
             loss_reduction=chosen.loss_reduction,
@@ -206,6 +210,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **chosen.adaptive,
             **arguments,
         )
+        self.optimizers.append(found[1])
+        return found
 
     @show_options(EngineOptions, PrivateOptions)
     def make_private_with_epsilon(
@@ -322,6 +328,19 @@ class PrivacyEngine(opacus.PrivacyEngine):
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, replacement)
         return module
+
+    def write_statement(self, path: Any, delta: float, audit: AuditResult | None = None) -> None:
+        """Write what the training guarantees, how, and what was checked, as JSON for others.
+
+        `persample privacy-statement` prints it and computes epsilon again. A condition of the guarantee that was not
+        met raises an error, such as batches that are no Poisson samples or a known seed of the noise.
+
+        Args:
+            path: the file.
+            delta: delta of epsilon.
+            audit: the result of an audit of this training function; one that contradicts the claim is refused.
+        """
+        write_statement(path, make_statement(self, delta, audit))
 
     # ---- checkpoints ----
 

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -95,6 +96,7 @@ class PrivateOptimizer(DPOptimizer):
         shows_sums: whether `p.summed_grad` holds the clipped sum from `step()` to `zero_grad()`, as in Opacus.
         row_count: the number of samples (or units) in the backward passes since the last call of `step()`.
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
+        verifications: what the verification says, and of how many backward passes.
         passes: the number of backward passes of the last batch, as given or as chosen by the free memory. A change is
             logged by the logger "persample.private".
 
@@ -184,6 +186,7 @@ class PrivateOptimizer(DPOptimizer):
         self._spent = False  # whether `p.grad` has already been used for a step
         self.nonfinite_count = 0
         self.passes: int | None = None
+        self.verifications: Counter[str] = Counter()
         self._is_released = False
         self._left: list[ref[Tensor]] = []  # sums without noise in `p.grad` when private training ended
         is_sharded = bool(_torch.get_fsdp_states(module))
@@ -226,6 +229,16 @@ class PrivateOptimizer(DPOptimizer):
             "keep_rows": self._has_grad_samples,
             **self._recording,
         }
+
+    @property
+    def verify_mode(self) -> Any:
+        """The option `verify`."""
+        return self._recording.get("verify", "first")
+
+    @property
+    def process_count(self) -> int:
+        """The number of processes that train together."""
+        return self._peers.count
 
     def _get_current_settings(self) -> _Settings:
         return _Settings(float(self.max_grad_norm), float(self.noise_multiplier))
@@ -305,6 +318,7 @@ class PrivateOptimizer(DPOptimizer):
         self._spent = False
         self._arrived += 1
         self.row_count += grads.row_count
+        self.verifications[grads.verification] += 1
         for p in recorded:
             p.grad = grad = _show(self._batch[id(p)], p)
             self._shown[id(p)] = (ref(grad), grad._version)
