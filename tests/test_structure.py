@@ -164,6 +164,79 @@ for use in ("record", "watch"):
     assert "watch Every recording needs" in found.stdout
 
 
+# Attributes of other packages' objects that are set directly: on the hot path, where a call would cost too much.
+WRITES = {
+    "forward/tracker.py: self.counted.read_last",
+    "forward/use.py: collector.used_parameters",
+    "forward/use.py: collector.factor_bytes",
+}
+
+# Attributes of objects that are not persample's: tensors, functions, modules of torch, parsers.
+OF_OTHERS = {"grad", "data", "__name__", "description", "state", "reduction", "max_norm"}
+
+
+def is_write_to_self(node: ast.Attribute) -> bool:
+    return isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+@cache
+def find_fields() -> dict[str, frozenset[Path]]:
+    """By the name of an attribute: the files with a class that sets it."""
+    found: dict[str, set[Path]] = {}
+    for file in FILES:
+        for cls in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)):
+            for node in ast.walk(cls):
+                if isinstance(node, ast.Assign | ast.AnnAssign):
+                    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                        found.setdefault(ast.unparse(target), set()).add(file)
+                elif isinstance(node, ast.Attribute) and is_write_to_self(node):
+                    found.setdefault(node.attr, set()).add(file)
+    return {name: frozenset(files) for name, files in found.items()}
+
+
+def get_package(file: Path) -> str:
+    return file.relative_to(SOURCE).parts[0]
+
+
+def find_foreign_writes(source: str, file: Path) -> Iterator[str]:
+    """The attributes of other objects that a module sets, if no class of its package has such an attribute.
+
+    The attributes of a tracker, a collector and gradients belong to their class alone.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, (ast.Store, ast.Del)):
+            continue
+        owners = find_fields().get(node.attr, frozenset()) if node.attr not in OF_OTHERS else frozenset()
+        target = ast.unparse(node.value)
+        is_guarded = target.split(".")[-1] in ("tracker", "_tracker", "collector", "_collector", "grads", "_grads")
+        package = file.relative_to(SOURCE).parts[0]
+        is_own = (
+            file in owners if is_guarded else any(owner.relative_to(SOURCE).parts[0] == package for owner in owners)
+        )
+        if owners and target not in ("self", "cls") and not is_own:
+            yield f"{file.relative_to(SOURCE)}: {ast.unparse(node)}"
+
+
+def test_no_package_sets_attributes_of_objects_of_another() -> None:
+    found = {write for file in FILES for write in find_foreign_writes(file.read_text(), file)}
+    assert not found - WRITES, "give the class a method that changes the attribute"
+    assert not WRITES - found, "remove these from the list"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "is_found"),
+    [
+        ("recording/step.py", "self.recording.tracker.batch = 3", True),
+        ("forward/steps.py", "tracker.can_retain = False", True),
+        ("gradients/matrix.py", "self.collector.batch += 1", True),
+        ("forward/tracker.py", "self.batch = 3", False),
+        ("recording/hooks.py", "p.grad = None", False),
+    ],
+)
+def test_the_search_finds_writes(file: str, source: str, is_found: bool) -> None:
+    assert bool(list(find_foreign_writes(source, SOURCE / file))) == is_found
+
+
 def test_there_are_about_ten_modules_at_the_root() -> None:
     assert len([file for file in FILES if file.parent == SOURCE]) <= 10
 

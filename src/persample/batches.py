@@ -236,7 +236,7 @@ class Arguments:
                 elif tensor.dim() > dim:
                     rejected.append(tensor.shape[dim])
         if has_edges((name, arg) for _, name, arg in self._name()):
-            tracker.advice = node_batches.ADVICE
+            tracker.replace_advice(node_batches.ADVICE)
         self._advise_on_lists(tracker)
         if rejected and (not search or not tracker.has_inputs):
             self._refuse_graphs()
@@ -250,7 +250,7 @@ class Arguments:
         for name, arg in ((name, arg) for _, name, arg in self._name()) if self.reads_sizes else ():
             is_list = isinstance(arg, (list, tuple)) and len(arg) > 1 and all(isinstance(t, Tensor) for t in arg)
             if is_list and self.batch_size is None:
-                tracker.advice += (
+                tracker.add_advice(
                     f" '{name}' is a list of {len(arg)} tensors, each of which was read as a batch of {tracker.batch} "
                     f"samples; if it has one tensor for each sample, pass batch_size={len(arg)}."
                 )

@@ -265,6 +265,11 @@ class Writes:
             self.dtypes.add(first.dtype)
         return result
 
+    def replace_dtypes(self, dtypes: set[torch.dtype]) -> set[torch.dtype]:
+        """Note other dtypes from now on; returns those so far."""
+        before, self.dtypes = self.dtypes, dtypes
+        return before
+
     def keep(self, tensor: Tensor) -> None:
         """Copy what shares memory with a tensor that is about to be written into."""
         for kept in self._kept.get(_torch.get_storage_id(tensor), ()):

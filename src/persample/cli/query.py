@@ -7,7 +7,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persample._internal.text import format_table, format_values
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
@@ -21,6 +21,9 @@ from persample.cli.task import (
     read_origin,
 )
 from persample.cli.user_code import UsageError, call_target, load_function
+
+if TYPE_CHECKING:
+    from persample.scanning import Scan
 
 _DESCRIPTION = """\
 Find examples in a scan. Examples are numbered from 0 in the order of the dataset.
@@ -228,7 +231,7 @@ def _parse_damping(text: str) -> float | str:
     return text if text == "auto" else number
 
 
-def _make_rows(scan: Any, found: Any, score: str) -> Rows:
+def _make_rows(scan: Scan, found: Any, score: str) -> Rows:
     ids = found.ids.tolist()
     rows = zip(ids, found.scores.tolist(), scan.describe(ids), strict=True)
     return [{"example": i, score: value, **_select(example)} for i, value, example in rows]

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
 from persample.cli.task import (
@@ -22,6 +22,9 @@ from persample.cli.task import (
     read_origin,
 )
 from persample.cli.user_code import load_model_data_and_loss
+
+if TYPE_CHECKING:
+    from persample.scanning import Scan
 
 _DESCRIPTION = """\
 Write an HTML report of a scan: the examples that stand out, with images or texts, the distributions of
@@ -67,7 +70,7 @@ def _run(args: Namespace) -> int:
 class _Contents:
     """The scan, with its model if the user names a function; the examples; and a note on what is missing."""
 
-    scan: Any
+    scan: Scan
     data: Any = None
     marker: Any = None  # of tokens
     note: str = ""

@@ -16,16 +16,20 @@ from persample import _torch
 T = TypeVar("T")
 
 
-class Follower(Protocol):
+# Where the samples lie in a tensor; layouts are not known here.
+LayoutT = TypeVar("LayoutT")
+
+
+class Follower(Protocol[LayoutT]):
     """The part of the tracker that is needed here."""
 
     @property
     def anchor(self) -> Tensor:
         """A leaf that every recorded use depends on."""
 
-    def find_layout(self, tensor: Tensor) -> Any: ...
+    def find_layout(self, tensor: Tensor) -> LayoutT: ...
 
-    def set_layout(self, tensor: Tensor, layout: Any) -> None: ...
+    def set_layout(self, tensor: Tensor, layout: LayoutT) -> None: ...
 
 
 class Processes:
@@ -82,7 +86,7 @@ class Processes:
     def restore_settings(self) -> None:
         """Give the model its settings back, after the last pass of a recording that goes on."""
 
-    def prepare_recording(self, tracker: Follower, keep_grad: bool) -> AbstractContextManager[Any]:
+    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> AbstractContextManager[Any]:
         """Context manager for a recording: torch must not wait for gradients of parameters, which do not arrive."""
         return nullcontext()
 

@@ -65,7 +65,7 @@ class Replicated(Several):
             setattr(wrapper, name, value)
 
     @contextmanager
-    def prepare_recording(self, tracker: Follower, keep_grad: bool) -> Iterator[None]:
+    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> Iterator[None]:
         node = self._watch_anchor(tracker.anchor) if keep_grad else None
         try:
             for wrapper in self._inside:

@@ -80,7 +80,7 @@ class Sharded(Several):
     # ---- during a recording ----
 
     @contextmanager
-    def prepare_recording(self, tracker: Follower, keep_grad: bool) -> Iterator[None]:
+    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> Iterator[None]:
         node = self._watch_anchor(tracker.anchor) if keep_grad else None
         try:
             self._turn_off_reduction()
@@ -146,7 +146,7 @@ class Sharded(Several):
         return _torch.get_storage_id(tensor) in self._memory
 
 
-def _make_hook_registration(group: Any, tracker: Follower) -> Callable[..., Any]:
+def _make_hook_registration(group: Any, tracker: Follower[Any]) -> Callable[..., Any]:
     """A replacement for how an FSDP group registers its hook for the end of its module's backward.
 
     FSDP waits for the gradients of the module's arguments. An argument that is a weight (a position bias that is

@@ -7,6 +7,7 @@ that. So the function that the checkpoint keeps is replaced by one that enters t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,17 +15,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
 from persample._internal.graph import is_reentrant
+from persample.layouts import Where
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
 # Layouts by the memory address of a tensor: a checkpoint inside a checkpoint returns what it saved as another object.
-SavedLayouts = dict[tuple[Any, ...], Any]
+SavedLayouts = dict[tuple[Any, ...], Where | None]
 
 _MARK = "_persample_enters_tracker"
 
 
-def save_layout(saved: SavedLayouts, tensor: Tensor, layout: Any) -> None:
+def save_layout(saved: SavedLayouts, tensor: Tensor, layout: Where | None) -> None:
     """Keep the layout of a tensor if a checkpoint may be saving the tensor."""
     if _torch.get_saved_tensor_hooks() is not None:
         saved[_get_address(tensor)] = layout
@@ -77,7 +79,7 @@ def _wrap(tracker: Tracker, function: Callable[..., Any], known: Mapping[int, An
                     given[i] = found
                 elif (layout := found or tracker.saved_layouts.get(_get_address(arg))) is not None:
                     tracker.set_layout(arg, layout)
-        with tracker, tracker.resume():
+        with tracker, nullcontext() if tracker.complain is None else tracker.progress.resume():
             return function(*given, **kwargs)
 
     setattr(run_tracked, _MARK, True)

@@ -31,7 +31,7 @@ def guard_output(output: Tensor, tracker: Tracker) -> Tensor:
 
 def refuse_mixed_outputs(outputs: Any, tracker: Tracker) -> None:
     """Raise if samples were mixed before a use of weights, and no output that has a graph is free of that."""
-    mixed_use, tracker.mixed_use = tracker.mixed_use, None
+    mixed_use = tracker.take_mixed_use()
     if mixed_use is None:
         return
     found = [tracker.find_layout(tensor) for tensor in iterate_tensors(outputs) if tensor.requires_grad]

@@ -297,7 +297,7 @@ def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     is_block = tracker.outside is not None and tracker.isolation is None and tracker.complain is None
     if not is_block or tracing.get_trace() is not None:
         return NEXT
-    tracker.mixed_use = tracker.mixed_use or make_mixed_error(call, lost, tracker)
+    tracker.note_mixed_use(make_mixed_error(call, lost, tracker))
     result = _run(followed, tracker)
     for made in find_results(result, call.args):
         tracker.set_layout(made, lose_entries(lost))

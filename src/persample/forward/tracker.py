@@ -44,6 +44,7 @@ from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
 from persample.forward.program import Site
+from persample.forward.progress import Progress, Stage
 from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.steps import NEXT, follow, set_layouts, without_unread_tensor
 from persample.forward.tried import TriedFunctions
@@ -129,7 +130,7 @@ class Tracker(TorchFunctionMode):
         outside: decides about tensors that the code around the model uses; by default they are constants.
         note_outside: called with each tensor from outside.
         isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
-        complain: takes refusals in place of raising them, and sets `has_ended`.
+        complain: takes refusals in place of raising them, and ends the recording.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
         divisors: what is done with divisors of the loss that are counted over all samples.
         can_retain: whether small uses may do without a tap.
@@ -176,20 +177,17 @@ class Tracker(TorchFunctionMode):
         self.advice = make_advice() if advice is None else advice
         self.has_inputs = False
         self.can_retain = can_retain
-        self.is_inside = batch > 0  # whether the model's forward is running, as far as is known
-        self.has_ended = False  # nothing is followed any more, and the mode can be removed at any time
-        self.is_paused = False  # nothing is followed now
-        self.mixed_use: SamplesMixed | None = None  # the first use in this call of weights on mixed samples
+        self.progress = Progress(is_inside=batch > 0)
+        self._mixed_use: SamplesMixed | None = None
         self.tried = TriedFunctions() if tried is None else tried
         self.saved_layouts: SavedLayouts = {}
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self.path = Path(model, isolation is not None)
         self.buffers = Buffers(model)
         sites = _SCALES.setdefault(model, {}) if model is not None else {}
-        self.counted = CountedSizes("refuse" if tracing.get_trace() is not None else divisors, sites)
-        self.counted.is_sum = loss_reduction == "sum"
-        if outside is not None:
-            self.counted.is_held = outside.is_held
+        divisors = "refuse" if tracing.get_trace() is not None else divisors
+        is_held = None if outside is None else outside.is_held
+        self.counted = CountedSizes(divisors, sites, loss_reduction == "sum", is_held)
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._sizes_read: frozenset[int] = frozenset()  # right before the next call, by the code around the model
@@ -206,6 +204,16 @@ class Tracker(TorchFunctionMode):
     def model(self) -> nn.Module | None:
         """The module whose forward is tracked, None if there is none or if it has been freed."""
         return None if self._model is None else self._model()
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call of the model runs, as far as is known."""
+        return self.progress.stage is Stage.INSIDE
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is followed any more."""
+        return self.progress.has_ended
 
     @property
     def anchor(self) -> Tensor:
@@ -264,49 +272,47 @@ class Tracker(TorchFunctionMode):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside the block, nothing is followed or audited: it runs passes that are not part of the recording."""
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            with self.path.pause():
-                yield
-        finally:
-            self.is_paused = was_paused
-
-    @contextmanager
-    def resume(self) -> Iterator[None]:
-        """Inside the block, a recording that was given up is followed again, until it is refused again.
-
-        For recomputations: they must save what the forward pass has saved.
-        """
-        had_ended = self.has_ended
-        if self.complain is not None:
-            self.has_ended = False
-        try:
+        with self.progress.pause(), self.path.pause():
             yield
-        finally:
-            self.has_ended |= had_ended
 
     # ---- what is known about a tensor ----
 
-    def note_integers(self, numbers: Iterable[int]) -> None:
-        """Note numbers among the arguments, which may count what all samples have, such as `num_items_in_batch`."""
-        if self.counted.holds_divisors:
-            self.counted.given_integers |= {*numbers}
+    def forbid_retaining(self) -> None:
+        """Put a tap on each use from now on: a tap may be missing behind its activations."""
+        self.can_retain = False
+
+    def add_advice(self, advice: str) -> None:
+        """Say more in errors about mixed samples."""
+        if advice not in self.advice:
+            self.advice += advice
+
+    def replace_advice(self, advice: str) -> None:
+        """Say something else in errors about mixed samples."""
+        self.advice = advice
+
+    def note_mixed_use(self, error: SamplesMixed) -> None:
+        """Note a use of weights on mixed samples, which is refused if the loss depends on it."""
+        self._mixed_use = self._mixed_use or error
+
+    def take_mixed_use(self) -> SamplesMixed | None:
+        """The first use in this call of weights on mixed samples, which is forgotten."""
+        found, self._mixed_use = self._mixed_use, None
+        return found
 
     def start_batch(self, batch: int, arguments: Iterable[Tensor], units: SampleUnits | None) -> None:
         """Set the batch size, for a call of the model that is about to run with these arguments."""
         self.batch, arguments = batch, [*arguments]
-        self.counted.units = units
+        self.counted.start_batch(units)
         if self.outside is not None:
             self.counted.totals.update(self.outside.get_early_totals(batch))
             if self.isolation is None and self.counted.units is None:
-                self.advice += self.outside.describe_repeats(arguments, batch)
+                self.add_advice(self.outside.describe_repeats(arguments, batch))
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
 
     def grow(self, batch: int, advice: str) -> None:
         """Add samples to the batch. The samples so far keep their numbers. `advice` is added to errors from now on."""
-        if advice not in self.advice:
-            self.advice += advice
+        self.add_advice(advice)
         before, self.batch = self.batch, batch
         if self.outside is not None and self.outside.remembered is not None:
             self.outside.remembered.forget_step()
@@ -515,8 +521,8 @@ class Tracker(TorchFunctionMode):
                 return self._note_attribute(func, args, result)
             return result
         self.counted.read_last, self._sizes_read = self._sizes_read, frozenset()
-        if self.has_ended or self.is_paused:
-            if func is torch.autograd.grad and self.complain is not None and not self.is_paused:
+        if not self.progress.is_following:
+            if func is torch.autograd.grad and self.complain is not None and not self.progress.is_paused:
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
         if self.loss_code is None or self.is_inside or func in _DIFFERENTIATING:

@@ -31,7 +31,7 @@ def find_unseen_layout(tensor: Tensor, tracker: Tracker) -> Where | None:
         tracker.processes.check_saved(tensor)
         tracker.set_layout(tensor, None)
     else:
-        tracker.can_retain = False
+        tracker.forbid_retaining()
     return None
 
 

@@ -257,6 +257,14 @@ class RecordedGradients(ABC):
         """Whether the recording splits gradients into parts for each position."""
         return False
 
+    def note_verification(self, status: str) -> None:
+        """Note whether samples were compared with the batch, in words."""
+        self.verification = status
+
+    def note_row_verification(self, status: str) -> None:
+        """Note whether a row was compared with the gradient of the sample alone, in words."""
+        self.row_verification = status
+
     def end_pass(self) -> None:
         """Note that a backward pass has ended, with all passes inside it."""
         return

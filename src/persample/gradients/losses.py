@@ -40,7 +40,7 @@ class LossGradients:
         self._grads = [make() for _ in names]
         self._passes = 0
         for grads in self._grads[1:]:  # the forward pass is that of all losses
-            grads.outside, grads.tried = self._grads[0].outside, self._grads[0].tried
+            grads.share_forward(self._grads[0])
 
     # ---- filling ----
 
@@ -152,20 +152,20 @@ class LossGradients:
         """Whether samples were compared with the batch."""
         return self._grads[0].verification
 
-    @verification.setter
-    def verification(self, verification: str) -> None:
+    def note_verification(self, status: str) -> None:
+        """Note whether samples were compared with the batch, in words."""
         for grads in self._grads:
-            grads.verification = verification
+            grads.note_verification(status)
 
     @property
     def row_verification(self) -> str:
         """Whether a row was compared with the gradient of the sample alone."""
         return self._grads[0].row_verification
 
-    @row_verification.setter
-    def row_verification(self, verification: str) -> None:
+    def note_row_verification(self, status: str) -> None:
+        """Note whether a row was compared with the gradient of the sample alone, in words."""
         for grads in self._grads:
-            grads.row_verification = verification
+            grads.note_row_verification(status)
 
     def explain(self) -> Explanation:
         """What was kept for each parameter by the first loss."""

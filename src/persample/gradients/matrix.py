@@ -78,6 +78,10 @@ class PerSampleGradients(RecordedGradients):
         self._is_cleared = False  # whether all terms that have arrived were searched for samples to clear
         self.outside = OutsideMemory()
 
+    def share_forward(self, other: PerSampleGradients) -> None:
+        """Take what the forward pass is noted in from another loss of the same pass."""
+        self.outside, self.tried = other.outside, other.tried
+
     def grow(self, batch_size: int) -> None:
         super().grow(batch_size)
         self._start_answers()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -58,20 +58,39 @@ class CountedSizes:
     Loose rows may be split into groups of such sizes, because the sizes belong to the rows, but not by other numbers.
     """
 
-    def __init__(self, divisors: DivisorMode = "batch", sites: dict[Any, Scale] | None = None) -> None:
+    def __init__(
+        self,
+        divisors: DivisorMode = "batch",
+        sites: dict[Any, Scale] | None = None,
+        is_sum: bool = False,
+        is_held: Callable[[Tensor], bool] | None = None,
+    ) -> None:
         self.divisors = divisors  # what is done with divisors that are counted over all samples
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
-        self.is_sum = False  # whether the user has said that the loss is a sum
+        self.is_sum = is_sum  # whether the user has said that the loss is a sum
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
         self.read_last: frozenset[int] = frozenset()  # the sizes that the calling code has read right before a call
         self.wholes: set[int] = set()  # sizes of tensors, of which calls of the model have got parts
         self.given_integers: set[int] = set()  # among the arguments of the model
-        self.is_held: Callable[[Tensor], bool] = lambda tensor: True  # whether a tensor is a part of the model
+        self.is_held = is_held or (lambda tensor: True)  # whether a tensor is a part of the model
         self._seen: set[Any] = set()
         self._ends: dict[int, set[int]] = {}  # by the number of rows: where groups ended that were selected
         self.packed_orders: list[PackedOrder] = []
         self.totals: Totals = {}
         self.units: SampleUnits | None = None  # whose samples may be combined
+
+    def start_batch(self, units: SampleUnits | None) -> None:
+        """Set the units whose samples may be combined."""
+        self.units = units
+
+    def note_whole(self, sizes: Set[int]) -> None:
+        """Note sizes of tensors, of which calls of the model have got parts."""
+        self.wholes |= sizes
+
+    def note_integers(self, numbers: Iterable[int]) -> None:
+        """Note numbers among the arguments, which may count what all samples have, such as `num_items_in_batch`."""
+        if self.holds_divisors:
+            self.given_integers |= {*numbers}
 
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""

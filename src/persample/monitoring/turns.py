@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
+
+if TYPE_CHECKING:
+    from persample.monitoring.run import Monitor
 
 
 class Turns:
@@ -14,25 +17,25 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._last: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the number of the last turn of each
-        self._waiting: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()  # and who has given way to it
+        self._last: WeakKeyDictionary[Monitor, int] = WeakKeyDictionary()  # the number of the last turn of each
+        self._waiting: WeakKeyDictionary[Monitor, WeakSet[Monitor]] = WeakKeyDictionary()  # and who has given way to it
         self._count = 0
 
-    def wait(self, monitor: Any) -> None:
+    def wait(self, monitor: Monitor) -> None:
         """Note that a monitor could not measure a step."""
         self._waiting[monitor] = WeakSet()
 
-    def leave(self, monitor: Any) -> None:
+    def leave(self, monitor: Monitor) -> None:
         """Note that a monitor has ended."""
         self._waiting.pop(monitor, None)
 
-    def take(self, monitor: Any) -> None:
+    def take(self, monitor: Monitor) -> None:
         """Note that a monitor measures a step."""
         self._count += 1
         self._last[monitor] = self._count
         self.leave(monitor)
 
-    def must_give_way(self, monitor: Any) -> bool:
+    def must_give_way(self, monitor: Monitor) -> bool:
         """Whether another monitor has waited for longer."""
         own = self._last.get(monitor, 0)
         longer = [

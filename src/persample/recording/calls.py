@@ -29,14 +29,10 @@ class Calls(ABC):
     recomputation: what happens there is followed like the code around the model.
 
     A front end is a subclass: hooks refer to it, and it must not refer to itself.
-
-    Attributes:
-        is_inside: whether a call that is recorded is running.
     """
 
     def __init__(self) -> None:
-        self.is_inside = False
-        self._entry: ref[nn.Module] | None = None  # what was called last: the model, or a part of it
+        self._entry: ref[nn.Module] | None = None  # the model, or a part of it, whose call is running
         self._hooks: list[RemovableHandle] = []
 
     @abstractmethod
@@ -93,18 +89,27 @@ class Calls(ABC):
             handle.remove()
             self._after(*given)
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a call that is recorded is running."""
+        return self._entry is not None
+
+    def leave(self) -> None:
+        """Note that no call is running."""
+        self._entry = None
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self.start_call(module, args, kwargs):
             return False
-        self.is_inside, self._entry = True, ref(module)
+        self._entry = ref(module)
         return True
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.is_inside and not self._is_verifying() and self._entry is not None and self._entry() is module:
+        if self._entry is not None and not self._is_verifying() and self._entry() is module:
             try:
                 self.end_call(output)
             finally:
-                self.is_inside = False
+                self.leave()
 
     def _is_reported(self) -> bool:
         is_recomputation = _torch.get_backward_pass() >= 0
@@ -117,8 +122,7 @@ class Calls(ABC):
 
     def _is_inside_entry(self, module: nn.Module) -> bool:
         # An interrupt may have ended the last call, and torch calls no hook then.
-        is_entry = self._entry is not None and self._entry() is module
-        return self.is_inside and (not is_entry or _torch.is_running(module))
+        return self._entry is not None and (self._entry() is not module or _torch.is_running(module))
 
 
 def find_parts(model: nn.Module, recorded: Set[int]) -> Iterator[nn.Module]:

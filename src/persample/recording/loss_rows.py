@@ -91,7 +91,7 @@ def rows(
     for p, values in zip(recorded.values(), passes.rows, strict=True):
         grads.receive(p, Dense(values))
     grads.finish()
-    grads.verification = f"the gradients of {len(losses)} losses, by a backward pass for each"
+    grads.note_verification(f"the gradients of {len(losses)} losses, by a backward pass for each")
     return grads
 
 

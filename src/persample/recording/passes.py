@@ -77,7 +77,13 @@ class BackwardPasses:
             self._tracker.end_audit()
             for tensor in find_tensors(call.given):  # the gradient of the output, if it is given
                 self._tracker.note_outside(tensor)
-            with self._delivery.wait(), self._unrecorded, self._verifier.compare_row(call.roots, inputs):
+            progress = self._tracker.progress
+            with (
+                progress.differentiate(),
+                self._delivery.wait(),
+                self._unrecorded,
+                self._verifier.compare_row(call.roots, inputs),
+            ):
                 collector.prepare_backward()
                 if call.is_of_tensor:
                     self._grads.run_backward(call.run, collector.anchor, collector.factor_bytes)

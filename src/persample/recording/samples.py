@@ -105,7 +105,7 @@ class SampleFinder:
         self._prepare_call(arguments, module)
 
     def _prepare_call(self, arguments: Arguments, module: nn.Module) -> None:
-        self._tracker.note_integers(arguments.iterate_integers())
+        self._tracker.counted.note_integers(arguments.iterate_integers())
         self._verifier.prepare(module, arguments)
 
     def _add_part_of_batch(self, arguments: Arguments, module: nn.Module) -> bool:
@@ -216,7 +216,7 @@ class SampleFinder:
             for tensor, dim in rows:
                 self._tracker.note_given(tensor)
                 if (base := tensor._base) is not None and base.dim() == tensor.dim():
-                    self._tracker.counted.wholes |= {base.shape[dim]} - {tensor.shape[dim]}
+                    self._tracker.counted.note_whole({base.shape[dim]} - {tensor.shape[dim]})
 
     def _find_batch_size(self, arguments: Arguments) -> int:
         given = self._options.batch_size

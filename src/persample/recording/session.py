@@ -43,7 +43,7 @@ def is_recording() -> bool:
 
 def is_paused() -> bool:
     """Whether a recording in this thread runs passes of its own, such as those of a verification."""
-    return any(isinstance(mode, Tracker) and mode.is_paused for mode in _torch.get_function_modes())
+    return any(isinstance(mode, Tracker) and mode.progress.is_paused for mode in _torch.get_function_modes())
 
 
 class Recording:
@@ -99,7 +99,7 @@ class Recording:
         model = self._model()
         if self.tracker.isolation is not None and model is not None:
             self.tracker.isolation.start_forward(model)
-        self.tracker.is_inside = True
+        self.tracker.progress.enter_model()
         self.verifier.start_call()
         self.tracker.begin_audit()
         return True
@@ -118,7 +118,7 @@ class Recording:
                 refuse_mixed_outputs(output, self.tracker)
         if self.tracker.isolation is not None:
             self.tracker.isolation.show_data(self.tracker)
-        self.tracker.is_inside = False
+        self.tracker.progress.leave_model()
         self.verifier.end_call(output)
 
     def add_samples(self, declared: TensorMap[int]) -> None:

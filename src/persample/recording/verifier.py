@@ -81,7 +81,7 @@ class Verifier:
             # A check compares all rows itself.
             verification.has_row = self._options.positions is None and asked_sources.get() is None
             self.note_status(verification.finish(output, self._options))
-        self._grads.row_verification = verification.no_row
+        self._grads.note_row_verification(verification.no_row)
         if verification.row is not None:
             self._row_check.add(verification.row)
 
@@ -95,7 +95,8 @@ class Verifier:
         """Note what was found for a call: a recording is verified if all of its calls are."""
         if self._has_status and self._grads.verification.startswith("not verified"):
             return
-        self._has_status, self._grads.verification = True, status
+        self._has_status = True
+        self._grads.note_verification(status)
 
     def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
         """Prepare the verification of a call that has just run and may have done something new."""
@@ -156,7 +157,7 @@ class Verifier:
         return True
 
     def _end_row(self, status: str) -> None:
-        self._grads.row_verification = status
+        self._grads.note_row_verification(status)
         self._row_check.end()
 
     def close(self) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
-from threading import get_ident
+from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary, ref
 
@@ -18,14 +15,14 @@ from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.options import make_options, show_options
 from persample._internal.several_models import SeveralModels, combine_models
-from persample._internal.tree import iterate_tensors
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward import Isolation, TensorMap
+from persample.forward import Isolation
 from persample.recording.calls import Calls
 from persample.recording.hooks import refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
-from persample.recording.session import Recording, leave_ended_modes
+from persample.recording.session import Recording
+from persample.recording.step import DeclaredBatches, WatchedStep
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
 Receive = Callable[[Any], None]
@@ -33,8 +30,6 @@ Receive = Callable[[Any], None]
 # The options of `record` as a mapping, or a function that returns those of the next step.
 StepOptions = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
-
-_MAX_BATCHES = 16  # that are declared as samples before they are used
 
 _WATCHES: WeakKeyDictionary[nn.Module, ref[Watch]] = WeakKeyDictionary()  # the last one of each model
 
@@ -108,18 +103,11 @@ class Watch(Calls):
         self._listeners: list[tuple[Receive, Complain]] = []
         self._note_failure = note_failure  # called with the error if a call of the model or a backward pass fails
         self._get_options = options if callable(options) else lambda: options
-        self._recording: Recording | None = None
-        # Tensors that were declared, and their batch dimensions: of the last batches, as loaders work in advance.
-        self._samples: deque[TensorMap[int]] = deque(maxlen=_MAX_BATCHES)
-        self._step: _Step | None = None
-        self._opened = ExitStack()
-        self._outputs: list[ref[Tensor]] = []
-        self._first_part: ref[nn.Module] | None = None  # the part whose call began the current step
-        self._used: list[TensorMap[int]] = []  # the declared batches of which the current step has samples
-        self._thread = 0  # in which the current step began
+        self._declared = DeclaredBatches()
+        self._step: WatchedStep | None = None
         self.steps = 0  # that have begun
         self.is_retired = False  # whether no further step is recorded
-        self.is_private = False  # whether the current step is one of private training
+        self.is_private = False  # whether the last step that has begun is one of private training
         self._refusals: list[RemovableHandle] = []
         self._isolation = Isolation()
         refuse_scripted(model)
@@ -145,8 +133,8 @@ class Watch(Calls):
         self.remove_hooks()
         for refusal in self._refusals:
             refusal.remove()
-        if self._recording is not None:
-            self._recording.processes.restore_settings()
+        if self._step is not None:
+            self._step.recording.processes.restore_settings()
         self.is_retired = True
 
     def listen(self, receive: Receive, complain: Complain) -> Callable[[], None]:
@@ -176,14 +164,10 @@ class Watch(Calls):
 
     def rest(self) -> None:
         """End the current step. A backward pass from its outputs raises from now on."""
-        recording, self._recording = self._recording, None
-        self.is_inside = False
-        if recording is not None:
-            recording.tracker.has_ended = True  # in the modes of another thread it stays until leave_ended_modes()
-        self._opened.close()
-        leave_ended_modes()
-        if recording is not None:
-            recording.close()
+        step, self._step = self._step, None
+        self.leave()
+        if step is not None:
+            step.close()
 
     @property
     def is_lenient(self) -> bool:
@@ -193,7 +177,7 @@ class Watch(Calls):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
-        with nullcontext() if self._recording is None else self._recording.tracker.pause():
+        with nullcontext() if self._step is None else self._step.recording.tracker.pause():
             yield
 
     def add_samples(self, batch: Any, batch_dim: int = 0) -> None:
@@ -213,18 +197,15 @@ class Watch(Calls):
         >>> found[0].loss_reduction
         'mean'
         """
-        declared: TensorMap[int] = TensorMap()
-        for tensor in iterate_tensors(batch):
-            declared[tensor] = batch_dim
-        self._samples.append(declared)
-        if self.is_inside and self._recording is not None:
-            self._recording.add_samples(declared)
+        declared = self._declared.add(batch, batch_dim)
+        if self.is_inside and self._step is not None:
+            self._step.recording.add_samples(declared)
 
     # ---- the forward pass ----
 
     def find_recording(self) -> Recording | None:
         """The recording of the current step."""
-        return self._recording
+        return None if self._step is None else self._step.recording
 
     def interrupt_call(self) -> None:
         """End the step of a call that an interrupt has ended."""
@@ -238,11 +219,12 @@ class Watch(Calls):
         if model is None:
             return False
         try:
-            is_same_step = self._continues_step if module is model else partial(self._continues_with_part, module)
-            if not is_same_step(args, kwargs):
-                self._begin(model)
-                self._first_part = ref(module)
-            if self._start_in_step(module, args, kwargs):
+            step = self._step
+            if step is None or not (
+                step.continues(args, kwargs) if module is model else step.continues_with_part(module, args, kwargs)
+            ):
+                step = self._begin(model, module)
+            if step.start_call(module, args, kwargs):
                 return True
         except BaseException as error:
             if isinstance(error, PerSampleError) and module is not model and self.is_lenient:
@@ -253,102 +235,34 @@ class Watch(Calls):
         self.rest()
         return False
 
-    def _start_in_step(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        recording = self._recording
-        assert recording is not None
-        if not recording.start_call(module, args, kwargs, self._find_declared_size(args, kwargs)):
-            return False
-        self._used = self._used or self._find_declared(args, kwargs)
-        for declared in self._samples:
-            recording.add_samples(declared)
-        recording.hide_earlier_data()
-        if recording.tracker.complain is not None and not recording.grads.batch_size:
-            raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
-        return True
-
-    def _continues_with_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call of a submodule belongs to the current step."""
-        recording = self._recording
-        if recording is None or not self._is_step_alive(search=True):
-            return False
-        if recording.samples.has_known(args, kwargs, part):
-            return True
-        if self._find_declared(args, kwargs):
-            return False
-        is_first = self._first_part is not None and self._first_part() is part
-        return not is_first or recording.samples.can_continue_with(args, kwargs, part)
-
-    def _find_declared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
-        """The declared batches that have tensors in the arguments of a call."""
-        if not self._samples:
-            return []
-        given = list(iterate_tensors((args, kwargs)))
-        return [declared for declared in self._samples if any(tensor in declared for tensor in given)]
-
-    def _find_declared_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The number of samples in the declared batch that a call has tensors of, or that was declared last."""
-        declared = [*self._samples, *self._find_declared(args, kwargs)][-1:]
-        found = (tensor.shape[dim] for batch in declared for tensor, dim in batch.items() if tensor.dim() > dim)
-        return next(found, None)
-
-    def _continues_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a call belongs to the current step: results of it are alive, and batch size and units are equal.
-
-        Samples of another batch that was declared do not belong to it.
-        """
-        recording = self._recording
-        if recording is None or not self._is_step_alive(search=True):
-            return False
-        declared = self._find_declared(args, kwargs)
-        if declared and self._used and not any(a is b for a in declared for b in self._used):
-            return False
-        batch_size = recording.samples.find_batch_size(args, kwargs)
-        return batch_size == recording.grads.batch_size and recording.grads.has_same_units(batch_size)
-
-    def _is_step_alive(self, search: bool = False) -> bool:
-        """Whether an output of the current step is alive; with `search`, or something that was computed from it."""
-        if self._recording is None or self._recording.tracker.has_ended or self._thread != get_ident():
-            return False
-        if any(output() is not None for output in self._outputs):
-            return True
-        return search and any(t.requires_grad for t, _ in self._recording.tracker.iterate_known())
-
-    def _begin(self, model: nn.Module) -> None:
+    def _begin(self, model: nn.Module, first: nn.Module) -> WatchedStep:
         self.rest()
         self.steps += 1
-        self._outputs = []
-        self._first_part = None
-        self._used = []
-        self._thread = get_ident()
         # torch's stack of modes keeps the recording, which must not keep the watch or the model.
-        step = _Step(self)
-        self._step = step
+        link = _Link(self)
         options = self._make_options()
         self.is_private = options.isolate
-        isolation = self._isolation if options.isolate else None
-        self._recording = recording = Recording(
+        recording = Recording(
             model,
             options,
-            step.end_backward,
-            step.fail,
+            link.end_backward,
+            link.fail,
             has_hooks=True,
-            isolation=isolation,
-            complain=step.give_up if self.is_lenient else None,
+            isolation=self._isolation if options.isolate else None,
+            complain=link.give_up if self.is_lenient else None,
         )
-        tracker = recording.tracker
-        self._opened.enter_context(recording.processes.prepare_recording(tracker, options.keep_grad))
-        tracker.start()
-        self._opened.callback(tracker.stop)
-        _torch.insert_outermost_mode(tracker)
-        self._opened.callback(_torch.remove_mode, tracker)
+        self._step = WatchedStep(recording, link, first, self._declared)
+        self._step.open(options.keep_grad)
+        return self._step
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
     def end_call(self, output: Any) -> None:
         """Verify the output of a call, or end the step if the call has failed."""
-        recording = self._recording
-        if recording is None:
+        step = self._step
+        if step is None:
             return
+        recording = step.recording
         if self.is_lenient and recording.tracker.has_ended:
             self._end_refused_step()
             return
@@ -360,13 +274,13 @@ class Watch(Calls):
             recording.end_call(output)
         except BaseException as error:
             if isinstance(error, PerSampleError) and recording.tracker.complain is not None:
-                self.is_inside = False
+                self.leave()
                 recording.tracker.complain(error)
                 return
             self.fail(error)
             self.rest()
             raise
-        self._outputs += [ref(t) for t in iterate_tensors(output) if t.requires_grad]
+        step.note_output(output)
 
     # ---- the backward pass ----
 
@@ -374,15 +288,15 @@ class Watch(Calls):
         """End a failed step; if it was refused, restore the model."""
         if self._note_failure is not None:
             self._note_failure(error)
-        if self._recording is not None:
-            self._recording.tracker.has_ended = True
+        if (recording := self.find_recording()) is not None:
+            recording.tracker.progress.end()
             if isinstance(error, PerSampleError):
-                self._recording.undo_forward()
+                recording.undo_forward()
 
     def give_up(self, error: PerSampleError) -> None:
         """End a step that was refused. Its uses of weights still add to `grad`, as other uses do from now on."""
-        if (recording := self._recording) is not None:
-            recording.tracker.has_ended = True
+        if (recording := self.find_recording()) is not None:
+            recording.tracker.progress.give_up()
             if _torch.get_backward_pass() < 0:  # else the gradients of the uses are on their way
                 recording.close()
         if self.is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
@@ -396,19 +310,19 @@ class Watch(Calls):
 
     def _end_refused_step(self) -> None:
         self.retire()
-        self.is_inside = False
-        if self._recording is not None:
-            self._recording.tracker.end_audit()
+        self.leave()
+        if self._step is not None:
+            self._step.recording.tracker.end_audit()
 
-    def end_backward(self, step: _Step) -> None:
+    def end_backward(self, link: _Link) -> None:
         """Deliver the gradients of a step whose backward pass has ended."""
-        recording = self._recording
-        if recording is None or step is not self._step:
+        step = self._step
+        if step is None or step.link is not link:
             raise_or_complain(_make_error_of_other_step(), self.give_up if self.is_lenient else None)
             return
-        grads = recording.grads
+        grads = step.recording.grads
         if grads.is_complete:
-            recording.tracker.has_ended = True
+            step.recording.tracker.progress.end()
             self._receive(grads)
             for receive, _ in self._listeners:
                 receive(grads)
@@ -421,7 +335,7 @@ class Watch(Calls):
     @property
     def is_pulling_back(self) -> bool:
         """Whether gradients of the current step are being pulled back to the parameters."""
-        return self._recording is not None and self._recording.collector.is_pulling_back
+        return self._step is not None and self._step.recording.collector.is_pulling_back
 
     def _refuse_unrecorded(self, model: nn.Module, recorded: Mapping[str, Tensor]) -> list[RemovableHandle]:
         watched = ref(self)
@@ -446,7 +360,7 @@ def find_watch(model: nn.Module) -> Watch | None:
     return None if watched is None or watched.is_retired else watched
 
 
-class _Step:
+class _Link:
     """Identifies a step of a watch, and passes on what happens in its backward passes. It does not keep the watch."""
 
     def __init__(self, watched: Watch) -> None:

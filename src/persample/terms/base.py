@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ BLOCK_SIZE = 2**20
 _LINEAR_FACTORS = {"grad", "values"}  # in which every term is linear
 
 _PART_SIZE = 2**14  # numbers whose squares are added up one after the other
+
+
+AnyTerm = TypeVar("AnyTerm", bound="Term")
 
 
 class Term(ABC):
@@ -285,7 +288,7 @@ def is_complex(term: Term) -> bool:
     return any(tensor.is_complex() for tensor in find_factors(term))
 
 
-def map_factors(term: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_factors(term: AnyTerm, function: Callable[[Tensor], Tensor]) -> AnyTerm:
     """The term with a function of each factor in its place."""
 
     def convert(value: Any) -> Any:
@@ -295,7 +298,8 @@ def map_factors(term: Any, function: Callable[[Tensor], Tensor]) -> Any:
             return map_factors(value, function)
         return type(value)(map(convert, value)) if type(value) in (list, tuple) else value
 
-    return replace(term, **{name: convert(value) for name, value in vars(term).items()})
+    changed: Any = {name: convert(value) for name, value in vars(term).items()}
+    return replace(term, **changed)  # type: ignore[type-var]  # each term is a dataclass
 
 
 def _clear_rows(factor: Tensor, is_cleared: Tensor) -> Tensor:
@@ -309,12 +313,12 @@ def _clear_rows(factor: Tensor, is_cleared: Tensor) -> Tensor:
     return own.clone().masked_fill_(is_cleared.view(-1, *[1] * (factor.dim() - 1)), 0).expand(factor.shape)
 
 
-def widen_factors(term: Any) -> Any:
+def widen_factors(term: AnyTerm) -> AnyTerm:
     """The term with its factors in float32 at least, so that its dense form is not rounded to fewer digits."""
     return term if all(widen(t) is t for t in find_factors(term)) else map_factors(term, widen)
 
 
-def convert_to_double(term: Any) -> Any:
+def convert_to_double(term: AnyTerm) -> AnyTerm:
     """The term with its factors in float64 or complex128."""
     return map_factors(term, to_double)
 

@@ -69,7 +69,6 @@ class Verification:
         self.row: VerifiedCall | None = None
         self.no_row = ""
         self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
-        self.advice = tracker.advice
         self._tracker, self._remember, self._is_random = tracker, remember, is_random
         self.samples: dict[int, Call] = {}
         self._add_samples((0, self.batch - 1))
@@ -80,6 +79,11 @@ class Verification:
         if self.before.handle is not None:
             raise NotVerified(f"the model holds an object of type {self.before.handle}, which cannot be restored")
         self.random_before = RngState(self.before.generators)
+
+    @property
+    def advice(self) -> str:
+        """What to do about samples that are mixed."""
+        return self._tracker.advice
 
     def _add_samples(self, numbers: Iterable[int]) -> None:
         """Take these samples from the arguments, to run them alone."""

@@ -168,12 +168,13 @@ class Runs:
     @contextmanager
     def compute_precisely(self) -> Iterator[None]:
         """Compute in float32 at least in all runs from now on, unless the block raises."""
-        dtypes = self._writes.dtypes
-        self.convert, self._writes.dtypes = widen, set()
+        dtypes = self._writes.replace_dtypes(set())
+        self.convert = widen
         try:
             yield
         except Exception:
-            self.convert, self._writes.dtypes = None, dtypes
+            self.convert = None
+            self._writes.replace_dtypes(dtypes)
             raise
 
 

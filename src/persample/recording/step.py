@@ -1,0 +1,137 @@
+"""A step of a watched model: its recording, the calls that belong to it, and what is alive of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import ExitStack
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from persample import _torch
+from persample._internal.tree import iterate_tensors
+from persample.errors import PerSampleError
+from persample.forward import TensorMap
+from persample.recording.session import Recording, leave_ended_modes
+
+_MAX_BATCHES = 16  # that are declared as samples before they are used
+
+
+class DeclaredBatches:
+    """Tensors that were declared as samples, and their batch dimensions.
+
+    Those of the last batches are kept, because loaders work in advance.
+    """
+
+    def __init__(self) -> None:
+        self.batches: deque[TensorMap[int]] = deque(maxlen=_MAX_BATCHES)
+
+    def add(self, batch: Any, batch_dim: int) -> TensorMap[int]:
+        """Declare the tensors of a batch."""
+        declared: TensorMap[int] = TensorMap()
+        for tensor in iterate_tensors(batch):
+            declared[tensor] = batch_dim
+        self.batches.append(declared)
+        return declared
+
+    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
+        """The batches that have tensors in the arguments of a call."""
+        if not self.batches:
+            return []
+        given = list(iterate_tensors((args, kwargs)))
+        return [declared for declared in self.batches if any(tensor in declared for tensor in given)]
+
+    def find_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """The number of samples in the batch that a call has tensors of, or that was declared last."""
+        declared = [*self.batches, *self.find(args, kwargs)][-1:]
+        found = (tensor.shape[dim] for batch in declared for tensor, dim in batch.items() if tensor.dim() > dim)
+        return next(found, None)
+
+
+class WatchedStep:
+    """A step that has begun with a call of the model, or of a part.
+
+    Args:
+        recording: the recording of the step.
+        link: what the recording tells of its backward passes.
+        first: what the first call is of.
+        declared: what was declared as samples.
+    """
+
+    def __init__(self, recording: Recording, link: object, first: nn.Module, declared: DeclaredBatches) -> None:
+        self.recording, self.link = recording, link
+        self._first, self._declared = ref(first), declared
+        self._opened = ExitStack()
+        self._outputs: list[ref[Tensor]] = []
+        self._used: list[TensorMap[int]] = []  # the declared batches of which the step has samples
+        self._thread = get_ident()  # in which the step began
+
+    def open(self, keep_grad: bool) -> None:
+        """Follow the code in this thread from now on."""
+        tracker = self.recording.tracker
+        self._opened.enter_context(self.recording.processes.prepare_recording(tracker, keep_grad))
+        tracker.start()
+        self._opened.callback(tracker.stop)
+        _torch.insert_outermost_mode(tracker)
+        self._opened.callback(_torch.remove_mode, tracker)
+
+    def close(self) -> None:
+        """End the step. In the modes of another thread, its mode stays until `leave_ended_modes`."""
+        self.recording.tracker.progress.end()
+        self._opened.close()
+        leave_ended_modes()
+        self.recording.close()
+
+    # ---- calls ----
+
+    def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Follow a call of the model or of a part; False if it is not known where its samples lie."""
+        recording, declared = self.recording, self._declared
+        if not recording.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
+            return False
+        self._used = self._used or declared.find(args, kwargs)
+        for batch in declared.batches:
+            recording.add_samples(batch)
+        recording.hide_earlier_data()
+        if recording.tracker.complain is not None and not recording.grads.batch_size:
+            raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
+        return True
+
+    def continues_with_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call of a submodule belongs to this step."""
+        samples = self.recording.samples
+        if not self._is_alive():
+            return False
+        if samples.has_known(args, kwargs, part):
+            return True
+        if self._declared.find(args, kwargs):
+            return False
+        return self._first() is not part or samples.can_continue_with(args, kwargs, part)
+
+    def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the model belongs to this step: results are alive, and batch size and units are equal.
+
+        Samples of another batch that was declared do not belong to it.
+        """
+        if not self._is_alive():
+            return False
+        declared = self._declared.find(args, kwargs)
+        if declared and self._used and not any(a is b for a in declared for b in self._used):
+            return False
+        grads, batch_size = self.recording.grads, self.recording.samples.find_batch_size(args, kwargs)
+        return batch_size == grads.batch_size and grads.has_same_units(batch_size)
+
+    def note_output(self, output: Any) -> None:
+        """Note the output of a call."""
+        self._outputs += [ref(t) for t in iterate_tensors(output) if t.requires_grad]
+
+    def _is_alive(self) -> bool:
+        """Whether an output of this step is alive, or something that was computed from it."""
+        tracker = self.recording.tracker
+        if tracker.has_ended or self._thread != get_ident():
+            return False
+        if any(output() is not None for output in self._outputs):
+            return True
+        return any(t.requires_grad for t, _ in tracker.iterate_known())
