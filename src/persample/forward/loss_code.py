@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,8 +140,8 @@ class LossCode:
             return tuple([(name, self._describe(func, each, tracker)) for name, each in value.items()])
         if isinstance(value, slice):
             return "slice", self._describe(func, (value.start, value.stop, value.step), tracker)
-        if isinstance(value, (np.ndarray, np.generic)):
-            return _digest(np.asarray(value))
+        if hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array or a number of NumPy
+            return _digest(value)
         if type(value) is int and (func in _SHAPES or facts(func).reshapes):
             return "size"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
