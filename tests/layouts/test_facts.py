@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from persample._internal.facts import all_with, describe, facts, find_functions, has_facts
 from persample.forward.inline import is_composite
 from persample.layouts import DECLARATIONS
-from persample.rules.registry import HANDLED_FUNCTIONS
+from persample.rules.registry import HANDLED_FUNCTIONS, get_rules
 
 TORCH = "2.13"  # the version that the list is for
 
@@ -60,11 +63,11 @@ WITHOUT_RECORD = {
     "they are rare, and tried": """
         Tensor.__reversed__ Tensor.apply_ Tensor.as_strided_scatter Tensor.diagflat Tensor.diagonal_scatter
         Tensor.fill_diagonal_ Tensor.geqrf Tensor.hash_tensor Tensor.index Tensor.lu Tensor.map2_ Tensor.map_
-        Tensor.orgqr Tensor.ormqr Tensor.put Tensor.put_ Tensor.resize Tensor.resize_as Tensor.slice_inverse
+        Tensor.ormqr Tensor.put Tensor.put_ Tensor.resize Tensor.resize_as Tensor.slice_inverse
         Tensor.sum_to_size Tensor.take as_strided_scatter combinations diagflat diagonal_scatter frobenius_norm
         functional.block_diag functional.cartesian_prod functional.lu functional.pca_lowrank functional.svd_lowrank
         geqrf hash_tensor linalg.lstsq linalg.tensorinv linalg.tensorsolve lobpcg native_norm nn.functional.pdist
-        norm_except_dim nuclear_norm orgqr ormqr put slice_inverse take
+        norm_except_dim nuclear_norm ormqr put slice_inverse take
     """,
 }
 LISTED = {name for names in WITHOUT_RECORD.values() for name in names.split()}
@@ -119,6 +122,32 @@ SPELLINGS: dict[str, list[Any]] = {
 def test_all_spellings_share_a_record(name: str) -> None:
     records = {facts(function) for function in SPELLINGS[name]}
     assert {record.operator for record in records} == {name} and len(records) == 1
+
+
+def find_documented_aliases() -> dict[str, tuple[Any, Any]]:
+    """Functions whose documentation says that they are aliases, with the functions that it names."""
+    found = {}
+    for owner, name in [(o, name) for o in (torch, Tensor, torch.special, torch.linalg) for name in dir(o)]:
+        function = getattr(owner, name)
+        text = re.match(r"(?s).{0,200}?[Aa]lias (?:of|for) :\w+:`~?(?:torch\.)?([\w.]+)`", str(function.__doc__))
+        if text is not None and callable(function):
+            found[f"{owner.__name__}.{name}"] = (function, operator.attrgetter(text[1])(torch))
+    return found
+
+
+ALIASES = find_documented_aliases()
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_documented_aliases_share_everything(name: str) -> None:
+    alias, function = ALIASES[name]
+    assert replace(facts(alias), operator="") == replace(facts(function), operator="")
+    assert DECLARATIONS.get(alias) is DECLARATIONS.get(function)
+    assert get_rules(alias) == get_rules(function)
+
+
+def test_aliases_are_documented() -> None:
+    assert "torch.divide" in ALIASES and "Tensor.clip_" in ALIASES and len(ALIASES) > 60
 
 
 @pytest.mark.parametrize("name", ["sub", "div", "pow"])

@@ -37,7 +37,7 @@ _SOLVERS = {
 }  # fmt: skip
 
 
-@declare(*_SOLVERS, torch.linalg.householder_product, "triangular_solve", "lu_unpack")
+@declare(*_SOLVERS, torch.linalg.householder_product, "orgqr", "triangular_solve", "lu_unpack")
 def _of_pairs(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The dimensions before the matrices are independent, and so are the columns of a right-hand side."""
     ranks = [_find_matrix_rank(call, i) for i in range(len(call.tensors))]
@@ -61,7 +61,7 @@ def _find_matrix_rank(call: Call, position: int) -> int:
     """The number of dimensions of an argument, with one more for a vector: pivots, or a right-hand side."""
     tensor = call.tensors[position]
     is_pivots = not tensor.is_floating_point() and not tensor.is_complex()
-    is_factors = call.func is torch.linalg.householder_product and position == 1
+    is_factors = call.facts.operator in ("linalg_householder_product", "orgqr") and position == 1
     first = call.tensors[0]
     is_solve = call.func in (torch.linalg.solve, torch.linalg.solve_ex) and position == 1
     is_vector = is_solve and tensor.dim() > 0 and tensor.shape == first.shape[:-1]
