@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain, cycle
+from types import SimpleNamespace
 from typing import Any
 
 import opacus
@@ -12,11 +13,12 @@ import torch
 from scipy import stats
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from persample.private import AuditRun, PrivacyEngine, audit
 from persample.private.auditing import accounting_tests, noise_tests, sampling_tests
 from persample.private.auditing.direct import NotTested
+from persample.private.auditing.watching import StepWatch
 from tests.support.audited import ADAPTIVE, Training, draw_training
 from tests.support.planted_faults import FAULTS
 
@@ -80,6 +82,23 @@ def test_claimed_number_is_compared_with_the_settings(noise: float, is_found: bo
         return claimed
 
     assert [test.name for test in audit(train).failed] == ["claimed epsilon"] * is_found
+
+
+@pytest.mark.parametrize("count, steps", [(97, 10), (1000, 3)])
+def test_population_of_units_is_not_underestimated(count: int, steps: int) -> None:
+    """The optimizer knows the expected batch size as a whole number: 9 instead of 9.7."""
+    watch = StepWatch(SimpleNamespace(param_groups=[], expected_batch_size=count // steps, units="ids"), 1 / steps)
+    assert count <= watch._count_population() <= count + 2 * steps
+
+
+def test_loader_may_draw_from_a_part_of_the_data() -> None:
+    def train(run: AuditRun) -> Any:
+        add_canaries = run.add_canaries
+        run.add_canaries = lambda dataset: Subset(add_canaries(dataset), range(100))  # type: ignore[method-assign]
+        return Training(steps=5, epochs=4)(run)
+
+    (found,) = [test for test in audit(train).tests if test.name == "batch sizes"]
+    assert "of 102 claimed" in found.finding and found.p_value > 1e-6
 
 
 def test_rate_of_the_user_is_compared_with_the_batches() -> None:

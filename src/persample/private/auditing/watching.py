@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -148,12 +149,16 @@ class StepWatch:
         return self._results, self._gaps
 
     def _count_population(self) -> int:
-        """The number of samples, or of units, that batches are drawn from."""
+        """The number of samples, or of units, that batches are drawn from, or a few more.
+
+        The optimizer has the mean size of a batch rounded down. The loader may draw from a part of the data only.
+        """
         if not getattr(self._optimizer, "poisson_sampling", True):
             raise NotTested("batches are no Poisson samples: epsilon is an estimate")
+        most = math.ceil((self._optimizer.expected_batch_size + 1) / self._sample_rate)
         if self._data is None or getattr(self._optimizer, "units", None) == "ids":
-            return round(self._optimizer.expected_batch_size / self._sample_rate)
-        return len(self._data)
+            return most
+        return min(len(self._data), most)
 
     def _test_repeated_samples(self, rate: float) -> DirectTest:
         population = self._count_population()
