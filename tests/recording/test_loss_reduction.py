@@ -89,10 +89,6 @@ FOUND: dict[str, tuple[str, Loss]] = {
         "mean",
         lambda m, b: (1 / len(b[0])) * squares(m, b).sum() + F.mse_loss(m(b[0]), b[1]),
     ),
-    "sum and a sum over a number that may be a multiple of the batch size": (
-        "sum",
-        lambda m, b: squares(m, b)[: len(b[0])].sum() / 12 + squares(m, b).sum(),
-    ),
     "divided by another number": ("sum", lambda m, b: squares(m, b).sum() / 7),
     "divided in place": ("mean", lambda m, b: squares(m, b).sum().div_(len(b[0]))),
     "mean, scaled": ("mean", lambda m, b: 3 * squares(m, b).mean() / 2),
@@ -168,10 +164,6 @@ UNCLEAR: dict[str, tuple[str, Loss]] = {
         "l1_loss adds up.*mse_loss averages",
         lambda m, b: F.mse_loss(m(b[0]), b[1]) + F.l1_loss(m(b[0]), b[1], reduction="sum"),
     ),
-    "sum over a multiple of it": (
-        "may stand for the batch size 4",
-        lambda m, b: squares(m, b)[: len(b[0])].sum() / 12,
-    ),
     "sum times the inverse of a number that was counted": (
         "may stand for a number of all samples",
         lambda m, b: squares(m, b).sum() * (1 / (torch.cat([b[1].sum(1) * 0 + 1, b[2] * 0 + 1.5]).sum().item())),
@@ -186,6 +178,15 @@ def test_unclear_reductions_must_be_given(name: str) -> None:
     model, batch = make_model(), (X, Y, LABELS)
     with pytest.raises(PerSampleError, match=f"{message}.*Pass loss_reduction="), record(model):
         loss(model, batch).backward()
+    check_that_what_is_given_decides(loss)
+
+
+def test_what_is_given_decides_on_a_multiple_of_the_batch_size() -> None:
+    check_that_what_is_given_decides(lambda m, b: squares(m, b).sum() / (3 * B))
+
+
+def check_that_what_is_given_decides(loss: Loss) -> None:
+    model, batch = make_model(), (X, Y, LABELS)
     total = torch.autograd.grad(loss(model, batch), model[0].weight)[0]
     for given, scale in (("sum", 1), ("mean", B)):
         with record(model, loss_reduction=given) as grads:

@@ -238,8 +238,9 @@ def test_a_watched_model() -> None:
     model, x, y = make("convolution", 6)
     received: list[Any] = []
     watched = watch(model, received.append)
-    with pytest.raises(PerSampleError, match=r"different parts of one tensor.*record"):
-        join_halves(model, x, y).backward()
+    for join in (join_halves, lambda *given: F.cross_entropy(torch.cat([model(x[:4]), model(x[4:])]), y)):
+        with pytest.raises(PerSampleError, match=r"different parts of one tensor.*record"):
+            join(model, x, y).backward()
     for part, labels in zip(x.split(2), y.split(2), strict=True):  # each backward pass ends a step
         F.cross_entropy(model(part), labels).backward()
     watched.stop()

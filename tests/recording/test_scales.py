@@ -39,6 +39,9 @@ LOOP: dict[str, Loss] = {
     "distillation, 4 squared": lambda m, b: F.mse_loss(m(b[0]), b[2]) * 4**2,
     "half of a sum": lambda m, b: (m(b[0]) - b[2]).square().sum() / 2,
     "a sum over a number": lambda m, b: (m(b[0]) - b[2]).square().sum() / 12,
+    "a sum over a number, by code that reads sizes": lambda m, b: (
+        (m(b[0]) - b[2])[: len(b[0])].square().sum() / (2 * T)
+    ),
     "a number times the batch size": lambda m, b: (m(b[0]) - b[2]).square().sum() / (len(b[0]) * 7),
     "distillation, 4 squared, by a model that reads sizes": lambda m, b: F.mse_loss(m(b[0]), b[2][: len(b[0])]) * 4**2,
     "mean times the batch size": lambda m, b: F.mse_loss(m(b[0]), b[2]) * len(b[0]),

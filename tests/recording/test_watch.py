@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from persample import PerSampleError, SamplesMixed, Watch, record
 from persample import watch as watch_
-from persample.testing.oracle import compute_test_loss
+from persample.testing.oracle import assert_rows_close, compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import CASES, B, Calls, D
 from tests.support.modules import read_state
@@ -135,10 +135,25 @@ def test_calls_without_a_backward_pass_are_dropped() -> None:
     torch.testing.assert_close(found, [compute_norms(model, x)])
 
 
+def test_a_second_call_with_some_samples_of_the_batch() -> None:
+    model, x = make_small()
+    found: list[Any] = []
+    watched = watch(model, found.append)
+    (model(x).sum() + model(x[:2]).square().sum()).backward()
+    watched.stop()
+    rows = []
+    for n in range(len(x)):
+        loss = model(x[n : n + 1]).sum() + (n < 2) * model(x[n : n + 1]).square().sum()
+        rows.append(torch.autograd.grad(loss, list(model.parameters())))
+    expected = {name: torch.stack([row[i] for row in rows]) for i, (name, _) in enumerate(model.named_parameters())}
+    assert_rows_close(found[0].dense(), expected, 1e-5)
+
+
 def test_one_loss_of_two_batches_is_refused() -> None:
     model, x = make_small()
+    other = x[:2].clone()
     watched = watch(model, lambda grads: None, {"keep": "clip", "max_norm": 1.0})
-    loss = model(x).sum() + model(x[:2]).sum()
+    loss = model(x).sum() + model(other).sum()
     with pytest.raises(SamplesMixed, match="made a tensor of shape \\(\\) without a torch function"):
         loss.backward()
     late = model(x).sum()

@@ -187,7 +187,7 @@ class Tracker(TorchFunctionMode):
         sites = _SCALES.setdefault(model, {}) if model is not None else {}
         divisors = "refuse" if tracing.get_trace() is not None else divisors
         is_held = None if outside is None else outside.is_held
-        self.counted = CountedSizes(divisors, sites, loss_reduction == "sum", is_held)
+        self.counted = CountedSizes(divisors, sites, loss_reduction, is_held)
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._sizes_read: frozenset[int] = frozenset()  # right before the next call, by the code around the model

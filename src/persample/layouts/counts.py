@@ -62,12 +62,12 @@ class CountedSizes:
         self,
         divisors: DivisorMode = "batch",
         sites: dict[Any, Scale] | None = None,
-        is_sum: bool = False,
+        given_reduction: str | None = None,
         is_held: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self.divisors = divisors  # what is done with divisors that are counted over all samples
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
-        self.is_sum = is_sum  # whether the user has said that the loss is a sum
+        self.given_reduction = given_reduction  # how the loss combines the samples, if the user has said so
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
         self.read_last: frozenset[int] = frozenset()  # the sizes that the calling code has read right before a call
         self.wholes: set[int] = set()  # sizes of tensors, of which calls of the model have got parts
@@ -91,6 +91,16 @@ class CountedSizes:
         """Note numbers among the arguments, which may count what all samples have, such as `num_items_in_batch`."""
         if self.holds_divisors:
             self.given_integers |= {*numbers}
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the user has said that the loss is a sum."""
+        return self.given_reduction == "sum"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a number that scales the loss may remain unclear: what is given decides, or it is an error."""
+        return self.given_reduction is not None or not self.holds_divisors
 
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""

@@ -93,6 +93,11 @@ def make_sum_of_entries(tensor: Tensor, where: Layout | Scattered) -> Divisor:
     return make_divisor(what, lambda: kept, where, [kept])
 
 
+def make_sum_of_counts(what: str, counts: Sequence[int]) -> Divisor:
+    """A divisor to which each sample adds its count."""
+    return Divisor(what, None, lambda: torch.tensor(counts), Layout(0))
+
+
 def make_number_of_rows(where: Layout | Scattered, device: torch.device) -> Divisor:
     """The number of rows (or entries, if they are scattered) of a tensor that was averaged."""
     if isinstance(where, Scattered):

@@ -93,7 +93,7 @@ class Reduced:
             a sum in one part and a mean in another. `cause` says why.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
         sizes: the sizes of what was added up, without that of the dimension of the samples.
-        uneven: if samples had different numbers of rows in the sum: the numbers of rows and of entries in all.
+        uneven: if samples had different numbers of rows in the sum: each sample's number of rows, and of entries.
         counts: nothing that was added up requires grad: a number of targets, the sum of a mask or of weights, or a
             function of such numbers. It may be the divisor of a loss.
         is_share: the sum was divided by numbers of all samples, which are in `divisors`; with `counts`, the tensor is
@@ -107,7 +107,7 @@ class Reduced:
     kind: Reduction = "sum"
     entries: int = 0
     sizes: tuple[int, ...] = ()
-    uneven: tuple[int, ...] = ()
+    uneven: tuple[tuple[int, ...], ...] = ()
     counts: bool = False
     is_share: bool = False
     divisors: tuple[Divisor, ...] = field(default=(), compare=False)

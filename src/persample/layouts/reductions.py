@@ -5,6 +5,8 @@ A loss is a sum over the samples of one term for each. A mean is one too, if its
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,13 +49,25 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     return Reduced(cause, kind=kind, entries=entries, sizes=sizes, uneven=uneven, counts=counts)
 
 
-def _find_uneven_rows(call: Call) -> tuple[int, ...]:
-    """The numbers of rows and entries of an argument in which samples have different numbers of rows, or ()."""
+def _find_uneven_rows(call: Call) -> tuple[tuple[int, ...], ...]:
+    """The samples' numbers of rows and entries in an argument in which they have different numbers of rows, or ()."""
     for tensor, where in zip(call.tensors, call.where, strict=True):
         ids = where.ids if isinstance(where, Layout) and tensor.dim() else None
-        if ids is not None and len({ids.count(n) for n in range(call.batch)}) > 1:
-            return len(ids), tensor.numel()
+        if ids and len(set(rows := tuple(map(Counter(ids).__getitem__, range(call.batch))))) > 1:
+            return rows, tuple(number * (tensor.numel() // len(ids)) for number in rows)
     return ()
+
+
+def _combine_uneven_rows(sums: Sequence[Reduced]) -> tuple[tuple[int, ...], ...]:
+    """The samples' numbers of rows in a sum of sums. Those of different samples are added up."""
+    found: tuple[tuple[int, ...], ...] = ()
+    for each in sums:
+        is_disjoint = not any(a and b for rows in found for own in each.uneven for a, b in zip(rows, own, strict=True))
+        if is_disjoint and len(found) == len(each.uneven):
+            found = tuple(tuple(map(operator.add, a, b)) for a, b in zip(found, each.uneven, strict=True))
+        else:
+            found = tuple(dict.fromkeys((*found, *each.uneven)))
+    return found
 
 
 def _count_entries(call: Call, results: Sequence[Tensor]) -> int:
@@ -239,9 +253,9 @@ def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
     if len(kinds) == 1:
         (kind,) = kinds
         has_same_entries = not single and len({where.entries for where in sums}) == 1
-        uneven = tuple({size: None for where in sums for size in where.uneven})
         entries = sums[0].entries if has_same_entries else 0
-        return replace(sums[0], kind=kind, entries=entries, uneven=uneven, **_combine_divisors(sums, bool(single)))
+        combined = {"uneven": _combine_uneven_rows(sums), **_combine_divisors(sums, bool(single))}
+        return replace(sums[0], kind=kind, entries=entries, **combined)
     one, other = kinds["sum"], kinds["mean"]
     cause = f"{get_op_name(call.func)} combines a sum over the samples ({one.cause}) with a mean ({other.cause})"
     return Reduced(cause, other.place or one.place, "mixed")

@@ -22,7 +22,7 @@ from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.counts import Scale
-from persample.layouts.divisors import EVEN, Divisor, describe_divisors
+from persample.layouts.divisors import EVEN, Divisor, describe_divisors, make_sum_of_counts
 from persample.layouts.layout import Lost, Reduced
 
 # "size": the batch size, or the number of entries; "count": another number of all samples; "unclear": a size or a
@@ -137,8 +137,9 @@ def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | No
     for total, known in call.counted.totals.items():
         if math.isclose(divisor, total, rel_tol=1e-6):
             return [known]
-    if _is_close_to_any(divisor, found.uneven):
-        return [Divisor("rows", divisor)]
+    for rows in found.uneven:
+        if divisor == sum(rows):
+            return [make_sum_of_counts("rows", rows)]
     if call.facts.is_division and call.counted.holds_divisors and float(divisor).is_integer():
         for known in found.divisors:  # the targets of the sum that are not ignored
             counts = known.count_by_sample(call.batch)
@@ -156,21 +157,22 @@ def _is_given_count(call: Call, divisor: float) -> bool:
 
 
 def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
-    """Whether a number may be the batch size or a multiple of it, for all that is known.
+    """Whether a number may be the batch size, for all that is known, or a multiple of it if the reduction is given.
 
-    A size is an integer, so a float as a factor (`0.1 * kl.sum()`) may be one only for a sum, as its inverse.
+    A size is an integer, so a float as a factor (`0.1 * kl.sum()`) may be one only for a sum, as its inverse. Without
+    a given reduction, a mean times a number is a mean (`* T**2`), and a multiple of the batch size by which a sum is
+    divided is a factor (`/ num_items`), as a number is that is no multiple.
     """
     is_division, sizes = call.facts.is_division, (call.batch, found.entries)
     if found.kind == "mean":
-        is_open = call.counted.is_sum or not call.counted.holds_divisors  # else a factor: `* T**2` is more common
-        return is_open and number in sizes and isinstance(number, int) and not is_division
+        return call.counted.is_open and number in sizes and isinstance(number, int) and not is_division
     if not call.counted.may_know_size(call.batch, found.entries):
         return False
     divisor = number if is_division else 1 / number
     if isinstance(number, float) and not is_division:
         return _is_close_to_any(divisor, sizes)
     ratio = divisor / call.batch
-    return math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
+    return call.counted.is_open and math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
 
 
 def _is_close_to_any(number: float, totals: Iterable[float]) -> bool:

@@ -69,7 +69,8 @@ class SampleFinder:
             arguments = self._make_arguments(args, kwargs, part)
             if part is None:
                 arguments.check_names(model)
-            if (knows_samples and arguments.has_known(self._tracker)) or arguments.has_rows(self._tracker):
+            has_rows = not self._is_isolated and arguments.has_rows(self._tracker)
+            if has_rows or (knows_samples and arguments.has_known(self._tracker)):
                 self._continue_batch(arguments, module)
                 return True
             if self._add_part_of_batch(arguments, module):
@@ -113,15 +114,8 @@ class SampleFinder:
 
         The rows of one tensor are different samples. If the user gave the batch size, each call has a whole batch.
         """
-        is_followed = not (self._is_isolated or self._options.coupled) and tracing.get_trace() is None
-        if self.batch is None or self._options.batch_size is not None or not is_followed:
-            return False
-        try:
-            rows = arguments.list_rows(arguments.find_batch_size())
-        except (NoSamplesFound, BatchSizesDiffer):
-            return False
-        numbers = self._rows.find(rows)
-        if numbers is None or numbers == list(range(self.batch)):
+        rows, numbers = self._find_part_of_batch(arguments)
+        if self.batch is None or numbers is None:
             return False
         if self._is_watched:
             raise PerSampleError(
@@ -141,6 +135,18 @@ class SampleFinder:
         self._note_rows(rows, numbers)
         self._verifier.prepare(module, arguments)
         return True
+
+    def _find_part_of_batch(self, arguments: Arguments) -> tuple[list[tuple[Tensor, int]], list[int] | None]:
+        """The tensors with samples in arguments, and the samples of their rows; None if they are no part of a batch."""
+        is_followed = not (self._is_isolated or self._options.coupled) and tracing.get_trace() is None
+        if self.batch is None or self._options.batch_size is not None or not is_followed:
+            return [], None
+        try:
+            rows = arguments.list_rows(arguments.find_batch_size())
+        except (NoSamplesFound, BatchSizesDiffer):
+            return [], None
+        numbers = self._rows.find(rows)
+        return rows, None if numbers == list(range(self.batch)) else numbers
 
     # ---- without a call of a module ----
 
@@ -196,10 +202,13 @@ class SampleFinder:
             sizes = self._find_sizes(self._make_arguments(args, kwargs, part).without_constants(self._tracker))
         return size is not None and (not sizes or (size in sizes and self._grads.has_same_units(size)))
 
-    def find_batch_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of samples in the arguments of a call of the model."""
+    def can_continue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call of the model has parts of the tensors of this step, or as many samples and equal units."""
         with _torch.DisableTorchFunction():
-            return self._find_batch_size(self._make_arguments(args, kwargs, None))
+            arguments = self._make_arguments(args, kwargs, None)
+            size = self._find_batch_size(arguments)
+            is_same = size == self.batch and self._grads.has_same_units(size)
+            return is_same or self._find_part_of_batch(arguments)[1] is not None
 
     # ---- tools ----
 

@@ -113,15 +113,14 @@ class WatchedStep:
     def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of the model belongs to this step: results are alive, and batch size and units are equal.
 
-        Samples of another batch that was declared do not belong to it.
+        Samples of another batch that was declared do not belong to it. Other parts of its tensors do, and are refused.
         """
         if not self._is_alive():
             return False
         declared = self._declared.find(args, kwargs)
         if declared and self._used and not any(a is b for a in declared for b in self._used):
             return False
-        grads, batch_size = self.recording.grads, self.recording.samples.find_batch_size(args, kwargs)
-        return batch_size == grads.batch_size and grads.has_same_units(batch_size)
+        return self.recording.samples.can_continue(args, kwargs)
 
     def note_output(self, output: Any) -> None:
         """Note the output of a call."""
