@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import threading
@@ -25,6 +26,7 @@ from persample import PerSampleError, SamplesMixed, check, record, watch
 from persample._torch import get_function_modes
 from persample.batches import Arguments
 from persample.distributed import Processes
+from persample.forward import get_program
 from persample.layouts import Layout
 from persample.recording.options import Options
 from persample.recording.verification import NotVerified, Verification, start_verification
@@ -61,7 +63,9 @@ def verify_plain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
         find_layout=lambda tensor: Layout(0) if tensor.dim() and len(tensor) == size else None,
     )
     try:
-        verification = Verification(model, Arguments(model.forward, args, kwargs, 0), tracker, lambda status: None)
+        verification = Verification(
+            model, Arguments(model.forward, args, kwargs, 0), tracker, lambda: lambda status: None
+        )
     except NotVerified as reason:
         return str(reason)
     return verification.finish(model(*args, **kwargs), Options(verify="first"))
@@ -831,6 +835,50 @@ def test_decisions_are_verified_once() -> None:
     assert count_calls(model) == [B]
 
 
+class Branching(Counting):
+    """Takes one of two paths."""
+
+    takes_other = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h.cos() if self.takes_other else h.sin()
+
+
+def is_verified_anew(model: nn.Module) -> bool:
+    return len(count_calls(model)) > 1
+
+
+ENVIRONMENTS: dict[str, Callable[[nn.Module], Any]] = {
+    "eval": lambda model: contextlib.nullcontext(model.eval()),
+    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
+    "another dtype of autocast": lambda model: torch.autocast("cpu", torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_path_is_verified_in_each_environment(name: str) -> None:
+    """Both paths are known, and both environments, but not this path in this environment."""
+    model = Branching(D, D)
+    for takes_other in (False, True):
+        model.takes_other = takes_other
+        with torch.autocast("cpu", torch.bfloat16, enabled=name.startswith("another")):
+            assert [is_verified_anew(model) for _ in range(5)][0::4] == [True, False]
+    for takes_other in (False, True):
+        model.takes_other = takes_other
+        with ENVIRONMENTS[name](model):
+            assert [is_verified_anew(model) for _ in range(2)] == [True, False]
+
+
+def test_what_is_kept_of_passes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("persample.forward.program._MAX_STATUSES", 3)
+    model = Counting(D, D)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        record_output(model.to(dtype), torch.randn(B, D, dtype=dtype))
+    kept = get_program(model)
+    assert 0 < len(kept.statuses) <= 3 and 0 < len(kept.environments) <= 3
+
+
 def test_one_sample_waits_for_a_larger_batch() -> None:
     model = Counting(D, D)
     assert count_calls(model, size=1) == [1] and count_calls(model, size=1, verify="always") == [1]
@@ -900,10 +948,10 @@ def test_not_where_several_processes_share_the_batch() -> None:
 
     model = Counting(D, D)
     arguments, tracker = Arguments(model.forward, (torch.randn(B, D),), {}, 0), SimpleNamespace(batch=B)
-    found = start_verification(model, Options(verify="first"), Others(), tracker, arguments)  # type: ignore[arg-type]
+    found = start_verification(model, Options(verify="first"), Others(), tracker, arguments, ())  # type: ignore[arg-type]
     assert found == "not verified: several processes share the batch"
     with pytest.raises(PerSampleError, match="cannot be verified: several processes"):
-        start_verification(model, Options(verify="always"), Others(), tracker, arguments)  # type: ignore[arg-type]
+        start_verification(model, Options(verify="always"), Others(), tracker, arguments, ())  # type: ignore[arg-type]
     assert count_calls(model) == [B, 1, 1]  # it was not remembered
 
 

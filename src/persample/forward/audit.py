@@ -226,7 +226,7 @@ class Audit(_Mode):
         super().__init__()
         self._tracker = tracker
         self._program = program
-        self._site: Site | None = site
+        self.site: Site | None = site
         self._is_whole = site is program.root
         self.is_new = self._is_whole  # whether the pass is one that is new, or that must be audited as a whole
         self._has_finding = False
@@ -303,9 +303,9 @@ class Audit(_Mode):
 
     def advance(self, key: Any) -> None:
         """Note the next function of the sequence."""
-        if self._site is not None:
-            self.is_new |= self._site.get(key) is None
-            self._site = self._program.get_next(self._site, key)
+        if self.site is not None:
+            self.is_new |= self.site.get(key) is None
+            self.site = self._program.get_next(self.site, key)
 
     # ---- torch functions ----
 

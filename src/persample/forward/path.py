@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -13,7 +14,7 @@ from persample import _torch
 from persample._internal import tracing
 from persample.forward.audit import Audit
 from persample.forward.gradient_hooks import follow_module_hooks
-from persample.forward.program import ANY_SITE, Program, Site, get_program
+from persample.forward.program import ANY_SITE, Pass, Program, Site, get_program
 from persample.forward.written import is_writing, writes_own_memory
 from persample.layouts import Call, Lost, Reduced, Where
 
@@ -158,13 +159,27 @@ class Path:
         """Whether the model has read values of samples as numbers, or decided on values of all samples."""
         return self.has_read_values or bool(self._decisions)
 
-    def may_differ_from_earlier_passes(self) -> bool:
-        """At the end of a forward pass: whether it may do with samples what no pass of the model has done before.
+    def get_environments(self) -> dict[Hashable, str]:
+        """What the first verification in each environment has found."""
+        program = self._find_program()
+        return {} if program is None else program.environments
 
-        Its sequence of functions is new, it took other decisions on values of all samples (`if x.mean() > 0`), or
-        values of samples were read as numbers, which code outside torch can use.
+    def find_status(self, environment: Hashable) -> str | None:
+        """At the end of a call: what the verification of the pass has found; None if it is to be verified.
+
+        It is to be verified if it is new, or if values of samples were read as numbers, which code outside torch can
+        use.
         """
         program = self._find_program()
-        decided_before = program is None or program.add_decisions(tuple(self._decisions))
-        is_new = self.audit is not None and self.audit.is_new
-        return is_new or self.has_read_values or not decided_before
+        if program is None or self.has_read_values or (self.audit is not None and self.audit.is_new):
+            return None
+        return program.find_status(self._make_pass(environment))
+
+    def make_note(self, environment: Hashable) -> Callable[[str], None]:
+        """At the end of a call: a function that notes what the verification of the pass has found."""
+        program = self._find_program() or Program()
+        return partial(program.note_status, self._make_pass(environment))
+
+    def _make_pass(self, environment: Hashable) -> Pass:
+        site = self.site if self.audit is None else self.audit.site
+        return Pass(id(site), tuple(self._decisions), environment)

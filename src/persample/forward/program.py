@@ -7,10 +7,10 @@ than to build a key. If a comparison fails, the call takes the way over its key,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample._internal.several_models import SeveralModels
-from persample.layouts import Effect, Layout, Where
+from persample.forward.remembered import RememberedConstants
+from persample.layouts import Effect, Layout, Scale, Where
 from persample.rules import RULES_VERSION
 
 # By the id of a tensor: a weak reference to the tensor; where its samples lie, and whether it required grad then.
@@ -39,7 +40,8 @@ _Check = tuple[int, Any, Any, int, bool]
 
 _MAX_SITES = 50_000  # of one model: a longer program is not kept, and new sequences are audited each time
 _PASSES_AFTER_FINDING = 10
-_MAX_DECISIONS = 64  # sequences of decisions that are told apart, for each model
+_MAX_DECISIONS = 64  # passes with decisions that are told apart, for each model
+_MAX_STATUSES = 1000
 _MAX_SETTINGS = 1000  # of functions of the user: others are checked each time
 
 
@@ -142,16 +144,38 @@ class _AnySite(Site):
 ANY_SITE = _AnySite()
 
 
+class Pass(NamedTuple):
+    """A pass at the end of a call of the model.
+
+    Attributes:
+        leaf: the id of the site where the path ends. Sites live as long as their program.
+        decisions: what the model has read that is true or false for all samples together.
+        environment: what the pass depends on besides.
+    """
+
+    leaf: int
+    decisions: tuple[bool, ...]
+    environment: Hashable
+
+
 @dataclass
 class Program:
-    """What is known about the passes of one model."""
+    """What is known about the passes of one model.
+
+    A pass is a path from the root to a leaf, in an environment: the training flag, autocast, the options and so on. It
+    is audited if its leaf exists, and verified if its leaf was verified in this environment and with the same decisions
+    on values of all samples.
+    """
 
     root: Site = field(default_factory=Site)  # each path from here is the sequence of functions of an audited pass
     size: int = 0  # the number of sites
     audits_due: int = 1  # the number of passes to come that are audited as a whole
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
-    decisions: set[tuple[bool, ...]] = field(default_factory=set)  # of passes, on values of all samples
+    environments: dict[Hashable, str] = field(default_factory=dict)  # what the first verification in each has found
+    statuses: dict[Pass, str] = field(default_factory=dict)  # what the verification of each pass has found
     settings: set[Any] = field(default_factory=set)  # of functions of the user whose backward was checked
+    scales: dict[Any, Scale] = field(default_factory=dict)  # how numbers scaled sums, by places in the code
+    constants: RememberedConstants = field(default_factory=RememberedConstants)
     together_with: WeakKeyDictionary[nn.Module, Program] = field(default_factory=WeakKeyDictionary)
 
     def get_next(self, site: Site, func: Any) -> Site | None:
@@ -166,12 +190,20 @@ class Program:
         """Have the next passes audited as a whole."""
         self.audits_due = _PASSES_AFTER_FINDING
 
-    def add_decisions(self, decisions: tuple[bool, ...]) -> bool:
-        """Add the decisions of a pass; return whether an earlier one took the same, or whether there are too many."""
-        is_known = decisions in self.decisions or len(self.decisions) >= _MAX_DECISIONS
-        if not is_known:
-            self.decisions.add(decisions)
-        return is_known
+    def find_status(self, found: Pass) -> str | None:
+        """What the verification of a pass has found; None if the pass is to be verified."""
+        status = self.statuses.get(found)
+        if status is None and found.decisions and len(self.statuses) >= _MAX_DECISIONS:
+            return self.environments.get(found.environment)
+        return status
+
+    def note_status(self, found: Pass, status: str) -> None:
+        """Note what the verification of a pass has found."""
+        for statuses in (self.environments, self.statuses):
+            if len(statuses) >= _MAX_STATUSES:
+                statuses.clear()
+        self.environments.setdefault(found.environment, status)
+        self.statuses[found] = status
 
     def add_setting(self, setting: Any) -> bool:
         """Add how a function of the user was called; return whether an earlier pass has called it in the same way."""

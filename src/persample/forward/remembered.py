@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +86,3 @@ def _find_places() -> list[Hashable]:
             places.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return places
-
-
-_remembered: WeakKeyDictionary[nn.Module, RememberedConstants] = WeakKeyDictionary()
-
-
-def get_remembered_constants(model: nn.Module) -> RememberedConstants:
-    """What earlier steps of a model have told."""
-    return _remembered.setdefault(model, RememberedConstants())

@@ -43,7 +43,7 @@ from persample.forward.loss_code import guard_node
 from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
-from persample.forward.program import Site
+from persample.forward.program import Site, get_program
 from persample.forward.progress import Progress, Stage
 from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.steps import NEXT, follow, set_layouts, without_unread_tensor
@@ -69,7 +69,6 @@ from persample.layouts import (
     Motion,
     Reduced,
     SampleUnits,
-    Scale,
     Scattered,
     Summed,
     Where,
@@ -94,9 +93,6 @@ _DIFFERENTIATING = all_with("differentiates")
 _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 _UNKNOWN = (Lost("the tracker has not seen it"), False)
-
-# For each model: how numbers were read by which the code scaled sums over the samples, by places in the code.
-_SCALES: WeakKeyDictionary[nn.Module, dict[Any, Scale]] = WeakKeyDictionary()
 
 
 def _is_refused(where: Where | None) -> bool:
@@ -184,10 +180,10 @@ class Tracker(TorchFunctionMode):
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self.path = Path(model, isolation is not None)
         self.buffers = Buffers(model)
-        sites = _SCALES.setdefault(model, {}) if model is not None else {}
+        scales = None if model is None else get_program(model, isolation is not None).scales
         divisors = "refuse" if tracing.get_trace() is not None else divisors
         is_held = None if outside is None else outside.is_held
-        self.counted = CountedSizes(divisors, sites, loss_reduction, is_held)
+        self.counted = CountedSizes(divisors, scales, loss_reduction, is_held)
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
         self._sizes_read: frozenset[int] = frozenset()  # right before the next call, by the code around the model
@@ -526,6 +522,8 @@ class Tracker(TorchFunctionMode):
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
         if self.loss_code is None or self.is_inside or func in _DIFFERENTIATING:
+            if self.complain is None and func not in _DIFFERENTIATING:
+                return self.follow_again(func, args, kwargs)
             return self._follow_or_give_up(func, args, kwargs)
         return self.loss_code.run(func, args, kwargs, self, self._follow_or_give_up)
 
@@ -680,15 +678,18 @@ class Tracker(TorchFunctionMode):
 
     def _run_by_shape(self, func: Any, args: tuple[Any, ...]) -> Tensor | None:
         """Run a function of one tensor whose motion follows from shapes; None, without running it, if it does not."""
-        tensor = args[0]
-        found = self._known.get(tensor)
-        if found is None and not self.is_inside:  # a tensor from outside may be judged now
+        tensor: Tensor = args[0]
+        entry = self._known.entries.get(id(tensor))
+        if entry is None and not self.is_inside:  # a tensor from outside may be judged now
             self.find_known_layout(tensor)
-            found = self._known.get(tensor)
-        if found is None or type(layout := found[0]) is not Layout or not layout.is_pattern:
+            entry = self._known.entries.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
             return None
-        is_hidden = bool(self.of_hidden_weights) and not torch.is_grad_enabled()
-        if is_hidden or (tensor.requires_grad and not found[1]):  # the latter: a leaf, or made by an autograd.Function
+        layout, had_grad = entry[1]
+        if type(layout) is not Layout or not layout.is_pattern:
+            return None
+        is_hidden = self.of_hidden_weights.entries and not torch.is_grad_enabled()
+        if is_hidden or (tensor.requires_grad and not had_grad):  # the latter: a leaf, or made by an autograd.Function
             return None
         find, shape = BY_SHAPE[func], tensor.shape
         if func is Tensor.__getitem__:
@@ -710,7 +711,8 @@ class Tracker(TorchFunctionMode):
     def _note(self, tensor: Tensor, layout: Where | None) -> None:
         """`set_layout` for a layout of samples."""
         self._known.entries[id(tensor)] = (ref(tensor), (layout, tensor.requires_grad))
-        save_layout(self.saved_layouts, tensor, layout)
+        if get_saved_tensor_hooks() is not None:  # as in `save_layout`, without the call of a function
+            save_layout(self.saved_layouts, tensor, layout)
 
     # ---- what steps need ----
 

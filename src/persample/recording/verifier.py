@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from persample.recording.verification import (
     NotVerified,
     Verification,
     describe,
+    describe_environment,
     start_late_verification,
     start_verification,
 )
@@ -39,8 +40,8 @@ class Verifier:
         self._options, self._processes, self._grads = wiring.options, wiring.processes, wiring.grads
         self._tracker, self._collector, self._row_check = wiring.tracker, wiring.collector, wiring.row_check
         self._verification: Verification | None = None  # of the running call
-        # The module of the running call and its arguments, if calls like it were verified.
-        self._verified_before: tuple[nn.Module, Arguments] | None = None
+        # The module of the running call, its arguments and environment, if calls like it were verified.
+        self._verified_before: tuple[nn.Module, Arguments, Hashable] | None = None
         self._has_status = False  # whether it is known if the calls so far are verified
         self._had_met = False  # whether samples of one unit were combined before the running call
 
@@ -52,10 +53,11 @@ class Verifier:
             self.note_status(CONTRIBUTIONS)
             return
         with self._tracker.pause():
-            found = start_verification(called, self._options, self._processes, self._tracker, arguments)
+            environment = describe_environment(called, self._options, arguments)
+            found = start_verification(called, self._options, self._processes, self._tracker, arguments, environment)
         if isinstance(found, str):
             self._verification = None
-            self._verified_before = (called, _copy(arguments)) if found.startswith("verified") else None
+            self._verified_before = (called, _copy(arguments), environment) if found.startswith("verified") else None
             self.note_status(found)
         else:
             self._verification = found
@@ -67,9 +69,12 @@ class Verifier:
     def end_call(self, output: Any) -> None:
         """Verify the output of the call that has ended; None if it has failed."""
         verification, self._verification = self._verification, None
-        may_differ = output is not None and self._tracker.path.may_differ_from_earlier_passes()
-        if may_differ and self._verified_before is not None:
-            verification = self._start_late_verification(*self._verified_before)
+        if self._verified_before is not None and output is not None:
+            known = self._tracker.path.find_status(self._verified_before[-1])
+            if known is None:
+                verification = self._start_late_verification(*self._verified_before)
+            else:
+                self.note_status(known)
         self._verified_before = None
         if self._units_have_met and not self._had_met:
             reason = NotVerified("the model combines samples of one unit")
@@ -98,13 +103,15 @@ class Verifier:
         self._has_status = True
         self._grads.note_verification(status)
 
-    def _start_late_verification(self, called: nn.Module, arguments: Arguments) -> Verification | None:
+    def _start_late_verification(
+        self, called: nn.Module, arguments: Arguments, environment: Hashable
+    ) -> Verification | None:
         """Prepare the verification of a call that has just run and may have done something new."""
         if self._tracker.batch < 2:  # nothing to mix with
             return None
-        is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
         with _torch.DisableTorchFunction():
-            found = start_late_verification(called, self._options, self._tracker, arguments, is_random)
+            is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
+            found = start_late_verification(called, self._options, self._tracker, arguments, environment, is_random)
         if isinstance(found, str):
             self.note_status(found)
             return None

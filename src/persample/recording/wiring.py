@@ -18,7 +18,7 @@ from persample._internal.precision import in_full_precision
 from persample.backward import Collector, PositionSplitter, group_by_rows
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward import FirstLoss, Isolation, OutsideTensors, Tracker, get_remembered_constants, make_advice
+from persample.forward import FirstLoss, Isolation, OutsideTensors, Tracker, get_program, make_advice
 from persample.gradients import Gradients, LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.layouts import Reduced
 from persample.recording.hooks import UnrecordedGradients
@@ -238,7 +238,7 @@ def _note_empty_passes(grads: Gradients, collector: Collector) -> None:
 
 
 def _make_outside(model: nn.Module, options: Options, is_watched: bool, remembers: bool) -> OutsideTensors:
-    remembered = get_remembered_constants(model) if remembers else None
+    remembered = get_program(model).constants if remembers else None
     if remembered is not None:
         remembered.start_step()
     constants = [constant for constant in options.list_constants() if isinstance(constant, Tensor)]

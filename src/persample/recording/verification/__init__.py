@@ -6,7 +6,15 @@ declarations. It takes two forward passes of one sample, in the first recording 
 
 from persample.recording.verification.one_pass import Verification
 from persample.recording.verification.rows import RowCheck
-from persample.recording.verification.start import start_late_verification, start_verification
+from persample.recording.verification.start import describe_environment, start_late_verification, start_verification
 from persample.recording.verification.status import NotVerified, describe
 
-__all__ = ["NotVerified", "RowCheck", "Verification", "describe", "start_late_verification", "start_verification"]
+__all__ = [
+    "NotVerified",
+    "RowCheck",
+    "Verification",
+    "describe",
+    "describe_environment",
+    "start_late_verification",
+    "start_verification",
+]

@@ -39,9 +39,10 @@ class Verification:
         model: the model that is about to run.
         arguments: its arguments.
         tracker: knows where the samples lie in the arguments and, after the forward pass, in the outputs.
-        remember: called with what was found, unless memory ran out or the batch tells nothing about others. None if
-            passes of this kind were verified before, and this one does something new.
-        is_random: whether the pass draws random numbers, if it has already run.
+        make_note: called at the end of the pass; makes the function that is called with what was found, unless memory
+            ran out or the batch tells nothing about others.
+        is_random: whether the pass draws random numbers, if it has already run: passes in its environment were verified
+            before, and it may do something new.
 
     Attributes:
         has_row: whether a row of the gradients can be compared after the backward pass.
@@ -54,8 +55,8 @@ class Verification:
         model: nn.Module,
         arguments: Arguments,
         tracker: Tracker,
-        remember: Callable[[str], None] | None,
-        is_random: bool = False,
+        make_note: Callable[[], Callable[[str], None]],
+        is_random: bool | None = None,
     ) -> None:
         self.model = model
         self.batch = tracker.batch
@@ -69,7 +70,7 @@ class Verification:
         self.row: VerifiedCall | None = None
         self.no_row = ""
         self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
-        self._tracker, self._remember, self._is_random = tracker, remember, is_random
+        self._tracker, self._make_note, self._is_random = tracker, make_note, is_random
         self.samples: dict[int, Call] = {}
         self._add_samples((0, self.batch - 1))
         try:
@@ -111,19 +112,20 @@ class Verification:
                 # Each sample may take another branch.
                 if self._tracker.path.has_read_samples and not self.calls.has_changed:
                     self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
-            with open_extra_passes(self.model, (self.before, self.random_before), self._is_random) as runs:
+            with open_extra_passes(self.model, (self.before, self.random_before), bool(self._is_random)) as runs:
                 comparison = Comparison(self, runs, parts)
                 status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
                 self._keep_row(comparison, output, runs)
         except NotVerified as reason:
-            status = describe(reason, options, is_late=self._remember is None)
+            status = describe(reason, options, is_late=self._is_random is not None)
         except torch.OutOfMemoryError:
             return "not verified: out of memory"  # not remembered
-        if self.is_telling and self._remember is not None:
+        if self.is_telling:
+            note = self._make_note()
             if self.row is None:
-                self._remember(status)
+                note(status)
             else:
-                self.row.remember = partial(self._remember, status)
+                self.row.remember = partial(note, status)
         return status
 
     def _keep_row(self, comparison: Comparison, output: Any, runs: Runs) -> None:
