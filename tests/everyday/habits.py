@@ -206,3 +206,25 @@ def with_metrics(model: nn.Module, batch: Batch) -> Tensor:
     loss = F.cross_entropy(logits, batch[1])
     _ = loss.item(), (logits.argmax(1) == batch[1]).sum().item(), torch.exp(loss.detach()).item()
     return loss
+
+
+@habits("mean loss times the batch size", classifier, labelled)
+def times_batch_size(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1]) * batch[0].size(0)
+
+
+@habits("mean loss times a number that equals the batch size", classifier, labelled)
+def times_four(model: nn.Module, batch: Batch) -> Tensor:
+    return 4 * F.cross_entropy(model(batch[0]), batch[1])
+
+
+@habits("sum times the inverse of the batch size", classifier, labelled, front_ends=(RECORD,))
+def times_inverse(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") * (1.0 / len(batch[0]))
+
+
+@habits("uneven chunks, each a sum over the batch size", classifier, labelled, front_ends=(RECORD,), sizes=(5, 7, 4))
+def uneven_chunks(model: nn.Module, batch: Batch) -> None:
+    x, y = batch
+    for i in range(0, len(x), 3):
+        (F.cross_entropy(model(x[i : i + 3]), y[i : i + 3], reduction="sum") / len(x)).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.everyday import lightning_guides, post_training
+from tests.everyday.detection import detection
 from tests.everyday.habits import habits
 from tests.everyday.hugging_face import tasks
 from tests.everyday.loop import ROWS, Loop, Origin
@@ -10,7 +11,7 @@ from tests.everyday.objectives import losses
 from tests.everyday.pytorch_examples import examples
 from tests.support.paths import ROOT
 
-ORIGINS: list[Origin] = [examples, tasks, lightning_guides.guides, post_training.guides, losses, habits]
+ORIGINS: list[Origin] = [examples, tasks, lightning_guides.guides, post_training.guides, losses, detection, habits]
 LOOPS: list[Loop] = [loop for origin in ORIGINS for loop in origin.loops]
 PAGE = ROOT / "docs/reference/everyday.md"
 
