@@ -210,29 +210,13 @@ class Arguments:
         rejected: list[int] = []
         for leaf, dim in self.leaves:
             if isinstance(leaf, PackedSequence):
-                if int(leaf.batch_sizes[0]) != batch_size:
-                    raise WrongBatchSize(int(leaf.batch_sizes[0]), batch_size)
-                layout = make_packed_layout(leaf.batch_sizes, leaf.sorted_indices, batch_size)
-                tracker.add_input(leaf.data, layout)
-                tracker.add_packed(layout.get_ids(len(leaf.data), batch_size), leaf.batch_sizes.tolist())
-                for order in (leaf.sorted_indices, leaf.unsorted_indices, leaf.batch_sizes):
-                    if order is not None:  # a loss that puts the samples in another order selects them by number
-                        tracker.add_constant(order)
-                continue
-            if dim is None:
-                for tensor in iterate_tensors(leaf):
-                    tracker.add_constant(tensor)
+                _add_packed(leaf, tracker)
                 continue
             for tensor in iterate_tensors(leaf):
-                if _torch.has_tangent(tensor):
-                    refuse_forward_mode("an argument of the model")
-                found = find_sample_dim(tensor, batch_size, dim, search)
-                if found is None and not search and self._can_find_states and tensor.dim() > dim:
-                    found = find_state_dim(tensor, batch_size, dim)
-                if found is None and search and batch_size == 1 and tensor.numel():  # all of it is the sample
-                    tracker.add_input(tensor, Layout(0, len(tensor) if tensor.dim() else 1))
-                elif found is not None:
-                    tracker.add_input(tensor, _make_layout(tensor, batch_size, found, dim))
+                if dim is None:
+                    tracker.add_constant(tensor)
+                elif (layout := self._find_layout(tensor, dim, batch_size, search)) is not None:
+                    tracker.add_input(tensor, layout)
                 elif tensor.dim() > dim:
                     rejected.append(tensor.shape[dim])
         if has_edges((name, arg) for _, name, arg in self._name()):
@@ -244,6 +228,17 @@ class Arguments:
         if not tracker.has_inputs:
             self._refuse_graphs()
             raise NoSamplesFound(_ARGUMENTS)
+
+    def _find_layout(self, tensor: Tensor, dim: int, batch_size: int, search: bool) -> Layout | None:
+        """Where the samples lie in a tensor; None if it has another size in its batch dimension, `dim`."""
+        if _torch.has_tangent(tensor):
+            refuse_forward_mode("an argument of the model")
+        found = find_sample_dim(tensor, batch_size, dim, search)
+        if found is None and not search and self._can_find_states and tensor.dim() > dim:
+            found = find_state_dim(tensor, batch_size, dim)
+        if found is None and search and batch_size == 1 and tensor.numel():  # all of it is the sample
+            return Layout(0, len(tensor) if tensor.dim() else 1)
+        return None if found is None else _make_layout(tensor, batch_size, found, dim)
 
     def _advise_on_lists(self, tracker: Tracker) -> None:
         """For errors: a list of tensors may also have one entry for each sample."""
@@ -355,6 +350,18 @@ class Arguments:
                 leaves = _torch.pytree.tree_leaves(arg, is_leaf=lambda value: isinstance(value, PackedSequence))
             found += [(leaf, None if id(leaf) in constant_ids else dim) for leaf in leaves]
         return found
+
+
+def _add_packed(packed: PackedSequence, tracker: Tracker) -> None:
+    """Tell the tracker where the samples lie in a packed sequence."""
+    if int(packed.batch_sizes[0]) != tracker.batch:
+        raise WrongBatchSize(int(packed.batch_sizes[0]), tracker.batch)
+    layout = make_packed_layout(packed.batch_sizes, packed.sorted_indices, tracker.batch)
+    tracker.add_input(packed.data, layout)
+    tracker.add_packed(layout.get_ids(len(packed.data), tracker.batch), packed.batch_sizes.tolist())
+    for order in (packed.sorted_indices, packed.unsorted_indices, packed.batch_sizes):
+        if order is not None:  # a loss that puts the samples in another order selects them by number
+            tracker.add_constant(order)
 
 
 def _make_layout(tensor: Tensor, batch_size: int, found: int, dim: int) -> Layout:

@@ -117,17 +117,8 @@ class Descriptions:
         elif isinstance(value, FunctionType):
             if not _is_installed(value.__module__ or ""):  # the globals of a library do not change
                 yield from self._describe_function(value)
-        elif isinstance(value, MethodType):
-            yield self.describe(value.__func__)
-            yield self.describe(value.__self__)
-        elif isinstance(value, partial):
-            yield self.describe((value.func, value.args, value.keywords))
-        elif isinstance(value, (staticmethod, classmethod)):
-            yield self.describe(value.__func__)
-        elif isinstance(value, property):
-            yield self.describe((value.fget, value.fset))
-        elif isinstance(value, cached_property):
-            yield self.describe(value.func)
+        elif (enclosed := _list_enclosed(value)) is not None:
+            yield from map(self.describe, enclosed)
         elif isinstance(value, type):
             yield from self._describe_class(value)
         elif (content := _digest_buffer(value)) is not None:
@@ -195,6 +186,19 @@ def _find_names(code: CodeType) -> _Names:
         of_attributes = dict.fromkeys([*code.co_names, *(name for names in inner for name in names.of_attributes)])
         _names[code] = _Names(tuple(of_globals), tuple(of_attributes))
     return _names[code]
+
+
+def _list_enclosed(value: Any) -> tuple[Any, ...] | None:
+    """What an object of Python encloses that only calls something else; None for other objects."""
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return ((value.func, value.args, value.keywords),)
+    if isinstance(value, (staticmethod, classmethod)):
+        return (value.__func__,)
+    if isinstance(value, property):
+        return ((value.fget, value.fset),)
+    return (value.func,) if isinstance(value, cached_property) else None
 
 
 def _get_attributes(value: Any) -> dict[str, Any]:

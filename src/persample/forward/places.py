@@ -112,25 +112,32 @@ class Places:
             return
         if call.is_inplace and before is not None and before.shape == call.tensors[0].shape:
             call = call.with_tensors([before, *call.tensors[1:]])
-        aligned: Sequence[tuple[int, Layout]] = motion.aligned
-        if call.facts.operator in ("cat", "stack"):
-            aligned = _find_joined_rows(call, motion)
-        elif call.facts.operator in _OTHER_JOINS:
-            where = motion.results[0]
-            if isinstance(where, Layout) and not _joins_equal_rows(call, where):
-                self._refuse(call, next(t for t, own in zip(call.tensors, call.where, strict=True) if not own), forward)
-        elif call.facts.operator == "index_fill":
-            dim = get_argument(call, 1, "dim") % call.tensors[0].dim()
-            if isinstance(call.where[0], Layout) and dim == call.where[0].dim and call.tensors[1] not in self._random:
-                self._refuse_row_numbers(call, forward)
-        elif (call.facts.picks_entries or call.facts.writes_entries) and self._is_moved_by_place(call, motion):
-            self._refuse(call, next(t for t, where in zip(call.tensors, call.where, strict=True) if not where), forward)
-        for position, layout in aligned:
+        for position, layout in self._find_aligned(call, motion, forward):
             tensor = call.tensors[position]
             if call.where[position] is not None or tensor is call.kwargs.get("out"):
                 continue
             if not self._has_same_rows(tensor, layout, call, forward):
                 self._refuse(call, tensor, forward)
+
+    def _find_aligned(self, call: Call, motion: Motion, forward: ForwardPass) -> Sequence[tuple[int, Layout]]:
+        """The constants whose rows meet those of samples, by position; refuses calls that join or move them."""
+        operator = call.facts.operator
+        if operator in ("cat", "stack"):
+            return _find_joined_rows(call, motion)
+        if operator in _OTHER_JOINS:
+            where = motion.results[0]
+            is_refused = isinstance(where, Layout) and not _joins_equal_rows(call, where)
+        elif operator == "index_fill":
+            dim = get_argument(call, 1, "dim") % call.tensors[0].dim()
+            if isinstance(call.where[0], Layout) and dim == call.where[0].dim and call.tensors[1] not in self._random:
+                self._refuse_row_numbers(call, forward)
+            return motion.aligned
+        else:
+            is_index = call.facts.picks_entries or call.facts.writes_entries
+            is_refused = is_index and self._is_moved_by_place(call, motion)
+        if is_refused:
+            self._refuse(call, next(t for t, own in zip(call.tensors, call.where, strict=True) if not own), forward)
+        return motion.aligned
 
     def _refuse(self, call: Call, tensor: Tensor, forward: ForwardPass) -> NoReturn:
         kind = "a weight" if tensor.requires_grad else "a constant"

@@ -87,9 +87,8 @@ class Site(dict[Any, "Site"]):
                 layout, had_grad = entry[1]
                 if layout is not expected and (type(layout) is not Layout or layout.token is not token):
                     return False
-                if value.requires_grad is not has_grad or had_grad is not has_grad or value.dim() != dims:
-                    return False
-                if value.layout is not _STRIDED:
+                has_same_grad = value.requires_grad is has_grad and had_grad is has_grad
+                if not has_same_grad or value.dim() != dims or value.layout is not _STRIDED:
                     return False
         return True
 

@@ -146,15 +146,33 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return make_uniform_motion(call.where[0], results)
     if (made := find_motion_of_maker(call, results)) is not None:
         return made
+    if any(isinstance(where, Lost) for where in call.where):
+        found = _find_motion_of_known_entries(call, results)
+        if found is not None:
+            return found
+        if any(isinstance(where, Scattered) for where in call.where):
+            call = replace(call, where=tuple(map(lose_entries, call.where)))
+    if call.facts.lists_entries and (call.facts.operator != "where" or len(call.args) == 1):
+        return find_motion_of_listing(call, results)
+    for where in call.where:
+        if isinstance(where, Lost):
+            is_loop = where.listing and call.facts.operator == "unbind"
+            return make_uniform_motion(None if is_loop else lose_entries(where), results)
+    if any(isinstance(where, Reduced) for where in call.where):
+        motion = find_motion_after_reduction(call, results)
+        is_lost = any(isinstance(where, Lost) for where in motion.results)
+        return _make_motion_of_one_sample(call, results, 0) if is_lost and call.batch == 1 else motion
+    return _find_motion_of_samples(call, results)
+
+
+def _find_motion_of_known_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The motion of tensors in which samples are mixed, but of which more is known; None if that does not tell it."""
     if any(isinstance(where, Lost) and where.sized for where in call.where):
         found = find_motion_of_sized(call, results)
         if found is not None:
             return found if isinstance(found, Motion) else _compute_motion(found, results)
     if any(isinstance(where, Scattered) for where in call.where):
-        scattered = find_scattered_motion(call, results)
-        if scattered is not None:
-            return scattered
-        call = replace(call, where=tuple(map(lose_entries, call.where)))
+        return find_scattered_motion(call, results)
     if any(isinstance(where, Crossed) for where in call.where):
         with torch.no_grad():
             crossed = find_crossed_motion(call, results)
@@ -162,17 +180,11 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
             return crossed
     if any(isinstance(where, Divided) for where in call.where) and (entered := enter_divided(call)) is not None:
         return leave_divided(call, _compute_motion(entered, results))
-    lists = call.facts.lists_entries and (call.facts.operator != "where" or len(call.args) == 1)
-    for where in call.where:
-        if isinstance(where, Lost) and not lists:
-            is_loop = where.listing and call.facts.operator == "unbind"
-            return make_uniform_motion(None if is_loop else lose_entries(where), results)
-    if lists:
-        return find_motion_of_listing(call, results)
-    if any(isinstance(where, Reduced) for where in call.where):
-        motion = find_motion_after_reduction(call, results)
-        is_lost = any(isinstance(where, Lost) for where in motion.results)
-        return _make_motion_of_one_sample(call, results, 0) if is_lost and call.batch == 1 else motion
+    return None
+
+
+def _find_motion_of_samples(call: Call, results: Sequence[Tensor]) -> Motion:
+    """The motion of a call in which each tensor has layouts of samples, or is constant."""
     if call.counted.packed_orders and (packed := find_packed_motion(call, results)) is not None:
         return packed
     if any(isinstance(where, Layout) and where.by_rank for where in call.where):

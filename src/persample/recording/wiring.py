@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -152,27 +152,12 @@ def make_wiring(
     processes, (modules, parameters) = find_processes(model), read_model(model)
     trainable = select_trainable(parameters)
     recorded = options.select(trainable)
-    if is_watched:
-        _refuse_computed_parameters(trainable)
-    refuse_parameter_hooks(trainable if options.keep_grad else recorded)
+    _check_parameters(trainable, trainable if options.keep_grad else recorded, is_watched)
     grads, row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
-    is_alone, is_traced, is_coupled = (
-        type(processes) is Processes,
-        tracing.get_trace() is not None,
-        bool(options.coupled),
-    )
+    is_alone, is_traced = type(processes) is Processes, tracing.get_trace() is not None
+    is_coupled = options.coupled is not None
     delivery = Delivery(grads, processes, options.keep_grad, complain if is_alone else None, recorded, ended)
-    collector = Collector(
-        trainable.values() if is_alone else map(processes.get_used, trainable.values()),
-        row_check.follow(delivery.deliver),
-        delivery.finish,
-        early=grads.is_early,
-        deliver_stack=None if options.keep_grad else row_check.follow_stack(grads.receive_stack),
-        deliver_shared=delivery.deliver_shared,
-        complain=delivery.complain,
-        positions=None if options.positions is None else PositionSplitter(options.positions),
-    )
-    _note_empty_passes(grads, collector)
+    collector = _make_collector(options, trainable.values(), processes, grads, delivery, row_check)
     has_private_options = isolation is not None or is_traced  # without `coupled`, and with exact sizes
     outside = _make_outside(model, options, is_watched, remembers=not has_private_options)
     tracker = Tracker(
@@ -198,10 +183,40 @@ def make_wiring(
     return Wiring(options, ref(model), processes, recorded, *parts, is_watched)
 
 
-def _refuse_computed_parameters(trainable: Mapping[str, Tensor]) -> None:
-    """Refuse tensors in the places of parameters, which autograd would not add gradients to."""
+def _make_collector(
+    options: Options,
+    trainable: Iterable[Tensor],
+    processes: Processes,
+    grads: Gradients,
+    delivery: Delivery,
+    row_check: RowCheck,
+) -> Collector:
+    collector = Collector(
+        map(processes.get_used, trainable),
+        row_check.follow(delivery.deliver),
+        delivery.finish,
+        early=grads.is_early,
+        deliver_stack=None if options.keep_grad else row_check.follow_stack(grads.receive_stack),
+        deliver_shared=delivery.deliver_shared,
+        complain=delivery.complain,
+        positions=None if options.positions is None else PositionSplitter(options.positions),
+    )
+    found = ref(collector)  # the node of the anchor keeps the function
+
+    def note(_: Any) -> None:
+        """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
+        if not grads.batch_size and (own := found()) is not None:
+            own.note_pass()
+
+    collector.anchor_node.register_prehook(note)
+    return collector
+
+
+def _check_parameters(trainable: Mapping[str, Tensor], used: Mapping[str, Tensor], is_watched: bool) -> None:
+    """Refuse hooks and, in the places of parameters, tensors that autograd would not add gradients to."""
+    refuse_parameter_hooks(used)
     for name, p in trainable.items():
-        if not p.is_leaf:
+        if is_watched and not p.is_leaf:
             raise PerSampleError(
                 f"'{name}' is not a parameter in this call of the model but was computed from other tensors, as with "
                 "torch.func.functional_call. Use record(model), with the call inside the block."
@@ -224,17 +239,6 @@ def _make_gradients(options: Options, recorded: Mapping[str, Tensor], processes:
     if options.keep == "norms":
         return StreamedNorms(recorded, make_reduction(), processes, *kept)
     return make() if options.losses is None else LossGradients(options.losses, make)
-
-
-def _note_empty_passes(grads: Gradients, collector: Collector) -> None:
-    """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
-    found = ref(collector)  # which keeps the node
-
-    def note(_: Any) -> None:
-        if not grads.batch_size and (collector := found()) is not None:
-            collector.note_pass()
-
-    collector.anchor_node.register_prehook(note)
 
 
 def _make_outside(model: nn.Module, options: Options, is_watched: bool, remembers: bool) -> OutsideTensors:

@@ -30,7 +30,31 @@ Letters = Sequence[Any]
 
 def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
     """The motion of a product; `letters[i]` has a letter for each dimension of tensor i, `out` those of the result."""
-    letters, out = [list(of_tensor) for of_tensor in letters], list(out)
+    out = list(out)
+    joined = _join_samples(call, results, letters, out)
+    if joined is None or isinstance(joined, Motion):
+        return joined
+    found, letter, size = joined
+    if letter not in out:
+        if call.facts.is_additive:
+            return make_uniform_motion(make_reduced(call, results), results)
+        return lose(call, results, "sums over the samples")
+    dim = out.index(letter)
+    if results[0].shape[dim] != size:
+        return None
+    aligned = []
+    for i, (tensor, where, of_tensor) in enumerate(zip(call.tensors, call.where, letters, strict=True)):
+        if where is None and letter in of_tensor:
+            own_dim = of_tensor.index(letter)
+            if tensor.shape[own_dim] == size:
+                aligned.append((i, move(found, own_dim)))
+    return Motion((move(found, dim),), tuple(aligned))
+
+
+def _join_samples(
+    call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: list[Any]
+) -> tuple[Layout, Any, int] | Motion | None:
+    """The layout, the letter and the size of the dimension that all samples lie in; the motion if there are others."""
     found: Layout | None = None
     letter: Any = None
     size = 0
@@ -52,22 +76,7 @@ def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters],
             found = merge_rows(found, where, size, call.batch)
             if found is None:
                 return lose(call, results, DIFFERENT_ORDERS)
-    if found is None:
-        return None
-    if letter not in out:
-        if call.facts.is_additive:
-            return make_uniform_motion(make_reduced(call, results), results)
-        return lose(call, results, "sums over the samples")
-    dim = out.index(letter)
-    if results[0].shape[dim] != size:
-        return None
-    aligned = []
-    for i, (tensor, where, of_tensor) in enumerate(zip(call.tensors, call.where, letters, strict=True)):
-        if where is None and letter in of_tensor:
-            own_dim = of_tensor.index(letter)
-            if tensor.shape[own_dim] == size:
-                aligned.append((i, move(found, own_dim)))
-    return Motion((move(found, dim),), tuple(aligned))
+    return None if found is None else (found, letter, size)
 
 
 def _matrix_letters(rank: int, rows: str, columns: str) -> list[Any]:
