@@ -10,6 +10,8 @@ pytest.importorskip("ruff")
 
 from tools import measures
 
+pytestmark = pytest.mark.quick
+
 ENGINE = '''
 from typing import Any
 from persample import record

@@ -12,6 +12,8 @@ from torch import nn
 
 from persample._internal.model_table import read_model
 
+pytestmark = pytest.mark.quick
+
 
 def make_model() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 3, bias=False), nn.Sequential(nn.Linear(3, 3), nn.ReLU()), nn.LayerNorm(3))

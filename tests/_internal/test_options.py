@@ -14,6 +14,8 @@ from persample.private import PrivacyEngine
 from persample.private.options import EngineOptions, PrivateOptions
 from persample.recording.options import Options, RecordOptions
 
+pytestmark = pytest.mark.quick
+
 
 class SmallOptions(TypedDict, total=False):
     size: int

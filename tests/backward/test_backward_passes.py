@@ -16,6 +16,8 @@ from tests.support.case import Case, loop_gradients
 from tests.support.cases import CASES, B, Calls, D, T, param
 from tests.support.modules import get_grad_samples
 
+pytestmark = pytest.mark.quick
+
 
 def test_second_backward_raises() -> None:
     loss = call_for_per_sample_grads(nn.Linear(D, D))(torch.randn(B, D)).sum()

@@ -13,6 +13,8 @@ from persample.cli.user_code import UsageError
 from tests.support.command_line import run_command
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 EXAMPLE = "examples/check_model.py"
 
 MODELS = """

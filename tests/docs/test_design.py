@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.quick
+
 PATH = ROOT / "docs/design.md"
 PAGE = PATH.read_text()
 SOURCE = ROOT / "src/persample"

@@ -17,6 +17,8 @@ from persample.forward import tracker as tracker_module
 from persample.layouts import MEMO, call
 from persample.testing import assert_rows_close, loop_gradients
 
+pytestmark = pytest.mark.quick
+
 B, T, D = 3, 4, 5
 
 Function = Callable[[Any, Tensor], Tensor]

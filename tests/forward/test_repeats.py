@@ -14,6 +14,8 @@ from persample import SamplesMixed, record
 from persample.forward.program import Site
 from persample.testing import assert_rows_close, loop_gradients
 
+pytestmark = pytest.mark.quick
+
 B, T, D = 3, 4, 5
 
 

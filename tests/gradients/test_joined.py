@@ -17,6 +17,8 @@ from persample.gradients.stack import Stack
 from persample.terms import Dense, Outer, Sum
 from persample.testing import loop_gradients
 
+pytestmark = pytest.mark.quick
+
 B, T, D = 3, 4, 5
 
 

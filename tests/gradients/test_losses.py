@@ -14,6 +14,8 @@ from persample.testing.oracle import loop_gradients, perturb
 from tests.support.answers import check_answers
 from tests.support.modules import flatten_rows
 
+pytestmark = pytest.mark.quick
+
 B, T, D = 5, 3, 4
 
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, record
 
+pytestmark = pytest.mark.quick
+
 B, D = 5, 8
 
 

@@ -25,6 +25,8 @@ from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.layout import find_layout_of_ids, lose_entries, make_sample_ids
 from persample.testing import assert_rows_close, loop_gradients
 
+pytestmark = pytest.mark.quick
+
 B = 3
 
 

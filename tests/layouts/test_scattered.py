@@ -14,6 +14,8 @@ from persample import SamplesMixed, record
 from persample.testing.oracle import assert_rows_close, compute_test_loss, perturb, stack_gradients
 from tests.support.cases import Calls
 
+pytestmark = pytest.mark.quick
+
 D = 4
 
 

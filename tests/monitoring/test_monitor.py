@@ -18,6 +18,8 @@ from persample import PerSampleError, _torch
 from persample.monitoring.noise_scale import compute_parts, compute_ratio
 from persample.testing import loop_gradients
 
+pytestmark = pytest.mark.quick
+
 SIZE, CLASSES = 6, 3
 
 

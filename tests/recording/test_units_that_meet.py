@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from persample import PerSampleError, SamplesMixed, record
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb, stack_gradients
 
+pytestmark = pytest.mark.quick
+
 D, C, K = 4, 3, 3
 
 # The loss of some units, given the model, their samples, a target of each unit and the unit of each sample.

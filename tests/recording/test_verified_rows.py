@@ -16,6 +16,8 @@ from persample import SamplesMixed, record, watch
 from persample.testing import loop_gradients
 from persample.testing.oracle import assert_rows_close
 
+pytestmark = pytest.mark.quick
+
 B, D = 5, 4
 KEEP: list[dict[str, Any]] = [{}, {"keep": "norms"}, {"keep": "clip", "max_norm": 1.0}]
 AGREES = f"row {B - 1} is the gradient of the sample alone"

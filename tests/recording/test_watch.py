@@ -18,6 +18,8 @@ from tests.support.case import Case
 from tests.support.cases import CASES, B, Calls, D
 from tests.support.modules import read_state
 
+pytestmark = pytest.mark.quick
+
 STARTED: list[Watch] = []
 
 

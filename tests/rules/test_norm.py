@@ -11,6 +11,8 @@ from persample.rules import norm
 from persample.testing.oracle import assert_rows_close, compute_test_loss
 from tests.support.case import loop_gradients
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("block_size", [1, 100, 10**9])
 def test_group_norm_in_blocks_of_samples(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from persample.testing.oracle import assert_rows_close, compute_test_loss
 from tests.support.case import Case
 from tests.support.cases import Calls, param
 
+pytestmark = pytest.mark.quick
+
 B, T, D = 3, 5, 4
 
 

@@ -18,6 +18,8 @@ from persample.scanning import ScanError, queries, stored_gradients
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
 
+pytestmark = pytest.mark.quick
+
 N, CLASSES = 60, 4
 OPTIONS: dict[str, Any] = {"batch_size": 8, "shard_size": 16, "project": 64, "dtype": "float32", "progress": False}
 

@@ -13,6 +13,8 @@ from persample.terms.base import convert_to_double
 from persample.terms.cost import force_algorithm
 from persample.terms.rounding import TOLERANCE
 
+pytestmark = pytest.mark.quick
+
 B = 4
 
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from persample.testing import assert_rows_close, loop_gradients
 from persample.testing.oracle import compute_test_loss, stack_gradients
 
+pytestmark = pytest.mark.quick
+
 X, Y = torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
 
 
