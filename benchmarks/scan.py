@@ -35,7 +35,7 @@ from benchmarks.output import write_json
 from benchmarks.scan_floor import make_floors
 from benchmarks.timing import compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import make_gpt
-from persample._internal.allocator import keep_freed_memory
+from persample._internal.memory import keep_freed_memory
 from persample.scanning import queries
 from persample.scanning.influence import StoredModel, TestGradients, make_scores
 from persample.scanning.measure import ALL_QUANTITIES

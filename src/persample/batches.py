@@ -16,14 +16,19 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from persample import _torch
-from persample._internal import node_batches
 from persample._internal.copies import copy_values
-from persample._internal.node_batches import GraphsShareNodes, has_edges
 from persample._internal.tree import has_attributes, iterate_tensors
 from persample.errors import PerSampleError, refuse_forward_mode
 from persample.forward import Tracker
 from persample.layouts import Layout, make_packed_layout
-from persample.ragged import Reading, find_reading_by_size, find_structured_reading
+from persample.ragged import (
+    GRAPHS_ADVICE,
+    GraphsShareNodes,
+    Reading,
+    find_reading_by_size,
+    find_structured_reading,
+    has_edges,
+)
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -220,7 +225,7 @@ class Arguments:
                 elif tensor.dim() > dim:
                     rejected.append(tensor.shape[dim])
         if has_edges((name, arg) for _, name, arg in self._name()):
-            tracker.replace_advice(node_batches.ADVICE)
+            tracker.replace_advice(GRAPHS_ADVICE)
         self._advise_on_lists(tracker)
         if rejected and (not search or not tracker.has_inputs):
             self._refuse_graphs()

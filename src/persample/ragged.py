@@ -2,12 +2,11 @@
 
 Lists with one entry for each sample (images of different sizes, their target dicts), graphs with the graph of each node
 in `batch`, bags of ids with offsets, and times or other vectors beside the samples. A `Reading` says which sample each
-row of each tensor belongs to, and cuts the arguments to one sample.
-"""
+row of each tensor belongs to, and cuts the arguments to one sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +14,49 @@ import torch
 from torch import Tensor
 
 from persample._internal.tree import has_attributes, iterate_tensors
-from persample.errors import PerSampleError
+from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.layouts import Layout, make_layout
+
+# ---- graphs whose nodes share one dimension ----
+
+
+# The name of the edge list in torch_geometric.
+_EDGES = "edge_index"
+
+GRAPHS_ADVICE = (
+    "The batch holds graphs in the form of torch_geometric: the nodes of all graphs share one dimension, and "
+    "edge_index connects them, so that no dimension has one index for each graph. `record` and `watch` follow such a "
+    "batch if an argument `batch` (or an attribute of the data) has the graph of each node, and batch_dim is not "
+    "given. Else record one graph at a time with batch_size=1, or pad the graphs to a dense batch (to_dense_batch and "
+    f"to_dense_adj of torch_geometric.utils) for a model with dense layers. {ROWS_ADVICE}"
+)
+
+
+class GraphsShareNodes(PerSampleError):
+    """The nodes of all graphs of a batch share one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__(GRAPHS_ADVICE)
+
+
+def has_edges(arguments: Iterable[tuple[Any, Any]]) -> bool:
+    """Whether some of these (name, value) are a list of edges, or an object that has one.
+
+    >>> has_edges([("x", 1), ("edge_index", 2)]), has_edges([("data", {"edge_index": 2})]), has_edges([("x", 1)])
+    (True, True, False)
+    """
+    for name, value in arguments:
+        if isinstance(value, Tensor):
+            is_owner = False
+        else:
+            is_owner = _EDGES in value if isinstance(value, Mapping) else getattr(value, _EDGES, None) is not None
+        if value is not None and (name == _EDGES or is_owner):
+            return True
+    return False
+
+
+# ---- readings ----
+
 
 # Replaces a tensor by the part of one sample, given the sample; None stands for a tensor that all samples share.
 Cut = Callable[[Tensor, int], Tensor]

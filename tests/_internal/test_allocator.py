@@ -12,7 +12,7 @@ import pytest
 # Allocates and frees large tensors in each step, and prints the pages that the system has cleared for ten steps.
 COUNT = """
 import resource, sys, torch
-from persample._internal.allocator import keep_freed_memory
+from persample._internal.memory import keep_freed_memory
 def step():
     parts = [torch.zeros(2**20) for _ in range(2)] + [torch.zeros(2**16) for _ in range(8)]
 if sys.argv[1] == "keep":

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import PerSampleError, check, record, watch
-from persample._internal.dropped_arguments import DROPPED
+from persample._internal.functions import DROPPED
 from persample.testing import loop_gradients
 from tests.support.cases import Calls, param
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from persample._internal.free_memory import find_free_host_memory
+from persample._internal.memory import find_free_host_memory
 
 
 def make_system(root: Path, groups: str, files: dict[str, str]) -> tuple[Path, Path]:

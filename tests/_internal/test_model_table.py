@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from persample._internal.model_table import read_model
+from persample._internal.models import read_model
 
 pytestmark = pytest.mark.quick
 

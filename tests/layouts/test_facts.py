@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import get_overridable_functions, resolve_name
 
 from persample._internal.facts import all_with, describe, facts, find_functions, has_facts
-from persample.forward.inline import is_composite
+from persample.forward.equivalents import is_composite
 from persample.layouts import DECLARATIONS
 from persample.rules.registry import HANDLED_FUNCTIONS, get_rules
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from persample.layouts import MEMO, Call, Layout, find
-from persample.layouts.keys import make_trial_key
+from persample.layouts.call import make_trial_key
 
 X = torch.randn(3, 4)
 

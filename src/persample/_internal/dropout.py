@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from persample._internal.dropped_arguments import find_dropped
 from persample._internal.facts import facts
+from persample._internal.functions import find_dropped
 from persample._internal.recurrent import name_arguments
 
 # Functions with an argument `dropout_p`, and its position.

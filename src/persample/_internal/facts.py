@@ -71,6 +71,7 @@ class Facts:
         exposes_memory: gives the memory of a tensor to code outside torch.
         reads_values: returns values of a tensor as Python numbers or as an array.
         reads_metadata: returns no tensor and reads no values.
+        reads_size: returns how many entries or rows a tensor has, besides other metadata or none.
         compares_tensors: returns whether two tensors are equal as a whole.
         differentiates: runs a backward pass.
         returns_argument: returns its argument itself, unchanged.
@@ -112,6 +113,7 @@ class Facts:
     exposes_memory: bool = False
     reads_values: bool = False
     reads_metadata: bool = False
+    reads_size: bool = False
     compares_tensors: bool = False
     differentiates: bool = False
     returns_argument: bool = False

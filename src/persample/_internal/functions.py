@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -60,13 +62,14 @@ describe(
     T.share_memory_, exposes_memory=True,
 )  # fmt: skip
 describe(
-    "shape", "dtype", "device", "ndim", T.requires_grad.__get__, "layout", "is_cuda", "is_leaf", "grad_fn", "is_sparse",
-    "is_quantized", "is_mps", "is_meta", "is_nested", "itemsize", "nbytes", "is_cpu", "is_xpu", "is_mkldnn", "is_ipu",
-    "is_maia", "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "size", "dim", "ndimension", "numel",
-    "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex",
+    "dtype", "device", "ndim", T.requires_grad.__get__, "layout", "is_cuda", "is_leaf", "grad_fn", "is_sparse",
+    "is_quantized", "is_mps", "is_meta", "is_nested", "itemsize", "is_cpu", "is_xpu", "is_mkldnn", "is_ipu",
+    "is_maia", "is_mtia", "is_sparse_csr", "is_vulkan", "is_xla", "retains_grad", "dim", "ndimension", "stride",
+    "storage_offset", "is_contiguous", "element_size", "is_floating_point", "is_complex",
     "is_conj", "is_neg", "is_inference", "is_signed", "get_device", "is_tensor", "is_shared", "is_pinned",
-    "is_coalesced", "is_distributed", "is_same_size", "sparse_dim", "dense_dim", T.__len__, reads_metadata=True,
+    "is_coalesced", "is_distributed", "is_same_size", "sparse_dim", "dense_dim", reads_metadata=True,
 )  # fmt: skip
+describe("shape", "size", "numel", "nelement", "nbytes", T.__len__, reads_metadata=True, reads_size=True)
 describe("equal", "allclose", compares_tensors=True)
 
 # ---- the graph ----
@@ -109,3 +112,30 @@ def find_bags(input: Tensor, offsets: Tensor | None, include_last_offset: bool) 
     starts = offsets[:-1] if include_last_offset else offsets
     positions = torch.arange(len(input), device=input.device)
     return torch.searchsorted(starts.contiguous(), positions.to(starts.dtype), right=True) - 1, len(starts)
+
+
+# ---- arguments that torch drops ----
+
+
+# The argument that a Python function of torch leaves out when it hands its call over to a function mode, and its
+# default. Modes would compute something else than the caller asked for; the frame of the function has the argument.
+DROPPED: dict[Any, tuple[str, Any]] = {
+    F.l1_loss: ("weight", None),
+    torch.chain_matmul: ("out", None),
+    Tensor.dim_order: ("ambiguity_check", False),
+}
+
+
+def find_dropped(func: Callable[..., Any]) -> dict[str, Any]:
+    """The argument that was left out of a call of `func`, by name; empty if it was not given.
+
+    Must be called by the mode that the function has handed its call to: it reads the frames below.
+    """
+    if func not in DROPPED:
+        return {}
+    name, default = DROPPED[func]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    value = default if frame is None else frame.f_locals.get(name, default)
+    return {} if value is default else {name: value}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,11 +12,6 @@ from persample.errors import PerSampleError
 
 # Packages whose own hooks on parameters are known: our refusals, and the wrappers that recordings support.
 _KNOWN = ("persample.", "torch.distributed.", "torch.nn.parallel.")
-
-
-def has_gradient_hooks(tensors: Iterable[Tensor]) -> bool:
-    """Whether any of some leaves has a hook on its gradient, ours included."""
-    return _torch.has_gradient_hooks(tensors)
 
 
 def refuse_parameter_hooks(parameters: Mapping[str, Tensor]) -> None:

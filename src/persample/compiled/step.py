@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph
-from persample._internal.parameter_hooks import has_gradient_hooks, refuse_parameter_hooks
+from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.text import describe_value
 from persample.batches import BatchDim
 from persample.compiled.cache_key import StepState
@@ -124,7 +124,7 @@ class CompiledStep:
             raise PerSampleError("A compiled step makes its own recording: call it outside of a recording.")
         arguments = Arguments(args, kwargs)
         state = self._get_state()
-        if has_gradient_hooks(state.tensors):  # the tensors that are traced have none
+        if _torch.has_gradient_hooks(state.tensors):  # the tensors that are traced have none
             refuse_parameter_hooks(Options(**self._recording).select(get_trainable(self._model)))
         graph = self._graphs.get(_make_key(state, arguments))
         if graph is None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from persample import _torch
-from persample._internal.several_models import SeveralModels
+from persample._internal.models import SeveralModels
 from persample.distributed.base import Processes
 from persample.distributed.ddp import Replicated
 from persample.distributed.fsdp import Sharded

@@ -32,7 +32,6 @@ from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births
 from persample.forward.program import Program, Site
 from persample.forward.unseen import has_parameters_behind
-from persample.forward.views import find_layout_of_view
 from persample.layouts import (
     Call,
     Layout,
@@ -41,6 +40,7 @@ from persample.layouts import (
     Reduced,
     Where,
     add_samples_to_layout,
+    find_layout_of_view,
     find_motion,
 )
 

@@ -36,18 +36,11 @@ _ADVICE = (
     "the code between the first of them and backward() must do the same in each step."
 )
 
-_SIZES = {Tensor.shape.__get__, Tensor.size, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel}  # type: ignore[attr-defined]
-
 # Methods whose results say nothing of values.
 _NO_READS = {
     "backward", "register_hook", "register_post_accumulate_grad_hook", "__setitem__", "__get__", "__set__", "type",
     "__repr__", "__str__", "__format__", "__hash__", "element_size", "_is_view", "has_names", "data_ptr", "can_cast",
     "result_type", "broadcast_shapes",
-}  # fmt: skip
-
-# Functions whose integers are shapes or dimensions.
-_SHAPES = {
-    torch.zeros, torch.ones, torch.empty, torch.arange, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
 }  # fmt: skip
 
 
@@ -91,7 +84,7 @@ class LossCode:
 
     def note_size(self, func: Any, args: Any, tracker: Tracker) -> None:
         """Note that a size was read, which depends on values if a mask has picked the entries."""
-        if func in _SIZES and args and args[0].dim():
+        if facts(func).reads_size and args and args[0].dim():
             where = tracker.get_known(args[0])
             is_whole = where is None or (isinstance(where, Layout) and not where.loose)
             if not is_whole and tracker.batch:
@@ -142,7 +135,7 @@ class LossCode:
             return "slice", self._describe(func, (value.start, value.stop, value.step), tracker)
         if hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array or a number of NumPy
             return _digest(value)
-        if type(value) is int and (func in _SHAPES or facts(func).reshapes):
+        if type(value) is int and (facts(func).makes_sized or facts(func).reshapes):
             return "size"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return "batch" if value in (tracker.batch, 1 / max(1, tracker.batch)) else repr(value)

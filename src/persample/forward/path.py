@@ -48,11 +48,6 @@ class Path:
         self.has_read_values = False
         self.checked_nodes: WeakSet[Any] = WeakSet()
 
-    @property
-    def is_audited(self) -> bool:
-        """Whether an audit is running."""
-        return self.audit is not None
-
     def _find_program(self) -> Program | None:
         model = None if self._model is None else self._model()
         return None if model is None else get_program(model, self._is_isolated)

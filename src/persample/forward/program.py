@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from persample._internal.several_models import SeveralModels
+from persample._internal.models import SeveralModels
 from persample.forward.remembered import RememberedConstants
 from persample.layouts import Effect, Layout, Scale, Where
 from persample.rules import RULES_VERSION

@@ -16,18 +16,14 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample._internal.dropped_arguments import DROPPED, find_dropped
-from persample._internal.functions import find_results
+from persample._internal.functions import DROPPED, find_dropped, find_results
 from persample._internal.tree import find_tensors
 from persample.errors import PerSampleError, get_op_name
 from persample.forward.beside_sums import is_beside_sum, run_beside_sum
-from persample.forward.by_rows import use_by_rows
 from persample.forward.checkpointing import prepare_recomputation
 from persample.forward.contributions import find_coupled_motion, prepare_use, scales_statistic
+from persample.forward.equivalents import PREPARATIONS, is_composite, make_inline, selects_first_rows, use_by_rows
 from persample.forward.gradient_hooks import follow_tensor_hook, refuse_changes
-from persample.forward.inline import is_composite, make_inline
-from persample.forward.own_rows import selects_first_rows
-from persample.forward.preparations import PREPARATIONS
 from persample.forward.use import check_not_mixed, make_mixed_error, run_use
 from persample.layouts import (
     Call,

@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.dropped_arguments import find_dropped
 from persample._internal.dynamo import disable_compilation, exclude_from_graph, skip_compilation
 from persample._internal.facts import all_with, facts
-from persample._internal.functions import is_inplace
-from persample._internal.model_table import read_model
+from persample._internal.functions import find_dropped, is_inplace
+from persample._internal.models import read_model
 from persample._internal.tree import find_tensors
 from persample._torch import get_saved_tensor_hooks
 from persample.backward import Collector, compute_parameter_gradients, make_refusal
@@ -32,7 +31,6 @@ from persample.errors import (
     SamplesMixed,
     find_place,
 )
-from persample.forward.buffers import Buffers
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, save_layout
 from persample.forward.contributions import find_owners, make_advice, own_tensor
 from persample.forward.effects import WITHOUT_TENSORS, keep_effect
@@ -50,8 +48,7 @@ from persample.forward.steps import NEXT, follow, set_layouts, without_unread_te
 from persample.forward.tried import TriedFunctions
 from persample.forward.unseen import check_backward, check_custom_function, find_unseen_layout, name_parameters
 from persample.forward.use import Use, repeat_use
-from persample.forward.views import find_layout_of_base, find_layout_of_view
-from persample.forward.written import Written
+from persample.forward.written import Buffers, Written
 from persample.layouts import (
     BY_SHAPE,
     HAS_PARAMETERS,
@@ -73,6 +70,8 @@ from persample.layouts import (
     Summed,
     Where,
     add_samples_to_layout,
+    find_layout_of_base,
+    find_layout_of_view,
     find_motion_with_units,
     find_plain_layout,
     lose_entries,

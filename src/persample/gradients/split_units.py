@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.dtypes import widen
-from persample._internal.free_memory import find_free_memory
+from persample._internal.memory import find_free_memory
 from persample._internal.text import format_bytes
 from persample.distributed import Processes
 from persample.errors import PerSampleError

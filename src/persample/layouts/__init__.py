@@ -18,9 +18,10 @@ from persample.layouts.algebra import (
     get_argument,
 )
 from persample.layouts.algebra.engine import move as move_layout
+from persample.layouts.by_ids import find_layout_of_base, find_layout_of_view
 from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
-from persample.layouts.call import Call, make_call
+from persample.layouts.call import HAS_PARAMETERS, HAS_SAMPLES, Call, Key, make_call, make_size_free_key
 from persample.layouts.counts import (
     CountedSizes,
     Scale,
@@ -31,7 +32,6 @@ from persample.layouts.counts import (
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import Divisor, DivisorMode, describe_divisors, find_own_factors
 from persample.layouts.find import find_motion, find_plain_layout, give_to_one_sample, mark_plain
-from persample.layouts.keys import HAS_PARAMETERS, HAS_SAMPLES, Key, make_size_free_key
 from persample.layouts.layout import (
     Crossed,
     Divided,
@@ -43,22 +43,18 @@ from persample.layouts.layout import (
     Scattered,
     Where,
     add_samples_to_layout,
-    find_layout_of_ids,
     has_equal_shares,
     join_samples,
     lose_entries,
     make_layout,
     make_pattern,
     make_sample_ids,
-    make_strided_ids,
     place_rows,
-    repeat_sample,
     replace_samples,
     split_samples,
     take_sample,
 )
-from persample.layouts.memo import MEMO, Effect
-from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
 from persample.layouts.reductions import make_reduced
@@ -98,7 +94,8 @@ __all__ = [
     "describe_divisors",
     "enter_units",
     "find_declared_motion",
-    "find_layout_of_ids",
+    "find_layout_of_base",
+    "find_layout_of_view",
     "find_listed_total",
     "find_motion",
     "find_motion_by_trial",
@@ -122,12 +119,10 @@ __all__ = [
     "make_sample_ids",
     "make_sample_units",
     "make_size_free_key",
-    "make_strided_ids",
     "make_uniform_motion",
     "mark_plain",
     "move_layout",
     "place_rows",
-    "repeat_sample",
     "replace_samples",
     "split_samples",
     "take_sample",

@@ -7,14 +7,27 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from persample._internal import tracing
 from persample._internal.facts import T
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.by_trial import is_row_equivariant
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, Where, find_layout_of_ids, make_sample_ids, make_strided_ids
+from persample.layouts.layout import (
+    Layout,
+    Lost,
+    Reduced,
+    Scattered,
+    Where,
+    find_layout_of_ids,
+    lose_entries,
+    make_sample_ids,
+    make_strided_ids,
+)
 from persample.layouts.motion import Motion, make_uniform_motion
+
+# ---- motions ----
 
 
 def find_motion_by_ids(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -100,3 +113,32 @@ def _check_loose_rows(call: Call, found: Where | None, results: int) -> Where | 
     if results == 1 and keeps_all and not call.facts.picks_entries:
         return found
     return Lost(f"{get_op_name(call.func)} selects rows by position, but their order depends on all samples")
+
+
+# ---- views, where one shares memory with what is written ----
+
+
+def find_layout_of_base(view: Tensor, layout: Where | None, before: Where | None, batch: int) -> Where | None:
+    """The layout of the base of a view after a write into the view, which gave the view this layout.
+
+    `before` is the layout of the base before the write.
+    """
+    base = view._base
+    assert base is not None
+    if isinstance(layout, (Lost, Reduced)) and not isinstance(layout, Scattered):
+        return lose_entries(layout)
+    with tracing.suspend():
+        ids = make_strided_ids(base, before, batch)
+        of_view = ids.as_strided(view.shape, view.stride(), view.storage_offset())
+        of_view.copy_(make_sample_ids(view, layout, batch))
+        is_loose = isinstance(layout, (Layout, Scattered)) and layout.loose
+        return find_layout_of_ids(ids, batch, is_loose)
+
+
+def find_layout_of_view(view: Tensor, base: Tensor, layout: Where | None, batch: int) -> Where | None:
+    """The layout of a view that was made before samples were written into its base, which has this layout now."""
+    if not isinstance(layout, (Layout, Scattered)):
+        return None if isinstance(layout, Lost) and layout.listing else lose_entries(layout)
+    with tracing.suspend():
+        ids = make_strided_ids(base, layout, batch)
+        return find_layout_of_ids(ids.as_strided(view.shape, view.stride(), view.storage_offset()), batch, layout.loose)

@@ -17,13 +17,11 @@ from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
-from persample.layouts.call import Call
+from persample.layouts.call import Call, Key, make_trial_key
 from persample.layouts.crossed import find_crossed_motion
-from persample.layouts.keys import Key, make_trial_key
 from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
-from persample.layouts.memo import MEMO, Effect
-from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
 from persample.layouts.packed import find_packed_motion
 from persample.layouts.reductions import (
     add_divisors,

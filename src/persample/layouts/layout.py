@@ -263,15 +263,6 @@ def take_sample(tensor: Tensor, layout: Layout, sample: int, batch: int) -> Tens
     return tensor.index_select(layout.dim, (ids == sample).nonzero().flatten())
 
 
-def repeat_sample(tensor: Tensor, layout: Layout, sample: int, batch: int) -> Tensor | None:
-    """The tensor with the rows of all samples replaced by those of one; None if samples have different numbers of rows.
-
-    >>> repeat_sample(torch.arange(6), Layout(dim=0, inner=3), 1, batch=2)
-    tensor([3, 4, 5, 3, 4, 5])
-    """
-    return replace_samples(tensor, layout, [sample] * batch, batch)
-
-
 def replace_samples(tensor: Tensor, layout: Layout, samples: Sequence[int], batch: int) -> Tensor | None:
     """The tensor with the rows of sample n replaced by those of `samples[n]`; None if their numbers of rows differ.
 

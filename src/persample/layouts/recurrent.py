@@ -14,8 +14,7 @@ from persample.errors import get_op_name
 from persample.layouts.algebra import declare
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Lost, Where, make_layout
-from persample.layouts.memo import MEMO
-from persample.layouts.motion import Motion
+from persample.layouts.motion import MEMO, Motion
 
 
 def make_packed_layout(sizes: Tensor, order: Tensor | None, batch: int, loose: bool = False) -> Layout:

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.groups import group_by_module
-from persample._internal.several_models import SeveralModels, combine_models
+from persample._internal.models import SeveralModels, combine_models
 from persample._internal.text import describe_value, format_table
 from persample._internal.tree import iterate_tensors
 from persample._version import __version__

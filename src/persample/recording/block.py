@@ -9,12 +9,11 @@ from typing import Any, Literal, Unpack, overload
 from torch import nn
 
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.models import combine_models
 from persample._internal.options import make_options, show_options
-from persample._internal.several_models import combine_models
 from persample.errors import PerSampleError
 from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
-from persample.recording.calls import Calls
-from persample.recording.hooks import refuse_scripted, refuse_unrecorded
+from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import ClipOptions, CommonOptions, Model, Options, RecordOptions
 from persample.recording.session import Recording
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
-from persample._internal.model_table import read_model
+from persample._internal.models import read_model
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction

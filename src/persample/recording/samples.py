@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.several_models import SeveralModels
+from persample._internal.models import SeveralModels
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound
 from persample.errors import PerSampleError, get_op_name
 from persample.forward import CONTRIBUTIONS
 from persample.layouts import Call, Layout, make_layout
-from persample.recording.parts_of_batch import RowsInMemory
-from persample.recording.readings import Readings
+from persample.recording.parts_of_batch import Readings, RowsInMemory
 from persample.recording.verifier import Verifier
 from persample.recording.wiring import Wiring
 

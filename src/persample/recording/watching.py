@@ -13,13 +13,12 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.models import SeveralModels, combine_models
 from persample._internal.options import make_options, show_options
-from persample._internal.several_models import SeveralModels, combine_models
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward import Isolation
-from persample.recording.calls import Calls
-from persample.recording.hooks import refuse_scripted, refuse_unrecorded
+from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
 from persample.recording.session import Recording
 from persample.recording.step import DeclaredBatches, WatchedStep

@@ -1,0 +1,214 @@
+"""Calls that run as an equivalent call that can be followed, or op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample._internal import tracing
+from persample._internal.facts import all_with, find_functions
+from persample.layouts import DECLARATIONS, Call, Layout, Lost, Reduced, Scattered, Where, get_argument, make_call
+
+# ---- Rows that are the same for all samples and are selected as one for each sample ----
+
+
+def select_own_rows(call: Call) -> Call:
+    """Replace `frames[:batch_size, ...]` by each sample's first row, if the values are equal.
+
+    In a tensor `(B * T, ...)` of T rows for each sample, the first B rows belong to the first samples. A model that
+    selects them as one row for each sample relies on rows that are the same for all samples, such as a class token
+    that was expanded to them. The row of each sample itself has the same value, and the right gradient.
+    """
+    where = call.where[0]
+    if (
+        len(call.tensors) > 1
+        or tracing.get_trace() is not None
+        or not selects_first_rows(where, call.args[1], call.batch)
+    ):
+        return call
+    assert isinstance(where, Layout)
+    rows, item = call.args
+    if len(rows) != where.inner * call.batch:
+        return call
+    parts = item if isinstance(item, tuple) else (item,)
+    own = (slice(None, None, where.inner), *parts[1:])
+    with torch.no_grad():
+        is_same = torch.equal(Tensor.__getitem__(rows, item), Tensor.__getitem__(rows, own))
+    return replace(call, args=(rows, own)) if is_same else call
+
+
+def selects_first_rows(where: Where | None, item: Any, batch: int) -> bool:
+    """Whether an item selects as many first rows as there are samples, although each sample has several rows."""
+    if not isinstance(where, Layout) or where.dim or where.inner == 1 or where.ids is not None:
+        return False
+    first = item[0] if isinstance(item, tuple) and item else item
+    return isinstance(first, slice) and first in (slice(batch), slice(0, batch))
+
+
+# ---- Sizes that a model passes as tensors ----
+
+
+def read_sizes(call: Call) -> Call:
+    """The same call with numbers in place of sizes that all samples share, such as the largest count of any sample.
+
+    A size decides how much padding there is, as `int(size)` would. It does not become part of a value.
+    """
+    if len(call.tensors) == 1:
+        return call
+    shared = _find_shared(call)
+    if call.kwargs or not shared or not all(any(t is size for size in shared) for t in call.tensors[1:]):
+        return call
+
+    def read(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(read, value))
+        return int(value) if isinstance(value, Tensor) else value
+
+    args = (call.args[0], *map(read, call.args[1:]))
+    if call.facts.operator == "narrow":  # the first or the last part; a part in the middle is a choice of entries
+        _, dim, start, length = args
+        if start and start + length != call.tensors[0].shape[dim]:
+            return call
+    return replace(call, args=args, tensors=call.tensors[:1], where=call.where[:1])
+
+
+def read_slices(call: Call) -> Call:
+    """The same call with numbers in place of such sizes in the bounds of slices: `ids[:, :lengths.max()]`.
+
+    The first or the last entries may be selected; entries in the middle are a choice.
+    """
+    shared = _find_shared(call) if len(call.tensors) > 1 else []
+    if not shared:
+        return call
+
+    def read(part: Any) -> Any:
+        if not isinstance(part, slice) or part.step is not None:
+            return part
+        bounds = [bound for bound in (part.start, part.stop) if bound is not None]
+        is_size = len(bounds) == 1 and any(bounds[0] is size for size in shared)
+        return slice(*[None if bound is None else int(bound) for bound in (part.start, part.stop)]) if is_size else part
+
+    source, item = call.args
+    made = tuple(map(read, item)) if isinstance(item, tuple) else read(item)
+    where = dict(zip(map(id, call.tensors), call.where, strict=True))
+    return make_call(call.func, (source, made), {}, call.batch, lambda t: where[id(t)], call.counted)
+
+
+def _find_shared(call: Call) -> list[Tensor]:
+    """The sizes that all samples share among the tensors of a call."""
+    return [
+        t
+        for t, where in zip(call.tensors, call.where, strict=True)
+        if isinstance(where, (Lost, Reduced)) and t.dim() == 0 and t.dtype == torch.int64
+    ]
+
+
+# ---- `torch.where` with a branch that is not used ----
+
+
+def drop_unused_branch(call: Call) -> Call:
+    """The same call with a constant in place of a branch in which samples are mixed, if no entry of it is used.
+
+    Time series are scaled by a statistic of the batch where nothing was observed, for example. Where everything was
+    observed, the batch does not matter. The values of the condition decide, so each call is looked at.
+    """
+    if len(call.args) != 3 or len(call.tensors) != 3 or call.kwargs or tracing.get_trace() is not None:
+        return call
+    at = 0 if call.func is torch.where else 1  # x.where(condition, y)
+    if isinstance(call.where[at], (Lost, Reduced)):
+        return call
+    branches = [i for i in range(3) if i != at]
+    for branch, is_unused in zip(branches, (~call.tensors[at].bool(), call.tensors[at].bool()), strict=True):
+        where, other = call.where[branch], call.where[sum(branches) - branch]
+        if not isinstance(where, (Lost, Reduced)) or isinstance(other, (Lost, Reduced)):
+            continue
+        if bool(is_unused.all()):
+            tensors = [t.detach() if i == branch else t for i, t in enumerate(call.tensors)]
+            args, kwargs = call.fill(tensors)
+            layouts = tuple(None if i == branch else w for i, w in enumerate(call.where))
+            return replace(call, args=args, kwargs=kwargs, tensors=tuple(tensors), where=layouts)
+        if isinstance(call.where[at], Layout) or isinstance(other, Layout):
+            used = int((~is_unused).sum())
+            cause = (
+                f"where takes entries from a tensor in which the samples are mixed, in {used} of "
+                f"{is_unused.numel()} places ({where.cause}; choose a value there that does not depend on the batch)"
+            )
+            layouts = tuple(Lost(cause) if i == branch else w for i, w in enumerate(call.where))
+            return replace(call, where=layouts)
+    return call
+
+
+# ---- Calls that are replaced, before they run, by an equivalent call that can be followed ----
+
+
+# Function -> the call to run in place of a call of it.
+PREPARATIONS: dict[Any, Callable[[Call], Call]] = {
+    Tensor.__getitem__: lambda call: select_own_rows(read_slices(call)),
+    **dict.fromkeys(all_with("takes_sizes"), read_sizes),
+    **dict.fromkeys(find_functions("where"), drop_unused_branch),
+}
+
+
+# ---- Uses of weights on a batch that was split into several dimensions ----
+
+
+# Functions of the last dimensions, and the number of these dimensions. The others are a batch.
+_OF_ROWS: dict[Any, Callable[[Call], int]] = {
+    F.linear: lambda call: 1,
+    F.embedding: lambda call: 0,
+    **dict.fromkeys(
+        find_functions("layer_norm", "rms_norm"), lambda call: len(get_argument(call, 1, "normalized_shape"))
+    ),
+}
+
+
+def use_by_rows(call: Call, find_layout: Callable[[Tensor], Any]) -> Any:
+    """The result of a call on the rows of its first argument; NotImplemented if it has no such form.
+
+    The rows lie along one dimension, and each belongs to one sample.
+    """
+    if call.func not in _OF_ROWS or not isinstance(call.where[0], Scattered) or any(call.where[1:]) or not call.args:
+        return NotImplemented
+    given = call.args[0]
+    leading = given.dim() - _OF_ROWS[call.func](call)
+    rows = given.flatten(0, leading - 1)
+    if not isinstance(find_layout(rows), Layout):
+        return NotImplemented
+    return call.func(rows, *call.args[1:], **call.kwargs).unflatten(0, given.shape[:leading])
+
+
+# ---- Run the Python functions of torch op by op ----
+
+
+@cache
+def is_composite(func: Callable[..., Any]) -> bool:
+    """Whether a function is written in Python in `torch.nn.functional`, and has no declared motion.
+
+    Its ops are followed one by one, so that it need not be tried.
+    """
+    return isinstance(func, FunctionType) and func.__module__ == "torch.nn.functional" and func not in DECLARATIONS
+
+
+@cache
+def make_inline(func: FunctionType) -> Callable[..., Any]:
+    """A copy of `func` whose body runs op by op under a function mode.
+
+    A Python function of torch first asks `has_torch_function` whether a mode wants to handle the whole call. Under a
+    mode the answer is always yes. In the copy the answer is no.
+    """
+
+    def answer_no(*_: Any) -> bool:
+        return False
+
+    questions = [name for name in func.__globals__ if name.startswith("has_torch_function")]
+    scope = {**func.__globals__, **dict.fromkeys(questions, answer_no)}
+    inlined = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    inlined.__kwdefaults__ = func.__kwdefaults__
+    return inlined
