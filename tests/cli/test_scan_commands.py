@@ -194,6 +194,30 @@ def test_options_reach_the_scan(tasks: Path, capsys: pytest.CaptureFixture[str])
     assert len(json.loads(capsys.readouterr().out)) == 8
 
 
+def test_checkpoints_of_a_training_are_sorted_and_described(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    namespace: dict[str, Any] = {}
+    exec(TASKS, namespace)
+    model, (x, y) = namespace["model"](), namespace["data"]()
+    optimizer, files = torch.optim.SGD(model.parameters(), 0.1), []
+    for epoch in range(12):
+        files.append(f"epoch{epoch}.pt")
+        torch.save(model.state_dict(), tasks.parent / files[-1])
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert run_scan("--checkpoints", *sorted(files[9:])) == 0  # as a shell has them: 10, 11, 9
+    printed = capsys.readouterr().out
+    assert 'checkpoints: 3 checkpoints of one training; "auto" is a damping of ' in printed and "enough" not in printed
+    assert json.loads(Path("out/command.json").read_text())["checkpoints"] == files[9:]
+    assert run_scan("--restart", "--checkpoints", *sorted(files)) == 0
+    assert "Evenly spaced ones are enough: epoch2.pt epoch5.pt epoch8.pt epoch11.pt" in capsys.readouterr().out
+    assert run_scan("--restart", "--checkpoints", files[9], files[0]) == 0  # sorted again, and apart
+    assert run_scan("--restart", "--checkpoints", files[9], files[0], "--learning-rates", "1", "1") == 0
+    assert "of which 1 are not followed by a later one of the same training" in capsys.readouterr().out
+    assert run_scan("--restart") == 0
+    assert 'one model; "auto" is a damping of 3. Scores are better with about 4' in capsys.readouterr().out
+
+
 def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
     # A shell starts what it runs in the background with interrupts ignored, and processes inherit that.

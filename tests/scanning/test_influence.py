@@ -17,7 +17,15 @@ import persample
 from persample.distributed import Processes
 from persample.gradients import LossReduction
 from persample.scanning import RandomScores, ScanError, influence, queries, stored_gradients
-from persample.scanning.damping import Whitening, choose_damping
+from persample.scanning.damping import (
+    CANDIDATES,
+    Whitening,
+    choose_damping,
+    choose_damping_of_directions,
+    compare_with_step,
+)
+from persample.scanning.rescan import rescan
+from persample.scanning.steps import read_steps
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
@@ -58,7 +66,7 @@ def compute_rows(model: nn.Module, batch: Any, function: Callable[..., Tensor], 
     return torch.stack(rows)
 
 
-def find_projection(model: nn.Module) -> Tensor:
+def find_projection(model: nn.Module, seed: int = 0) -> Tensor:
     """`(numbers, DIM)`: the matrix of the projection, from the projections of all unit vectors."""
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
@@ -68,7 +76,7 @@ def find_projection(model: nn.Module) -> Tensor:
     for (name, p), part in zip(parameters.items(), unit, strict=True):
         grads._receive(name, Dense(part.reshape(total, *p.shape)))
     grads.finish()
-    return grads.project(DIM, method="kronecker")
+    return grads.project(DIM, seed, method="kronecker")
 
 
 def find_blocks(model: nn.Module, projection: Tensor) -> list[Tensor]:
@@ -98,13 +106,23 @@ def compute_margin(model: nn.Module, batch: Any) -> Tensor:
     return logits[label] - torch.logsumexp(logits[~label].reshape(len(logits), -1), 1)
 
 
-def compute_expected(method: str, model: nn.Module, states: list[Any], test: Any) -> Tensor:
+def compute_expected(
+    method: str,
+    model: nn.Module,
+    states: list[Any],
+    test: Any,
+    data: Any = None,
+    margin: Any = compute_margin,
+    compute_residuals: Any = lambda model, data: 1 - torch.exp(-compute_loss(model, data)),
+) -> Tensor:
     """The scores of a method, in float64 from its definition."""
-    projection, total, residuals = find_projection(model), torch.zeros(()), []
-    for rate, state in zip(RATES, states, strict=True):
+    data = make_data() if data is None else data
+    total, residuals = torch.zeros(()), []
+    for checkpoint, (rate, state) in enumerate(zip(RATES, states, strict=True)):
         model.load_state_dict(state)
-        function = compute_margin if method == "trak" else compute_loss
-        rows, own = (compute_rows(model, batch, function) @ projection for batch in (make_data(), test))
+        projection = find_projection(model, checkpoint)
+        function = margin if method == "trak" else compute_loss
+        rows, own = (compute_rows(model, batch, function) @ projection for batch in (data, test))
         if method == "tracin":
             part = rate * own @ rows.T
         elif method == "cosine":
@@ -114,7 +132,7 @@ def compute_expected(method: str, model: nn.Module, states: list[Any], test: Any
             damped = damp(moment, find_blocks(model, projection), DAMPING)
             part = own @ torch.linalg.inv(damped) @ rows.T / len(states)
         total = total + part
-        residuals.append(1 - torch.exp(-compute_loss(model, make_data())).detach())
+        residuals.append(compute_residuals(model, data).detach())
     return total * torch.stack(residuals).mean(0) if method == "trak" else total
 
 
@@ -162,10 +180,10 @@ def test_self_influence_is_the_diagonal(method: Any, scanned: Any) -> None:
 def test_influence_on_a_measured_function(scanned: Any) -> None:
     found, _, states = scanned
     test, measure = make_data(5, seed=1), lambda model, batch: model(batch[0])[:, 2].square()
-    model = make_model()
-    projection, expected = find_projection(model), torch.zeros(())
-    for rate, state in zip(RATES, states, strict=True):
+    model, expected = make_model(), torch.zeros(())
+    for checkpoint, (rate, state) in enumerate(zip(RATES, states, strict=True)):
         model.load_state_dict(state)
+        projection = find_projection(model, checkpoint)
         rows = compute_rows(model, make_data(), compute_loss) @ projection
         expected = expected + rate * compute_rows(model, test, measure) @ projection @ rows.T
     torch.testing.assert_close(found.scores(test, "tracin", measure=measure).double(), expected, rtol=1e-4, atol=1e-5)
@@ -188,10 +206,10 @@ def test_influence_of_groups_adds_up(method: Any, scanned: Any) -> None:
 
 def test_influence_of_a_group_matches_masked_gradients(scanned: Any) -> None:
     found, _, states = scanned
-    model, test = make_model(), make_data(5, seed=1)
-    projection, expected = find_projection(model), torch.zeros(())
-    for rate, state in zip(RATES, states, strict=True):
+    model, test, expected = make_model(), make_data(5, seed=1), torch.zeros(())
+    for checkpoint, (rate, state) in enumerate(zip(RATES, states, strict=True)):
         model.load_state_dict(state)
+        projection = find_projection(model, checkpoint)
         rows = compute_rows(model, make_data(), compute_loss) @ projection
         own = compute_rows(model, test, compute_loss, names=("2.weight", "2.bias")) @ projection
         expected = expected + rate * own @ rows.T
@@ -244,10 +262,25 @@ def test_sgd_has_no_second_moment(scanned: Any) -> None:
         scanned[0].self_influence("cosine")
 
 
+def test_trak_whitens_the_root_of_squared_errors() -> None:
+    """Divided by the derivative of the loss, gradients have the Gauss-Newton matrix as second moment."""
+    model, generator = make_model(), torch.Generator().manual_seed(3)
+    states = make_states(model)
+    data, test = (
+        (x, torch.randn(len(x), CLASSES, generator=generator, dtype=torch.float64))
+        for x, _ in (make_data(), make_data(5, seed=1))
+    )
+    root = lambda model, batch: F.mse_loss(model(batch[0]), batch[1], reduction="none").mean(1).sqrt()  # noqa: E731
+    expected = compute_expected("trak", make_model(), states, test, data, root, lambda *batch: 2 * root(*batch))
+    found = persample.scan(model, nn.MSELoss(), data, checkpoints=states, learning_rates=RATES, **OPTIONS)
+    scores = found.scores(test, "trak", damping=DAMPING).double()
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
 def test_trak_needs_the_loss_of_a_label() -> None:
     model, (x, _) = make_model(), make_data()
-    found = persample.scan(model, nn.MSELoss(), (x, torch.zeros(N, CLASSES).double()), **OPTIONS)
-    with pytest.raises(ScanError, match="the loss of the scan is MSELoss"):
+    found = persample.scan(model, nn.HuberLoss(), (x, torch.zeros(N, CLASSES).double()), **OPTIONS)
+    with pytest.raises(ScanError, match="the loss of the scan is HuberLoss"):
         found.self_influence("trak")
     negative = persample.scan(model, lambda model, batch: model(batch[0]).sum(1) - 100, make_data(), **OPTIONS)
     with pytest.raises(ScanError, match="some losses of the scan are negative"):
@@ -281,23 +314,68 @@ def test_whitening_matches_the_inverse() -> None:
 @pytest.mark.parametrize(("dim", "wanted"), [(500, 40), (60, 20)])
 def test_chosen_damping_leaves_effective_dimensions(dim: int, wanted: float) -> None:
     spectrum = torch.arange(1, dim + 1, dtype=torch.float64) ** -1.0
-    ridge = choose_damping(spectrum, 40) * spectrum.mean()
+    ridge = choose_damping_of_directions(spectrum.diag()) * spectrum.mean()
     assert float((spectrum / (spectrum + ridge)).sum()) == pytest.approx(wanted, rel=1e-6)
-    assert choose_damping(7 * spectrum, 40) == pytest.approx(choose_damping(spectrum, 40))
+    assert choose_damping_of_directions(7 * spectrum.diag()) == pytest.approx(float(ridge / spectrum.mean()))
 
 
-def test_automatic_damping_is_the_one_of_its_definition(scanned: Any) -> None:
-    """Of the gradients at their lengths, with parameters at one scale: 10 effective dimensions over the root of the
-    share of the examples."""
-    found, model, _ = scanned
-    stored = StoredGradients(found.store, 0)
-    rows = stored[torch.arange(N)].double() * stored.lengths[:, None]
-    moment, squares = rows.T @ rows / N, stored.lengths.square()
-    wanted = 10 / (squares.sum() ** 2 / N / squares.square().sum()).sqrt()
-    damping = influence.StoredModel(stored).get_whitening("whitened", "auto").damping
-    damped = damp(moment, find_blocks(model, find_projection(model)), damping)
-    effective = float((moment @ torch.linalg.inv(damped)).trace())
-    assert effective == pytest.approx(min(float(wanted), DIM / 3), rel=1e-4)
+def test_damping_of_directions_has_a_least_value() -> None:
+    rows = torch.randn(50, 3, dtype=torch.float64) @ torch.randn(3, 30, dtype=torch.float64)
+    assert choose_damping_of_directions(rows.T @ rows / 50) >= 1e-3
+    assert Whitening(torch.zeros(5, 5, dtype=torch.float64), 0.1).solve(torch.zeros(2, 5)).isfinite().all()
+
+
+def test_steps_are_compared_with_the_whitened_mean() -> None:
+    """At the scale of each block, by the definition."""
+    rows = torch.randn(60, 10, dtype=torch.float64) * torch.tensor([1.0] * 6 + [20.0] * 4)
+    blocks = torch.tensor([0] * 6 + [1] * 4)
+    moment, mean, step = rows.T @ rows / 60, rows.mean(0), torch.randn(10, dtype=torch.float64)
+    scales = torch.cat([moment.diagonal()[part].mean().sqrt().expand(len(part)) for part in split_numbers(blocks)])
+    expected = []
+    for damping in CANDIDATES:
+        predicted = torch.linalg.inv(moment + damping * torch.diag(scales.square())) @ mean
+        expected.append(F.cosine_similarity(scales * predicted, scales * step, dim=0))
+    torch.testing.assert_close(compare_with_step(moment, blocks, mean, step), torch.stack(expected))
+
+
+def split_numbers(blocks: Tensor) -> list[Tensor]:
+    return [(blocks == i).nonzero().flatten() for i in blocks.unique()]
+
+
+def test_damping_is_that_of_the_steps_of_one_training() -> None:
+    matching, other = torch.zeros(len(CANDIDATES)), torch.full((len(CANDIDATES),), 0.1)
+    matching[4] = 0.9
+    assert choose_damping([]) == choose_damping([other]) == 3.0
+    assert choose_damping([matching, other]) == pytest.approx((3 * CANDIDATES[4]) ** 0.5)
+
+
+@pytest.mark.parametrize("projection", ["kronecker", "sparse"])
+def test_automatic_damping_is_chosen_by_the_training(projection: Any, tmp_path: Path) -> None:
+    """A scan stores the steps between its checkpoints; longer steps of a training ask for less damping."""
+    model, data = make_model(), make_data()
+    optimizer, states = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for epoch in range(401):
+        if epoch in (0, 2, 4, 400):
+            states.append({name: value.clone() for name, value in model.state_dict().items()})
+        optimizer.zero_grad()
+        compute_loss(model, data).mean().backward()
+        optimizer.step()
+    options = {**OPTIONS, "projection": projection, "project": 512}
+    briefly, long = (
+        persample.scan(model, nn.CrossEntropyLoss(), data, checkpoints=[states[i] for i in chosen], **options)
+        for chosen in ((0, 1, 2), (0, 3))
+    )
+    found = [influence.find_damping(scan._get_models(), "whitened", "auto") for scan in (briefly, long)]
+    assert found[0] > 2 * found[1]
+    assert influence.find_damping(long._get_models(), "tracin", "auto") == 0
+    steps = read_steps(long.store)
+    assert len(steps) == 2 and steps[0] is not None and steps[1] is None
+    length = sum(float((states[0][name] - states[3][name]).square().sum()) for name in states[0]) ** 0.5
+    assert float(steps[0].norm()) == pytest.approx(length, rel=1e-4 if projection == "kronecker" else 0.3)
+    again = rescan(
+        long, model, nn.CrossEntropyLoss(), data, before=data, out=tmp_path, checkpoints=[states[0], states[3]]
+    )
+    assert torch.equal(again.scores(data), long.scores(data))
 
 
 def test_damping_is_relative_to_each_block() -> None:
@@ -305,40 +383,26 @@ def test_damping_is_relative_to_each_block() -> None:
     rows = torch.randn(40, 10, dtype=torch.float64)
     rows[:, 8:] *= 1e-12
     blocks = torch.tensor([0] * 3 + [1] * 5 + [2] * 2)
-    for damping in (0.3, "auto"):
+    for damping in (0.3, 3.0):
         scores = []
         for scale in (1.0, 1e-2):
             scaled = rows * torch.tensor([1.0] * 3 + [scale] * 5 + [1.0] * 2)
-            whitening = Whitening(scaled.T @ scaled / 40, damping, blocks=blocks)
+            whitening = Whitening(scaled.T @ scaled / 40, damping, blocks)
             scores.append(whitening.solve(scaled) @ scaled.T)
         torch.testing.assert_close(*scores)
-        without = Whitening(rows[:, :8].T @ rows[:, :8] / 40, whitening.damping, blocks=blocks[:8])
+        without = Whitening(rows[:, :8].T @ rows[:, :8] / 40, damping, blocks[:8])
         torch.testing.assert_close(scores[0], without.solve(rows[:, :8]) @ rows[:, :8].T)
 
 
-def test_automatic_damping_ignores_numbers_that_no_parameter_has() -> None:
+def test_whitening_ignores_numbers_that_no_parameter_has() -> None:
     rows = torch.randn(40, 9, dtype=torch.float64)
     moment, blocks = rows.T @ rows / 40, torch.tensor([0] * 4 + [1] * 5)
     padded = torch.zeros(30, 30, dtype=torch.float64)
     padded[:9, :9] = moment
-    expected = Whitening(moment, blocks=blocks)
-    found = Whitening(padded, blocks=torch.cat([blocks, torch.full((21,), 2)]))
-    assert found.damping == pytest.approx(expected.damping)
-    torch.testing.assert_close(found.solve(torch.nn.functional.pad(rows, (0, 21)))[:, :9], expected.solve(rows))
-
-
-@pytest.mark.parametrize(
-    ("spectrum", "of_gradients", "of_directions"),
-    [
-        (torch.ones(500), 49.0, 11.5),  # 500 / (1 + damping) is 10 for equal lengths, and 40 without lengths
-        (torch.tensor([1e4] + [1.0] * 199), 1.0, 0.08045),  # 10 dimensions ask for 0.41
-    ],
-)
-def test_automatic_damping_has_a_least_value(spectrum: Tensor, of_gradients: float, of_directions: float) -> None:
-    moment = spectrum.double().diag()
-    assert Whitening(moment, lengths=torch.ones(50)).damping == pytest.approx(of_gradients)
-    assert Whitening(moment).damping == pytest.approx(of_directions, rel=1e-3)
-    assert Whitening(moment, 0.01, lengths=torch.ones(50)).damping == 0.01  # only "auto" has one
+    found = Whitening(padded, 0.5, torch.cat([blocks, torch.full((21,), 2)]))
+    torch.testing.assert_close(
+        found.solve(torch.nn.functional.pad(rows, (0, 21)))[:, :9], Whitening(moment, 0.5, blocks).solve(rows)
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,12 +419,6 @@ def test_entries_of_rows_know_their_parameter(options: Any, expected: list[int] 
     persample.scan(nn.Linear(4, 3), nn.CrossEntropyLoss(), data, out=tmp_path, **{**OPTIONS, **options})
     blocks = StoredGradients(Store(tmp_path), 0).blocks
     assert (None if blocks is None else blocks.tolist()) == expected
-
-
-def test_damping_of_a_matrix_of_low_rank_is_not_zero() -> None:
-    rows = torch.randn(50, 3, dtype=torch.float64) @ torch.randn(3, 30, dtype=torch.float64)
-    assert Whitening(rows.T @ rows / 50).damping >= 1e-3
-    assert Whitening(torch.zeros(5, 5, dtype=torch.float64)).solve(torch.zeros(2, 5)).isfinite().all()
 
 
 # ---- scores on par with random ----

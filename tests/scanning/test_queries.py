@@ -69,7 +69,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
     test = data(5, seed=1)
     scores = found.scores(test, "tracin")
     exact, projected, slack = torch.zeros(5, N), torch.zeros(5, N), torch.zeros(5, N)
-    for rate, state in zip(rates, scanned, strict=True):
+    for checkpoint, (rate, state) in enumerate(zip(rates, scanned, strict=True)):
         model.load_state_dict(state)
         train_rows, test_rows = compute_gradients(model, data()), compute_gradients(model, test)
         exact += rate * test_rows @ train_rows.T
@@ -78,7 +78,7 @@ def test_tracin_matches_direct_computation(tmp_path: Path) -> None:
         for batch in (test, data()):
             with persample.record(model) as grads:
                 F.cross_entropy(model(batch[0]), batch[1]).backward()
-            recordings.append(grads.project(64, method="kronecker"))
+            recordings.append(grads.project(64, seed=checkpoint, method="kronecker"))
         projected += rate * recordings[0] @ recordings[1].T
     torch.testing.assert_close(scores, projected, rtol=1e-4, atol=1e-5)
     errors = (scores - exact) / slack

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +108,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quantities", metavar="A,B", help="quantities to measure: loss,norm,... (default: all but alignment)"
     )
-    parser.add_argument("--checkpoints", nargs="+", metavar="FILE", help="state dicts to sum the influence over")
+    parser.add_argument(
+        "--checkpoints",
+        nargs="+",
+        metavar="FILE",
+        help="state dicts of one training, early ones too: four are enough. Names that differ in numbers are sorted",
+    )
     parser.add_argument(
         "--learning-rates", nargs="+", type=float, metavar="LR", help="learning rate of each checkpoint (default: 1)"
     )
@@ -145,7 +151,8 @@ def _run(args: Namespace) -> int:
     with redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
         _check_device(args.device)
         task = load_task(get_origin(args))
-        for line in () if rank else describe_labels(task.data, task.origin):
+        args = Namespace(**{**vars(args), "checkpoints": sort_checkpoints(args.checkpoints, args.learning_rates)})
+        for line in () if rank else (*describe_labels(task.data, task.origin), *_advise(args.checkpoints)):
             print(line)
         found = _rescan(args, scanning, task) if args.base else _scan(args, scanning, task)
         if rank:
@@ -230,6 +237,8 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
         yield f"{result}: batches of about {summary['suggested_batch_size']} examples"
     for name, reason in summary.get("left_out", {}).items():
         yield f"no {name}: {reason}"
+    if found.settings["project"] and not found.settings.get("coupled"):
+        yield f"checkpoints: {found.describe_checkpoints()}"
     if (estimate := found.estimate_wrong_labels()) is not None:
         yield f"labels that are probably wrong: {estimate}"
     if (by := found.default_ranking) is not None:
@@ -238,6 +247,30 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
             yield "  ".join(filter(None, [f"  {i}", example.get("name"), say_opinion(example)]))
     for name, path in files.items():
         yield f"{name}: {path}"
+
+
+def sort_checkpoints(files: list[str] | None, rates: list[float] | None = None) -> list[str] | None:
+    """Files whose names differ in numbers only, in the order of the numbers, unless they come with learning rates.
+
+    A shell puts epoch10.pt before epoch9.pt, and the last checkpoint is the one that the table describes.
+
+    >>> sort_checkpoints(["run/epoch10.pt", "run/epoch9.pt"]), sort_checkpoints(["last.pt", "first.pt"])
+    (['run/epoch9.pt', 'run/epoch10.pt'], ['last.pt', 'first.pt'])
+    """
+    if files is None or rates is not None or len({re.sub(r"\d+", "0", name) for name in files}) > 1:
+        return files
+    return sorted(files, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+
+
+def _advise(checkpoints: list[str] | None) -> Iterator[str]:
+    """Which of many checkpoints to take."""
+    count = len(checkpoints or ())
+    if checkpoints and count >= 2 * _ENOUGH:
+        chosen = [checkpoints[-(-count * (i + 1) // _ENOUGH) - 1] for i in range(_ENOUGH)]
+        yield f"{count} checkpoints take as many passes. Evenly spaced ones are enough: {' '.join(chosen)}"
+
+
+_ENOUGH = 4  # checkpoints; see docs/scan.md
 
 
 def _check_device(name: str | None) -> None:

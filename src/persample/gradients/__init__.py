@@ -5,13 +5,13 @@ answer; `RecordedGradients`, what the three have in common; `LossGradients`, for
 these; `LossReduction`, how the loss combines the samples; `Bound`, how to clip; `NonFinite`, what happens to samples
 whose gradient is not finite; `UnitOptions`, how samples are combined to units; `make_projection`, a random projection
 of the rows, and `Stack`, the parameters of one shape that it projects together; `sample_labels`, labels for the Fisher
-matrix; and `release_memory`.
+matrix; `find_sides`, the factors of gradients as matrices; and `release_memory`.
 """
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
 from persample.gradients.clipping import Bound, compute_clip_factors
-from persample.gradients.curvature import sample_labels
+from persample.gradients.curvature import find_sides, sample_labels
 from persample.gradients.explanation import describe_tried
 from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients
@@ -45,6 +45,7 @@ __all__ = [
     "UnitReduction",
     "compute_clip_factors",
     "describe_tried",
+    "find_sides",
     "make_projection",
     "release_memory",
     "sample_labels",

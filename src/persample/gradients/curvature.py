@@ -70,6 +70,28 @@ def compute_kronecker_factors(term: Term, kind: KroneckerKind, scale: float) -> 
     return KroneckerFactors(totals[0] / max(1, count), totals[1] * (scale**2 / max(1, term.batch)))
 
 
+def find_sides(term: Term, rows: int, columns: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """`(..., rows)` and `(..., columns)`: the vectors of both sides of gradients that are read as matrices.
+
+    The gradients of a layer's outputs and its inputs at each position, or else the columns and the rows of the matrices
+    themselves; for some samples at a time.
+    """
+    if _is_matrix(term, rows, columns):
+        yield from ((grad, input) for input, grad in _iterate_sides(term))
+        return
+    for _, (block,) in term.iterate_samples():
+        matrices = block.reshape(len(block), rows, columns)
+        yield matrices.mT, matrices
+
+
+def _is_matrix(term: Term, rows: int, columns: int) -> bool:
+    """Whether a term holds both sides of a matrix of these sizes."""
+    if isinstance(term, Joined):
+        return all(_is_matrix(part, rows, columns) for part in term.terms)
+    sizes = (term.shape[0], term.shape[1:].numel()) if term.shape else ()
+    return has_both_sides(term) and not isinstance(term, Folded) and sizes == (rows, columns)
+
+
 def has_both_sides(term: Term) -> bool:
     """Whether a term holds the inputs of a layer and the gradients of its outputs."""
     if isinstance(term, Joined):

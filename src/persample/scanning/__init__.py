@@ -16,6 +16,7 @@ except ImportError as error:
 from persample._internal.lazy import find_lazily
 from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.evaluation import Evaluation, Trained, evaluate
+from persample.scanning.exact import score
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
@@ -81,4 +82,5 @@ __all__ = [
     "evaluate",
     "rescan",
     "scan",
+    "score",
 ]

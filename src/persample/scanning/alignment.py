@@ -23,13 +23,7 @@ def average_rows(store: Store) -> Tensor | None:
         return None
     stored = StoredGradients(store, checkpoint)
     is_finite = torch.from_numpy(_find_finite(store, checkpoint))
-    lengths = torch.where(is_finite, stored.lengths, 0.0)
-    largest = lengths.max().clamp(min=torch.finfo(torch.float64).tiny)
-    weights = (lengths / largest).float()  # the lengths themselves may be too large for float32
-    total = torch.zeros(stored.dim, dtype=torch.float64)
-    for start, block in stored.iterate_blocks():
-        total += (weights[start : start + len(block)] @ block).double()
-    return total * (largest / max(1, int(is_finite.sum())))
+    return stored.compute_sum(torch.where(is_finite, stored.lengths, 0.0)) / max(1, int(is_finite.sum()))
 
 
 def write_alignment(store: Store, mean: Tensor) -> None:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from persample.scanning.errors import ScanError
 
 Damping = float | Literal["auto"]
 
-# "auto": the effective number of dimensions that it leaves. The first is for gradients of equal lengths, see
-# `count_effective_dims`, the second for directions without lengths, the third an upper bound as a part of the rank.
-# Chosen by the linear datamodeling score over ten tasks, and checked by benchmarks/damping.py on others: docs/scan.md.
-DIMS_OF_EQUAL, DIMS_OF_DIRECTIONS, PART_OF_RANK = 10.0, 40.0, 1 / 3
+# "auto" for influence: the damping if nothing is known about the training. Steps of the training are compared with what
+# the candidates predict; a best cosine below the bound means that two checkpoints are of different trainings. All three
+# were chosen by the linear datamodeling score on some tasks, and checked on others (benchmarks/damping.py).
+USUAL_DAMPING, CANDIDATES, LEAST_COSINE = 3.0, tuple(0.1 * 3000 ** (i / 14) for i in range(15)), 0.2
 
-# "auto": the least damping, for gradients and for directions without lengths. Where the effective dimensions ask for
-# less than the mean eigenvalue, the LDS is about as high with this, or much higher (benchmarks/results/damping.json).
-LEAST_DAMPING, LEAST_OF_DIRECTIONS = 1.0, 1e-3
+# "auto" for directions without lengths: the effective number of dimensions that it leaves, an upper bound as a part of
+# the rank, and the least damping.
+DIMS_OF_DIRECTIONS, PART_OF_RANK, LEAST_OF_DIRECTIONS = 40.0, 1 / 3, 1e-3
 
 # The damping of a block of entries is relative to its mean eigenvalue, which counts as at least this part of the mean
 # of all blocks: rounding errors of a parameter whose gradient is zero (the bias of keys in attention) stay small.
@@ -40,36 +42,19 @@ class Whitening:
 
     `blocks` has the number of the block of each entry, such as its parameter; None is one block. `D` is `damping` times
     the mean eigenvalue of `M` in the block, so that layers with small gradients count as much as those with large ones.
-    "auto" chooses the damping by `choose_damping`, at least `LEAST_DAMPING`, for gradients of the given `lengths`; None
-    is for directions without lengths, at least `LEAST_OF_DIRECTIONS`. The attribute `damping` has the number.
     """
 
-    def __init__(
-        self,
-        moment: Tensor,
-        damping: Damping = "auto",
-        lengths: Tensor | None = None,
-        blocks: Tensor | None = None,
-    ) -> None:
-        check_damping(damping)
+    def __init__(self, moment: Tensor, damping: float, blocks: Tensor | None = None) -> None:
         means = compute_block_means(moment.diagonal(), blocks)
-        if damping == "auto":
-            scaled = means.rsqrt()[:, None] * moment * means.rsqrt()  # `D` is the identity here
-            mean = float(scaled.trace()) / len(scaled)  # 1, or less if there are blocks of zeros
-            dims, least = DIMS_OF_DIRECTIONS, LEAST_OF_DIRECTIONS
-            if lengths is not None:
-                dims, least = count_effective_dims(lengths), LEAST_DAMPING
-            damping = max(least, mean * choose_damping(_compute_spectrum(scaled), dims))
-        self.damping = float(damping)
-        self._lower = torch.linalg.cholesky(moment + torch.diag(self.damping * means))
+        self._lower = torch.linalg.cholesky(moment + torch.diag(damping * means))
 
     def solve(self, rows: Tensor) -> Tensor:
-        """`rows (M + D)⁻¹`, in float64."""
-        return torch.cholesky_solve(rows.double().T, self._lower).T
+        """`rows (M + D)⁻¹`, in the dtype of `M`."""
+        return torch.cholesky_solve(rows.to(self._lower).T, self._lower).T
 
     def compute_squares(self, rows: Tensor) -> Tensor:
-        """`r (M + D)⁻¹ rᵀ` for each row `r`, in float64."""
-        return torch.linalg.solve_triangular(self._lower, rows.double().T, upper=False).square().sum(0)
+        """`r (M + D)⁻¹ rᵀ` for each row `r`, in the dtype of `M`."""
+        return torch.linalg.solve_triangular(self._lower, rows.to(self._lower).T, upper=False).square().sum(0)
 
 
 def compute_block_means(values: Tensor, blocks: Tensor | None) -> Tensor:
@@ -85,36 +70,62 @@ def compute_block_means(values: Tensor, blocks: Tensor | None) -> Tensor:
     return (totals / blocks.bincount().clamp(min=1))[blocks].clamp(min=LEAST_PART * mean)
 
 
-def count_effective_dims(lengths: Tensor) -> float:
-    """The effective number of dimensions that gradients of these lengths leave room for.
+# ---- the choice for influence ----
 
-    A model that has hardly been trained has gradients of equal lengths, and has learnt in a few directions only. The
-    longer the training, the fewer examples have all the gradient, and the more directions matter. The number is 10
-    divided by the root of the effective share of the examples, `(Σ l²)² / (n Σ l⁴)`.
 
-    >>> count_effective_dims(torch.ones(5)), count_effective_dims(torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    (10.0, 20.0)
+def compare_with_step(moment: Tensor, blocks: Tensor | None, mean: Tensor, step: Tensor) -> Tensor:
+    """For each of `CANDIDATES`, the cosine of `(M + D)⁻¹ mean` with a step of the training.
+
+    `mean` is the mean gradient of a checkpoint, and `step` what the training subtracted from its weights until the next
+    one. Whitened influence assumes that the training does what `(M + D)⁻¹` does: it reaches far in directions in which
+    the gradients vary, and less far where the damping is larger than the eigenvalue. So the right damping predicts the
+    step. The entries of each block are divided by the scale of its weights, `1 / sqrt(mean eigenvalue)`.
     """
-    squares = lengths.double().square()
-    share = squares.mean().square() / squares.square().mean().clamp(min=_TINY)
-    return DIMS_OF_EQUAL / math.sqrt(max(float(share), 1 / len(lengths)))
+    scaled = moment / moment.trace().clamp(min=_TINY)
+    scaled = scaled.float() if len(moment) > _MANY else scaled
+    scales = compute_block_means(scaled.diagonal(), blocks).sqrt()
+    target = scales * step.to(scaled)
+    found = [scales * Whitening(scaled, damping, blocks).solve(mean[None])[0] for damping in CANDIDATES]
+    return torch.stack([cosine_similarity(prediction, target, dim=0) for prediction in found]).double()
 
 
-def choose_damping(spectrum: Tensor, effective_dims: float) -> float:
-    """The damping that leaves an effective number of dimensions `Σ e / (e + λ)`, at most a third of the rank.
+def choose_damping(cosines: Sequence[Tensor]) -> float:
+    """The damping for influence, from what `compare_with_step` found for steps of the training, if any.
 
-    `spectrum` are the eigenvalues `e`, and `λ` is the damping times their mean; at least `LEAST_OF_DIRECTIONS`.
+    It is the geometric mean of `USUAL_DAMPING` and of the candidate with the best mean cosine.
 
-    >>> round(choose_damping(torch.ones(90), 40), 6)  # 90 / (1 + λ) = 30
+    >>> choose_damping([])
+    3.0
+    """
+    known = [part for part in cosines if is_of_training(part)]
+    if not known:
+        return USUAL_DAMPING
+    return math.sqrt(USUAL_DAMPING * CANDIDATES[int(torch.stack(known).mean(0).argmax())])
+
+
+def is_of_training(cosines: Tensor) -> bool:
+    """Whether the step that `compare_with_step` got leads from a checkpoint to a later one of the same training."""
+    return float(cosines.max()) >= LEAST_COSINE
+
+
+# ---- the choice for directions ----
+
+
+def choose_damping_of_directions(moment: Tensor) -> float:
+    """The damping that leaves `DIMS_OF_DIRECTIONS` effective dimensions `Σ e / (e + λ)`, at most a third of the rank.
+
+    `e` are the eigenvalues of the moment, and `λ` is the damping times their mean; at least `LEAST_OF_DIRECTIONS`.
+
+    >>> round(choose_damping_of_directions(torch.eye(90)), 6)  # 90 / (1 + λ) = 30
     2.0
     """
-    scaled = spectrum.double().clamp(min=0)  # rounding makes some eigenvalues negative
-    scaled = scaled / scaled.mean().clamp(min=_TINY)
-    wanted = min(effective_dims, PART_OF_RANK * int((scaled > _ROUNDING * scaled.max()).sum()))
+    spectrum = _compute_spectrum(moment).double().clamp(min=0)  # rounding makes some eigenvalues negative
+    spectrum = spectrum / spectrum.mean().clamp(min=_TINY)
+    wanted = min(DIMS_OF_DIRECTIONS, PART_OF_RANK * int((spectrum > _ROUNDING * spectrum.max()).sum()))
     low, high = math.log10(LEAST_OF_DIRECTIONS), 12.0
     for _ in range(60):
         middle = (low + high) / 2
-        if float((scaled / (scaled + 10**middle)).sum()) > wanted:
+        if float((spectrum / (spectrum + 10**middle)).sum()) > wanted:
             low = middle
         else:
             high = middle

@@ -17,15 +17,26 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from persample._internal.text import format_table
-from persample.scanning.damping import Damping, Whitening, check_damping
+from persample.scanning.damping import (
+    Damping,
+    Whitening,
+    check_damping,
+    choose_damping,
+    compare_with_step,
+    is_of_training,
+)
 from persample.scanning.errors import ScanError
 from persample.scanning.notebook import format_html_table
+from persample.scanning.steps import read_steps
+from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 
 Method = Literal["tracin", "cosine", "whitened", "trak"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DAMPED: tuple[Method, ...] = ("whitened", "trak")
+
+GOOD_NUMBER = 4  # of checkpoints: more have not been measured, see docs/scan.md
 
 # The scores of two halves of the entries of each row are compared on this many examples. A mean correlation below the
 # bound means that the scores are on par with random ones.
@@ -142,30 +153,46 @@ class InfluenceScores:
 
 
 class StoredModel:
-    """The stored gradients of one checkpoint with what the methods derive from them, computed once."""
+    """The stored gradients of one checkpoint with what the methods derive from them, computed once.
 
-    def __init__(self, stored: StoredGradients) -> None:
+    `step` is what the training subtracted from the weights until the next checkpoint, projected; None if unknown.
+    `loss` is the name of the loss.
+    """
+
+    def __init__(self, stored: StoredGradients, step: Tensor | None = None, loss: str = "") -> None:
         self.stored = stored
+        self._step, self._loss = step, loss
         self._moments: dict[Method, Tensor] = {}
-        self._whitenings: dict[tuple[Method, Damping], Whitening] = {}
+        self._whitenings: dict[tuple[Method, float], Whitening] = {}
 
     @cached_property
     def residuals(self) -> Tensor:
-        """`1 - p` for the probability `p` of each example's label."""
+        """The derivative of each example's loss; see `compute_residuals`."""
         losses = self.stored.read_losses().double()
-        return compute_residuals(torch.where(self.stored.lengths > 0, losses, 0.0))
+        return self.compute_residuals(torch.where(self.stored.lengths > 0, losses, 0.0))
+
+    def compute_residuals(self, losses: Tensor) -> Tensor:
+        """`compute_residuals` for the loss of this model."""
+        return compute_residuals(losses, self._loss in _SQUARED_LOSSES)
+
+    @cached_property
+    def step_cosines(self) -> Tensor | None:
+        """How well each candidate for the damping predicts the step to the next checkpoint; None if it is unknown."""
+        if self._step is None:
+            return None
+        mean = self.stored.compute_sum(self.stored.lengths) / len(self.stored)
+        return compare_with_step(self._get_moment("whitened"), self.stored.blocks, mean, self._step)
 
     def get_scale(self, method: Method) -> Tensor:
         """The factor from a stored row to the feature that `method` whitens."""
         lengths = self.stored.lengths.double()
         return lengths / self.residuals if method == "trak" else lengths
 
-    def get_whitening(self, method: Method, damping: Damping) -> Whitening:
+    def get_whitening(self, method: Method, damping: float) -> Whitening:
         """The whitening of the features of `method`."""
         key = (method, damping)
         if key not in self._whitenings:
-            lengths = self.stored.lengths  # of the loss, which show how far the training has come
-            self._whitenings[key] = Whitening(self._get_moment(method), damping, lengths, self.stored.blocks)
+            self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks)
         return self._whitenings[key]
 
     def _get_moment(self, method: Method) -> Tensor:
@@ -174,20 +201,49 @@ class StoredModel:
         return self._moments[method]
 
 
+def load_models(store: Store) -> list[StoredModel]:
+    """The stored gradients of all checkpoints."""
+    loss = store.read_settings()["loss"]
+    return [StoredModel(StoredGradients(store, k), step, loss) for k, step in enumerate(read_steps(store))]
+
+
+def find_damping(models: Sequence[StoredModel], method: Method, damping: Damping) -> float:
+    """The damping as a number: "auto" is chosen by the steps of the training between the checkpoints, if any."""
+    check_damping(damping)
+    if damping != "auto" or method not in DAMPED:
+        return 0.0 if damping == "auto" else float(damping)
+    return choose_damping([model.step_cosines for model in models if model.step_cosines is not None])
+
+
+def describe_training(models: Sequence[StoredModel]) -> str:
+    """What the scanned checkpoints are, and the damping that follows from them."""
+    strength = f'"auto" is a damping of {find_damping(models, "whitened", "auto"):.2g}'
+    if len(models) == 1:
+        return f"one model; {strength}. Scores are better with about {GOOD_NUMBER} checkpoints of its training."
+    known = [model.step_cosines for model in models[:-1]]
+    count = sum(part is not None and is_of_training(part) for part in known)
+    if count == len(known):
+        return f"{len(models)} checkpoints of one training; {strength}"
+    return (
+        f"{len(models)} checkpoints, of which {len(known) - count} are not followed by a later one of the same "
+        f"training; {strength}"
+    )
+
+
 def make_scores(
     models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: Damping, of_loss: bool
 ) -> InfluenceScores:
     """The scores of a method. `of_loss`: the test gradients are those of the loss, not of another function."""
     check_method(method)
-    check_damping(damping)
+    strength = find_damping(models, method, damping)
     total_rate = sum(test.learning_rate for test in tests)
     parts = []
     for model, test in zip(models, tests, strict=True):
         rows, rate = test.rows.double(), test.learning_rate
         if method in DAMPED:
             if method == "trak" and of_loss:
-                rows = rows / compute_residuals(test.losses)[:, None]
-            rows, rate = model.get_whitening(method, damping).solve(rows), 1 / len(tests)
+                rows = rows / model.compute_residuals(test.losses)[:, None]
+            rows, rate = model.get_whitening(method, strength).solve(rows), 1 / len(tests)
         elif method == "cosine":
             rows, rate = normalize(rows), rate / total_rate
         scale = (model.stored.lengths > 0).double() if method == "cosine" else model.get_scale(method)
@@ -201,16 +257,16 @@ def compute_self_influence(
 ) -> Tensor:
     """`(examples,)`: the score of each stored example for itself."""
     check_method(method)
-    check_damping(damping)
     if method == "cosine":
         raise ScanError("The cosine of a gradient with itself is 1: choose another method for self_influence.")
+    strength = find_damping(models, method, damping)
     total = torch.zeros(len(models[0].stored), dtype=torch.float64)
     for model, rate in zip(models, rates, strict=True):
         scale = model.get_scale(method)
         if method not in DAMPED:
             total += rate * scale.square()
             continue
-        whitening = model.get_whitening(method, damping)
+        whitening = model.get_whitening(method, strength)
         squares = torch.cat([whitening.compute_squares(block) for _, block in model.stored.iterate_blocks()])
         total += squares * scale.square() / len(models)
     if method == "trak":
@@ -224,13 +280,13 @@ def check_method(method: str) -> None:
         raise ScanError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
 
 
-def check_label_loss(name: str) -> None:
-    """Raise if the loss with this name is one of torch that is not `-log p` of a label, which "trak" needs."""
+def check_trak_loss(name: str) -> None:
+    """Raise if the loss with this name is one of torch that "trak" has no formula for."""
     is_torch = hasattr(nn, name) or hasattr(nn.functional, name)
-    if is_torch and name not in _LABEL_LOSSES:
+    if is_torch and name not in _LABEL_LOSSES + _SQUARED_LOSSES:
         raise ScanError(
-            f"method='trak' needs a loss that is -log p of each sample's label, such as cross-entropy, but the loss of "
-            f"the scan is {name}. Use method='whitened'."
+            f"method='trak' needs a loss that is -log p of each sample's label, such as cross-entropy, or a squared "
+            f"error, but the loss of the scan is {name}. Use method='whitened'."
         )
 
 
@@ -238,22 +294,28 @@ _LABEL_LOSSES = (
     "CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss", "BCELoss", "binary_cross_entropy", "BCEWithLogitsLoss",
     "binary_cross_entropy_with_logits",
 )  # fmt: skip
+_SQUARED_LOSSES = ("MSELoss", "mse_loss")
 
 
-def compute_residuals(losses: Tensor) -> Tensor:
-    """`1 - p` from the losses `-log p`: what the loss gradient is divided by to get the gradient of the margin.
+def compute_residuals(losses: Tensor, is_squared: bool = False) -> Tensor:
+    """The absolute derivative of each loss in the function `f` whose gradients "trak" whitens.
 
-    The margin is `log(p / (1 - p))`, so its derivative is `-1 / (1 - p)` times that of the loss.
+    For losses `-log p`, `f` is the margin `log(p / (1 - p))`, and the derivative is `1 - p`. For squared errors, `f` is
+    the root of the loss, and the derivative `2 f`: the whitening is then that of the Gauss-Newton matrix. The gradient
+    of `f` is that of the loss divided by the derivative.
 
     >>> compute_residuals(torch.tensor([0.0, 0.6931472]))
     tensor([1.1921e-07, 5.0000e-01])
+    >>> compute_residuals(torch.tensor([0.25, 9.0]), is_squared=True)
+    tensor([1., 6.])
     """
     if bool((losses < 0).any()):
         raise ScanError(
-            "method='trak' needs losses that are -log p of each sample's label, but some losses of the scan are "
-            "negative. Use method='whitened'."
+            "method='trak' needs losses that are -log p of each sample's label, or squared errors, but some losses of "
+            "the scan are negative. Use method='whitened'."
         )
-    return (-torch.expm1(-losses)).clamp(min=torch.finfo(torch.float32).eps)
+    residuals = 2 * losses.sqrt() if is_squared else -torch.expm1(-losses)
+    return residuals.clamp(min=torch.finfo(torch.float32).eps)
 
 
 # ---- are the scores better than random? ----
@@ -272,7 +334,8 @@ def warn_if_random(
     """
     if len(models[0].stored) < FEWEST_EXAMPLES:
         return 1.0
-    halves = [_score_sample(models, tests, method, damping, first) for first in (0, 1)]
+    strength = find_damping(models, method, damping)
+    halves = [_score_sample(models, tests, method, strength, first) for first in (0, 1)]
     correlation = float(_correlate(*halves).mean())
     if correlation < LEAST_CORRELATION:
         warnings.warn(
@@ -286,7 +349,7 @@ def warn_if_random(
 
 
 def _score_sample(
-    models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: Damping, first: int
+    models: Sequence[StoredModel], tests: Sequence[TestGradients], method: Method, damping: float, first: int
 ) -> Tensor:
     """Scores from every second entry of the rows, for evenly spaced examples."""
     half, total = slice(first, None, 2), torch.zeros(())
@@ -295,9 +358,8 @@ def _score_sample(
         features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
         own = test.rows[:, half].double()
         if method in DAMPED:
-            lengths = model.stored.lengths
             blocks = None if model.stored.blocks is None else model.stored.blocks[half]
-            own = Whitening(features.T @ features / len(features), damping, lengths, blocks).solve(own)
+            own = Whitening(features.T @ features / len(features), damping, blocks).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients, ProjectionMethod, StreamedNorms, make_projection
+from persample.gradients import PerSampleGradients, ProjectionMethod, Stack, StreamedNorms, make_projection
 from persample.gradients import Projection as RowProjection
 from persample.losses import (
     LossFunction,
@@ -38,6 +38,7 @@ from persample.scanning.source import find_labels, move_to_device
 # What a scan measures by default. "alignment" is exact, and costs a second pass over the data.
 QUANTITIES = ("loss", "norm", "group_norms", "self_influence", "estimated_alignment", "noise_scale", "predictions")
 ALL_QUANTITIES = (*QUANTITIES, "alignment")
+Shapes = tuple[tuple[str, torch.Size], ...]  # by parameter name
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]
 
 Gradient = dict[str, Tensor]  # by parameter name
@@ -46,11 +47,18 @@ Columns = dict[str, Tensor]  # by column name, one entry per example
 
 @dataclass(frozen=True)
 class Projection:
-    """Arguments of `PerSampleGradients.project`."""
+    """Arguments of `PerSampleGradients.project`.
+
+    Each checkpoint has a seed of its own, so that the errors of the projections cancel in averages over checkpoints.
+    """
 
     dim: int
     seed: int = 0
     method: ProjectionMethod = "kronecker"
+
+    def make(self, checkpoint: int, shapes: Shapes, device: torch.device) -> RowProjection:
+        """The projection of the gradients with a checkpoint, for parameters of these shapes."""
+        return make_projection(self.method, self.dim, self.seed + checkpoint, shapes, device)
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,13 @@ class Recorded:
     losses: Tensor
     grads: PerSampleGradients | StreamedNorms | None
     outputs: Outputs
+
+
+class Receiver(Protocol):
+    """What gets the term of each parameter."""
+
+    def receive(self, stack: Stack) -> None:
+        """Take the term of one parameter, or of several."""
 
 
 class Measurement:
@@ -103,7 +118,8 @@ class Measurement:
         self.parameters = dict(Options(parameters=parameters).select(get_trainable(model)))
         if not self.parameters:
             raise ScanError("There is no parameter to scan: none of the chosen parameters requires grad.")
-        self._shapes = tuple((name, p.shape) for name, p in self.parameters.items())
+        self.checkpoint = 0  # the number of the one that is loaded
+        self.shapes = tuple((name, p.shape) for name, p in self.parameters.items())
         self.groups = group_parameters(list(self.parameters), groups) if "group_norms" in quantities else {}
         self.nonfinite, self.has_labels = nonfinite, has_labels
         self._batch_dim, self._loss_reduction, self._verify = batch_dim, loss_reduction, verify
@@ -150,15 +166,17 @@ class Measurement:
             return columns, *self.sum_gradients(ids, batch)
         return columns, rows.total, len(ids)
 
+    def pass_terms(self, ids: Sequence[int], batch: Any, receiver: Receiver) -> None:
+        """Pass the gradients of a batch to a receiver, each when it arrives, and those of a repeated pass again."""
+        self._check_finite(ids, {"loss": self._record(ids, self._prepare(batch), receiver).losses})
+
     def _make_rows(self, count: int, direction: Gradient | None, with_sum: bool) -> ReducedRows:
         return ReducedRows(count, self.device, self._projection, direction, with_sum)
 
     @property
     def _projection(self) -> RowProjection | None:
-        if self.projection is None:
-            return None
-        dim, seed, method = self.projection.dim, self.projection.seed, self.projection.method
-        return make_projection(method, dim, seed, self._shapes, self.device)
+        projection = self.projection
+        return None if projection is None else projection.make(self.checkpoint, self.shapes, self.device)
 
     def _measure(self, ids: Sequence[int], batch: Any, rows: ReducedRows, direction: Gradient | None) -> Columns:
         count, recorded = len(ids), self._record(ids, batch, rows)
@@ -254,7 +272,7 @@ class Measurement:
 
     # ---- helpers ----
 
-    def _record(self, ids: Sequence[int], batch: Any, rows: ReducedRows) -> Recorded:
+    def _record(self, ids: Sequence[int], batch: Any, rows: Receiver) -> Recorded:
         """Record a batch, and keep in `rows` what is needed of its gradients."""
         if not self._keeps_terms:
             try:
@@ -266,7 +284,7 @@ class Measurement:
             self._keeps_terms = True
         return self._record_once(ids, batch, rows)
 
-    def _record_once(self, ids: Sequence[int], batch: Any, rows: ReducedRows) -> Recorded:
+    def _record_once(self, ids: Sequence[int], batch: Any, rows: Receiver) -> Recorded:
         outputs = Outputs(len(ids), self._batch_dim)
         with record(
             self.model,

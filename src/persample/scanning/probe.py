@@ -60,7 +60,7 @@ class Probe:
                 values, grads = self._record(model, list(scanned), batch, batch_dim, settings["loss_reduction"])
                 grads = grads if len(chosen) == len(scanned) else grads.select(chosen)
                 grads = grads if factors is None else grads.scale(factors)
-                rows = grads.project(settings["project"], settings["seed"], settings["projection"])
+                rows = grads.project(settings["project"], settings["seed"] + checkpoint, settings["projection"])
                 rate = states.learning_rates[checkpoint]
                 found.append(TestGradients(rows.detach().cpu(), values.detach().double().cpu(), rate))
         return found

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from persample._internal.text import format_table
-from persample.scanning.damping import Damping, Whitening
+from persample.scanning.damping import Damping, Whitening, check_damping, choose_damping_of_directions
 from persample.scanning.notebook import format_html_table
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
@@ -79,7 +79,9 @@ def find_outliers(rows: StoredGradients, k: int, damping: Damping = "auto") -> R
 
     The score is the leverage of a row of length 1, as a multiple of the mean leverage.
     """
-    whitening = Whitening(rows.compute_second_moment(), damping)
+    check_damping(damping)
+    moment = rows.compute_second_moment()
+    whitening = Whitening(moment, choose_damping_of_directions(moment) if damping == "auto" else damping)
     top, total = RunningTop(min(k, len(rows))), torch.zeros((), dtype=torch.float64)
     for start, block in rows.iterate_blocks():
         leverages = whitening.compute_squares(block)

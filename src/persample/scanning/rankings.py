@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from persample.scanning.errors import ScanError
-from persample.scanning.influence import StoredModel, compute_self_influence
+from persample.scanning.influence import compute_self_influence, load_models
 from persample.scanning.store import Array, Store
-from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.suggestions import compute_confidence
 from persample.scanning.table import get_column_names, read_column, read_opinion
 
@@ -50,9 +49,7 @@ def _compute_normalised_self_influence(store: Store) -> Array:
 def _compute_whitened_self_influence(store: Store) -> Array:
     """The squared length of the projected gradient after whitening with the second moment of all gradients."""
     settings = store.read_settings()
-    checkpoints = range(len(settings["checkpoints"]))
-    models = [StoredModel(StoredGradients(store, checkpoint)) for checkpoint in checkpoints]
-    return compute_self_influence(models, settings["learning_rates"], "whitened", _DAMPING).numpy()
+    return compute_self_influence(load_models(store), settings["learning_rates"], "whitened", _DAMPING).numpy()
 
 
 def _compute_confident(store: Store) -> Array:

@@ -23,6 +23,7 @@ from persample.scanning.names import Ids
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
 from persample.scanning.source import Collate, Source
+from persample.scanning.steps import FILE as STEPS_FILE
 from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import write_table
@@ -140,6 +141,8 @@ def rescan(
         parts = [(_Chosen(new, added), 1), (_Chosen(old, removed), -1)]
         changed = [(Source(chosen, batch_size, new.collate), sign) for chosen, sign in parts]
         _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), changed)
+    if (steps := base.store.read_arrays(STEPS_FILE)) is not None:  # they do not depend on the data
+        store.write_arrays(STEPS_FILE, steps)
     projected_mean = average_rows(store) if settings["project"] else None
     if projected_mean is not None and "estimated_alignment" in quantities:
         write_alignment(store, projected_mean)

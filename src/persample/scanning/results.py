@@ -69,7 +69,7 @@ class Scan:
         if shards != self.summary["shards"]:
             raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
-        self._stored_models: dict[int, StoredModel] = {}
+        self._stored_models: list[StoredModel] = []
         self._kept_by = kept_by  # an object that removes the directory when it is collected
 
     @property
@@ -289,11 +289,11 @@ class Scan:
                 learning rates as weights. "whitened" is the inner product after whitening with the second moment
                 of the training gradients, averaged over the checkpoints, so that common directions count less, as in
                 influence functions. "trak" is the same with gradients of the margin log(p / (1 - p)), where each
-                training example counts with 1 - p (Park et al., 2023); the loss must be -log p of one label per sample.
-                Checkpoints of independently trained models make an ensemble, which is more precise.
+                training example counts with 1 - p (Park et al., 2023); the loss must be -log p of one label per sample,
+                or a squared error, whose root takes the place of the margin. Scan several checkpoints of one training.
             damping: what "whitened" and "trak" add to the second moment, relative to its mean eigenvalue for each
-                parameter (for all together unless the projection is "kronecker"). "auto" chooses it from the
-                eigenvalues and the lengths of the gradients, at least 1; docs/scan.md explains how.
+                parameter (for all together unless the projection is "kronecker"). "auto" chooses it by the steps of
+                the training between the checkpoints, or is 3 if there are none; docs/scan.md explains how.
             measure: a function of the model and the batch, called as the loss, that returns one number per sample. It
                 replaces the loss: a training step on an example with a positive score lowers this number.
             parameters: only these parameters of the test gradients count, as in `scan`. The scores of groups of
@@ -353,6 +353,10 @@ class Scan:
         with load_last(self._model, self._checkpoints):
             yield self._model, self._loss_fn
 
+    def describe_checkpoints(self) -> str:
+        """Whether the scanned checkpoints are of one training, and the damping that influence chooses by them."""
+        return influence.describe_training(self._get_models())
+
     # ---- helpers ----
 
     def _get_gradients(self, checkpoint: int) -> StoredGradients:
@@ -362,10 +366,9 @@ class Scan:
         """The stored gradients of all checkpoints."""
         if self.settings["project"] is None:
             raise ScanError(f"The scan in {self.directory} has no projected gradients: it was made with project=None.")
-        for checkpoint in range(len(self.settings["checkpoints"])):
-            if checkpoint not in self._stored_models:
-                self._stored_models[checkpoint] = StoredModel(StoredGradients(self.store, checkpoint))
-        return list(self._stored_models.values())
+        if not self._stored_models:
+            self._stored_models = influence.load_models(self.store)
+        return self._stored_models
 
     def _make_scores(
         self,
@@ -395,7 +398,7 @@ class Scan:
                 "(coupled='contributions'), and an example without its batch would have others."
             )
         if method == "trak":
-            influence.check_label_loss(self.settings["loss"])
+            influence.check_trak_loss(self.settings["loss"])
 
     def _check_id(self, i: int) -> None:
         if not 0 <= i < len(self):

@@ -32,6 +32,7 @@ from persample.scanning.options import ScanOptions
 from persample.scanning.progress import Mode, choose_mode, say, show_progress
 from persample.scanning.results import Scan
 from persample.scanning.source import Collate, ShardBatch, Source
+from persample.scanning.steps import write_steps
 from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import TableKind, write_table
@@ -171,7 +172,7 @@ def scan(
             with states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
                     run.scan_checkpoint(checkpoint)
-            run.finish()
+            run.finish(states)
     return Scan(store.directory, model, loss_fn, checkpoints, batch_dim=batch_dim, kept_by=temporary)
 
 
@@ -217,6 +218,7 @@ class _Run:
 
     def scan_checkpoint(self, checkpoint: int) -> None:
         """Measure the examples of this process with the checkpoint that is loaded."""
+        self._measurement.checkpoint = checkpoint
         count = len(self._settings["checkpoints"])
         title = f" {checkpoint + 1}/{count}" if count > 1 else ""
         if self._measurement.needs_direction:
@@ -255,9 +257,10 @@ class _Run:
             if total is not None:
                 total.end_shard(shard)
 
-    def finish(self) -> None:
-        """Write the table and the summary. All shards must be complete."""
+    def finish(self, checkpoints: Checkpoints) -> None:
+        """Write the steps between the checkpoints, the table and the summary. All shards must be complete."""
         if self._workers.is_first:
+            write_steps(self._store, self._measurement, checkpoints)
             with self._store.keep_contents():
                 mean = average_rows(self._store) if self._measurement.needs_projected_mean else None
                 if mean is not None and "estimated_alignment" in self._measurement.quantities:

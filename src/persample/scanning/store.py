@@ -37,7 +37,7 @@ from persample._internal.files import (
 )
 from persample.scanning.errors import ScanError, explain_write_errors
 
-FORMAT = 1
+FORMAT = 2
 _MAX_KEPT = 256  # files
 Array = NDArray[Any]
 
@@ -282,7 +282,7 @@ class Store:
 # which marks it as a scan. If the removal is interrupted, the scan can still be continued or removed.
 _FILES = (
     "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz",
-    "alignment.npz", "scan.json",
+    "alignment.npz", "steps.npz", "scan.json",
 )  # fmt: skip
 
 _SETTINGS = {

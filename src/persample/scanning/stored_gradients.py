@@ -83,6 +83,15 @@ class StoredGradients:
             rows[here] = torch.from_numpy(np.array(stored[(ids[here] % shard_size).numpy()])).float()
         return rows
 
+    def compute_sum(self, weights: Tensor) -> Tensor:
+        """`(dim,)`: the sum of the rows times their weights, in float64."""
+        largest = weights.max().clamp(min=torch.finfo(torch.float64).tiny)
+        scaled = (weights / largest).float()  # the weights themselves may be too large for float32
+        total = torch.zeros(self.dim, dtype=torch.float64)
+        for start, block in self.iterate_blocks():
+            total += (scaled[start : start + len(block)] @ block).double()
+        return total * largest
+
     def compute_second_moment(self, scale: Tensor | None = None) -> Tensor:
         """`(dim, dim)`: mean of the outer products of rows with themselves, after multiplying each with its `scale`.
 
