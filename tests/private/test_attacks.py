@@ -271,6 +271,13 @@ ATTACKS: dict[str, Attack] = {
     "a Function that keeps a number": lambda t, x, y: CountingCopy.apply(t.losses(x, y)).sum().backward(),
     "a script that sums": lambda t, x, y: sum_by_script(t.losses(x, y)).backward(),
     "a frozen parameter made of samples": keep_parameter,
+    "mixup": mix_before(lambda x: 0.5 * x + 0.5 * x.roll(1, 0)),
+    "cutmix": mix_before(lambda x: torch.cat([x[:, :2], x.flip(0)[:, 2:]], 1)),
+    "standardised": mix_before(lambda x: (x - x.mean(0)) / x.std(0)),
+    "samples in another order than targets": mix_before(lambda x: x.flip(0)),
+    "targets in another order than samples": lambda t, x, y: t.losses(x, y.roll(1)).sum().backward(),
+    "a sample twice": lambda t, x, y: t.losses(x[[0, 0, *range(2, len(x))]], y).sum().backward(),
+    "weights by a statistic": lambda t, x, y: (t.losses(x, y) * (5 - y.max())).sum().backward(),
 }
 
 
@@ -295,6 +302,10 @@ def log_with_hook(t: Training, x: Tensor, y: Tensor) -> None:
 
 HARMLESS: dict[str, Attack] = {
     "nothing": log(lambda losses, y: None),
+    "rows in another order": lambda t, x, y: (t.losses(x.flip(0), y.flip(0)) * 0.5).clamp(max=1e6).sum().backward(),
+    "scaled inputs": lambda t, x, y: (
+        (t.losses((2 * x) / 2 + 0, y.double().float()) * 0.5).clamp(max=1e6).sum().backward()
+    ),
     "item": log(lambda losses, y: losses.mean().item()),
     "a list": log(lambda losses, y: sorted(losses.tolist())),
     "numpy": log(lambda losses, y: losses.detach().numpy().mean()),

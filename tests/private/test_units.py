@@ -232,20 +232,44 @@ def test_bound_holds_for_units_whose_samples_cancel() -> None:
     assert 0.5 < flatten_grads(model).norm() <= 1 + 1e-4
 
 
-def test_batches_drawn_in_advance_are_refused() -> None:
-    _, model, _, loader, *_ = make_private()
-    batches = iter(loader)
-    x, _ = next(batches)
-    next(batches)
-    with pytest.raises(PerSampleError, match="several batches"):
-        model(x)
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "as it is": (lambda x: x, lambda ids: ids),
+    "shuffled": (lambda x: x[torch.arange(len(x)).flip(0)], lambda ids: ids[::-1]),
+    "other dtype": (lambda x: x.float().to(x.dtype), lambda ids: ids),
+    "a part": (lambda x: x[1:], lambda ids: ids[1:]),
+    "repeated": (lambda x: torch.cat([x, x]), lambda ids: ids * 2),
+    "repeated side by side": (lambda x: x.repeat_interleave(2, 0), lambda ids: [i for i in ids for _ in range(2)]),
+}
 
 
-def test_other_samples_than_those_of_the_loader_are_refused() -> None:
-    _, model, _, loader, *_ = make_private()
+@pytest.mark.parametrize("name", [*CHANGES, "sorted"])
+def test_units_follow_their_rows(name: str) -> None:
+    """Whatever a loop does to the order of a batch by functions of torch, each row keeps its unit."""
+    _, model, optimizer, _, data, _ = make_private(unit_reduction="sum")
+    x, y, ids = data.x[:6], data.y[:6], [0, 0, 0, 1, 1, 2]
+    optimizer.add_samples(UnitBatch(torch.tensor(ids), (x, y)))
+    if name == "sorted":
+        order = x[:, 0].argsort()
+        x, y, ids = x[order], y[order], [ids[i] for i in order.tolist()]
+    else:
+        change, change_ids = CHANGES[name]
+        x, y, ids = change(x), change(y), change_ids(ids)
+    rows = loop_gradients(model, (x, y), F.cross_entropy)
+    F.cross_entropy(model(x), y).backward()
+    flat = torch.cat([part.flatten(1) for part in rows.values()], 1)
+    units = torch.zeros(3, flat.shape[1], dtype=flat.dtype).index_add(0, torch.tensor(ids), flat)
+    clipped = (units * (0.3 / units.norm(dim=1).clamp(min=1e-9)).clamp(max=1)[:, None]).sum(0)
+    optimizer.step()
+    optimizer.release()
+    torch.testing.assert_close(4 * flatten_grads(model), clipped)
+
+
+def test_rows_that_cannot_be_followed_are_refused() -> None:
+    _, model, optimizer, loader, *_ = make_private()
     x, _ = next(iter(loader))
-    with pytest.raises(PerSampleError, match="handed out a batch"):
-        model(torch.cat([x, x[:1]]))
+    with pytest.raises(PerSampleError, match="not known which samples"):
+        model(torch.from_numpy(x.numpy()[::-1].copy()))
+    optimizer.release()
 
 
 @pytest.mark.parametrize(

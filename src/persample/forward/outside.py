@@ -10,7 +10,7 @@ size that a tensor from outside has in its batch dimension. The call of the mode
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -68,6 +68,8 @@ class OutsideTensors:
         self._drawn: TensorMap[bool] = TensorMap()  # random numbers, which may be the samples of a generator
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
+        # What is known by other means of the tensors before the call of the model, for a batch size.
+        self.list_layouts_before: Callable[[int], Iterable[tuple[Tensor, Where]]] | None = None
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
         self._early_sites: list[tuple[int, ref[Tensor], Hashable]] = []  # the size of a tensor, and where it was used
         self._early_totals: dict[int, Totals] = {}  # by batch size: numbers that depend on all samples
@@ -308,6 +310,11 @@ class OutsideTensors:
         samples are counted in the order of the arguments.
         """
         if self._early is None:
+            return
+        if self.list_layouts_before is not None:
+            self._early, found_before = None, self.list_layouts_before
+            self.list_layouts_before = None
+            yield from found_before(batch)
             return
         known = self._early.get(batch)
         self._early = None

@@ -304,6 +304,8 @@ class Tracker(TorchFunctionMode):
                 self.add_advice(self.outside.describe_repeats(arguments, batch))
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self._known[tensor] = (layout, tensor.requires_grad)
+                if self.isolation is not None and isinstance(layout, Layout):
+                    self.isolation.note_given(tensor)
 
     def grow(self, batch: int, advice: str) -> None:
         """Add samples to the batch. The samples so far keep their numbers. `advice` is added to errors from now on."""

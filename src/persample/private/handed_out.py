@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample._internal.tree import has_attributes
 from persample.private.errors import PrivateTrainingError
+from persample.recording import Rows
 
 
 class HandedOut:
@@ -45,8 +46,13 @@ has 8...
         self._sizes.append((largest, in_front))
         self._waiting += 1
 
-    def check(self, batch_size: int) -> None:
-        """Raise if a step has more samples than the batches that it can belong to."""
+    def check(self, batch_size: int, rows: Rows | None = None) -> None:
+        """Raise if a step has more samples than the batches that it can belong to, or one of them in several rows."""
+        if rows is not None and rows.has_repeats and batch_size == len(rows.order) <= rows.size:
+            raise PrivateTrainingError(
+                "A sample of the loader is in several rows of the arguments of the model, each of which would be "
+                "clipped by itself. Call the model with each sample once, or pass units=K if it has K augmentations."
+            )
         self._ahead, self._waiting = max(self._ahead, self._waiting), 0
         while len(self._sizes) > self._ahead:
             self._sizes.popleft()

@@ -171,7 +171,7 @@ class PrivateOptimizer(DPOptimizer):
         self._get_current_settings()  # raises if they are not possible
         self._recording = dict(recording or {})
         self.units: int | str | None = "ids" if has_units else self._recording.get("units")
-        self._units = BatchUnits(self._recording.get("units"))
+        self._units = BatchUnits(self._recording.get("units"), lambda: self._watch.declared.rows)
         self._handed_out = HandedOut()
         if has_units or "units" in self._recording:
             self._recording["units"] = self._units.take
@@ -252,11 +252,10 @@ class PrivateOptimizer(DPOptimizer):
         given = self._recording.get("batch_dim", 0)
         if batch_dim is None:
             batch_dim = given if isinstance(given, int) else 0
-        self._units.add(batch, batch_dim)
         if isinstance(given, int) and "units" not in self._recording:
             self._handed_out.add(batch, batch_dim)
         if not self._is_released:
-            self._watch.add_samples(get_content(batch), batch_dim)
+            self._units.add(batch, self._watch.add_samples(get_content(batch), batch_dim))
 
     def load(self, batches: Iterator[Any]) -> Any:
         """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""
@@ -287,7 +286,8 @@ class PrivateOptimizer(DPOptimizer):
     @torch.no_grad()
     def _receive(self, grads: StreamedClip) -> None:
         """Add the clipped sum of a backward pass to the sum of this step, and show it in `p.grad`."""
-        self._handed_out.check(grads.batch_size)
+        if "units" not in self._recording:
+            self._handed_out.check(grads.batch_size, self._watch.declared.rows)
         if self._is_batch_cleared():
             self._drop_batch()
         if self._arrived >= self.parts_per_step and self.poisson_sampling:
@@ -302,7 +302,7 @@ class PrivateOptimizer(DPOptimizer):
                 "backward pass."
             )
         clipped = grads.clip(own=not self._shards)
-        if self._watch.is_unproven:
+        if self._watch.isolation.loss_code.is_first:
             self._leave_out()
             return
         self.nonfinite_count += grads.nonfinite_count
@@ -412,7 +412,6 @@ class PrivateOptimizer(DPOptimizer):
         part of its batch, the whole batch does not count.
         """
         self._failed = 0
-        self._units.forget_waiting()
         if self._step_skip_queue:
             was_last = not self._check_skip_next_step()
             self._drop_batch()

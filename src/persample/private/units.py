@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,10 +10,12 @@ from opacus.data_loader import wrap_collate_with_empty
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
 from persample.private.sampling import copy_loader, make_secret_generator, show_example
+from persample.recording import Rows
+
+_MOST_BATCHES = 16  # whose units are kept
 
 
 class UnitBatch(NamedTuple):
@@ -197,43 +198,38 @@ class BatchUnits:
     Args:
         size: the model is called with this number of samples for each example of a batch, such as augmentations: they
             are the units. None: the batches come with the unit of each sample.
+        find_rows: returns what the rows of the model's arguments are, None if nothing is known of them.
     """
 
-    def __init__(self, size: int | None = None) -> None:
-        self._size = size
-        self._waiting: deque[list[int]] = deque()
-        self._last: list[int] | None = None
+    def __init__(self, size: int | None, find_rows: Callable[[], Rows | None]) -> None:
+        self._size, self._find_rows = size, find_rows
+        self._units: dict[int, list[int]] = {}  # of the last batches, by their numbers
+        self._has_batches = False
 
-    def add(self, batch: Any, batch_dim: int) -> None:
+    def add(self, batch: Any, number: int) -> None:
         """Note the units of a batch that is handed out."""
+        self._has_batches = True
         if isinstance(batch, UnitBatch):
-            self._waiting.append(batch.units.tolist())
-        elif self._size is not None:
-            found = [t.shape[batch_dim] for t in iterate_tensors(batch) if t.dim() > batch_dim]
-            self._waiting += [[i for i in range(found[0]) for _ in range(self._size)]] if found else []
-
-    def forget_waiting(self) -> None:
-        """Forget batches that were handed out before the last one, and not used."""
-        while len(self._waiting) > 1:
-            self._waiting.popleft()
+            self._units[number] = batch.units.tolist()
+            self._units.pop(number - _MOST_BATCHES, None)
 
     def take(self, batch_size: int) -> UnitIds:
         """The unit of each sample of the batch that the model is called with."""
-        if len(self._waiting) > 1:
-            self._waiting.clear()
-            raise PerSampleError(
-                "The loader has handed out several batches since the last call of the model, so that it is not known "
-                "which units the samples belong to. Call the model with each batch before you draw the next one."
-            )
-        if self._waiting:
-            self._last = self._waiting.pop()
-        if self._last is None and self._size is not None:  # batches from elsewhere
+        rows = self._find_rows()
+        if rows is None and self._size is not None and not self._has_batches:  # batches from elsewhere
             return self._size
-        if self._last is None or len(self._last) != batch_size:
-            expected = "no batch" if self._last is None else f"a batch for {len(self._last)} samples"
+        units = None if rows is None else range(rows.size) if self._size else self._units.get(rows.number)
+        if not batch_size:
+            return []
+        if rows is None or units is None or len(rows.order) != batch_size or min(rows.order) < 0:
             raise PerSampleError(
-                f"The model is called with {batch_size} samples, and the loader has handed out {expected}. Call it "
-                "with the samples of each batch of the loader that make_private returns, in their order; with units="
-                f"{self._size or 'K'}, that number of samples for each example, side by side."
+                f"The model is called with {batch_size} samples, and it is not known which samples of the loader they "
+                "are. Call it with the rows of each batch of the loader that make_private returns. Functions of torch "
+                "may change their order. What numpy or Python does with them cannot be followed: do it in the dataset."
             )
-        return self._size or self._last
+        if self._size is not None and any(rows.order.count(unit) != self._size for unit in units):
+            raise PerSampleError(
+                f"The model is called with {batch_size} samples of the {rows.size} examples of a batch. With units="
+                f"{self._size}, call it with that number of samples for each example."
+            )
+        return [units[sample] for sample in rows.order]

@@ -10,6 +10,7 @@ from persample.recording.block import record
 from persample.recording.hooks import ModuleHook, find_parts
 from persample.recording.loss_rows import rows
 from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
+from persample.recording.rows_before import Rows
 from persample.recording.session import is_paused, is_recording, leave_ended_modes
 from persample.recording.watching import Watch, find_watch, watch
 
@@ -21,6 +22,7 @@ __all__ = [
     "Model",
     "ModuleHook",
     "Options",
+    "Rows",
     "Selection",
     "Verify",
     "Watch",

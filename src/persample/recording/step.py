@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -14,6 +15,7 @@ from persample import _torch
 from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.forward import TensorMap
+from persample.recording.rows_before import Rows, RowsBefore
 from persample.recording.session import Recording, leave_ended_modes
 
 _MAX_BATCHES = 16  # that are declared as samples before they are used
@@ -23,10 +25,16 @@ class DeclaredBatches:
     """Tensors that were declared as samples, and their batch dimensions.
 
     Those of the last batches are kept, because loaders work in advance.
+
+    Attributes:
+        before: in private training, follows the rows of the batches until the model is called.
+        rows: what the rows of the arguments of the last call are, as far as that is known.
     """
 
     def __init__(self) -> None:
         self.batches: deque[TensorMap[int]] = deque(maxlen=_MAX_BATCHES)
+        self.before: RowsBefore | None = None
+        self.rows: Rows | None = None
 
     def add(self, batch: Any, batch_dim: int) -> TensorMap[int]:
         """Declare the tensors of a batch."""
@@ -35,6 +43,17 @@ class DeclaredBatches:
             declared[tensor] = batch_dim
         self.batches.append(declared)
         return declared
+
+    def follow(self, declared: TensorMap[int], batch_dim: int) -> int:
+        """In private training: follow the rows of a batch, and return its number."""
+        return 0 if self.before is None else self.before.add([tensor for tensor, _ in declared.items()], batch_dim)
+
+    def find_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
+        """In private training: what the arguments of a call are, which the recording follows from now on."""
+        if self.before is None:
+            return None
+        self.before.leave()
+        return self.before.find_rows(iterate_tensors((args, kwargs)))
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
         """The batches that have tensors in the arguments of a call."""
@@ -89,6 +108,8 @@ class WatchedStep:
     def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Follow a call of the model or of a part; False if it is not known where its samples lie."""
         recording, declared = self.recording, self._declared
+        if declared.before is not None and recording.tracker.outside is not None:
+            recording.tracker.outside.list_layouts_before = partial(declared.before.list_layouts, declared.rows)
         if not recording.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
             return False
         self._used = self._used or declared.find(args, kwargs)

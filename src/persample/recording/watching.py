@@ -20,6 +20,7 @@ from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward import Isolation
 from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
+from persample.recording.rows_before import RowsBefore
 from persample.recording.session import Recording
 from persample.recording.step import DeclaredBatches, WatchedStep
 
@@ -102,15 +103,17 @@ class Watch(Calls):
         self._listeners: list[tuple[Receive, Complain]] = []
         self._note_failure = note_failure  # called with the error if a call of the model or a backward pass fails
         self._get_options = options if callable(options) else lambda: options
-        self._declared = DeclaredBatches()
+        self.declared = DeclaredBatches()
         self._step: WatchedStep | None = None
         self.steps = 0  # that have begun
         self.is_retired = False  # whether no further step is recorded
         self.is_private = False  # whether the last step that has begun is one of private training
         self._refusals: list[RemovableHandle] = []
-        self._isolation = Isolation()
+        self.isolation = Isolation()
         refuse_scripted(model)
-        recorded = self._make_options().select(get_trainable(model))
+        made = self._make_options()
+        self.declared.before = RowsBefore() if made.isolate else None
+        recorded = made.select(get_trainable(model))
         self.names = list(recorded)  # of the parameters that are recorded
         self._refusals = self._refuse_unrecorded(model, recorded)
         self.add_hooks(model, {id(p) for p in recorded.values()})
@@ -121,6 +124,8 @@ class Watch(Calls):
 
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
+        if self.declared.before is not None:
+            self.declared.before.leave()
         self.rest()
         self.retire()
 
@@ -176,10 +181,13 @@ class Watch(Calls):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
-        with nullcontext() if self._step is None else self._step.recording.tracker.pause():
+        with (
+            nullcontext() if self._step is None else self._step.recording.tracker.pause(),
+            nullcontext() if self.declared.before is None else self.declared.before.pause(),
+        ):
             yield
 
-    def add_samples(self, batch: Any, batch_dim: int = 0) -> None:
+    def add_samples(self, batch: Any, batch_dim: int = 0) -> int:
         """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
 
         A tensor of `batch` with the batch's size in dimension `batch_dim`, or else in dimension 0, has one row per
@@ -195,10 +203,14 @@ class Watch(Calls):
         ...     (model(x).squeeze(1) - y).square().sum(0).mean().backward()
         >>> found[0].loss_reduction
         'mean'
+
+        Returns:
+            In private training: the number of the batch among those that were declared.
         """
-        declared = self._declared.add(batch, batch_dim)
+        declared = self.declared.add(batch, batch_dim)
         if self.is_inside and self._step is not None:
             self._step.recording.add_samples(declared)
+        return self.declared.follow(declared, batch_dim)
 
     # ---- the forward pass ----
 
@@ -218,10 +230,12 @@ class Watch(Calls):
         if model is None:
             return False
         try:
-            step = self._step
+            step, found = self._step, self.declared.find_rows(args, kwargs)
+            self.declared.rows = found or self.declared.rows
             if step is None or not (
                 step.continues(args, kwargs) if module is model else step.continues_with_part(module, args, kwargs)
             ):
+                self.declared.rows = found
                 step = self._begin(model, module)
             if step.start_call(module, args, kwargs):
                 return True
@@ -247,10 +261,10 @@ class Watch(Calls):
             link.end_backward,
             link.fail,
             has_hooks=True,
-            isolation=self._isolation if options.isolate else None,
+            isolation=self.isolation if options.isolate else None,
             complain=link.give_up if self.is_lenient else None,
         )
-        self._step = WatchedStep(recording, link, first, self._declared)
+        self._step = WatchedStep(recording, link, first, self.declared)
         self._step.open(options.keep_grad)
         return self._step
 
@@ -322,14 +336,11 @@ class Watch(Calls):
         grads = step.recording.grads
         if grads.is_complete:
             step.recording.tracker.progress.end()
+            if self.declared.before is not None:
+                self.declared.before.resume()
             self._receive(grads)
             for receive, _ in self._listeners:
                 receive(grads)
-
-    @property
-    def is_unproven(self) -> bool:
-        """In private training: whether numbers of samples may have changed the step, which is the first of its kind."""
-        return self._isolation.loss_code.is_first
 
     @property
     def is_pulling_back(self) -> bool:
