@@ -179,6 +179,23 @@ def test_a_sample_changes_the_count_of_unclipped_samples_by_one_half(scale: floa
     assert abs(counts[1] - counts[0]) == pytest.approx(0.5, abs=1e-4)
 
 
+@pytest.mark.parametrize("last", [2.0, 2.5])
+def test_a_sum_that_is_zero_counts_its_samples(last: float) -> None:
+    """The values of `p.grad` depend on the samples, so that they must not decide whether a batch counts."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = AdaptiveOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), module=model, noise_multiplier=0.0, max_grad_norm=1.0,
+        expected_batch_size=8, loss_reduction="sum", target_unclipped_quantile=0.5, clipbound_learning_rate=0.2,
+        max_clipbound=10.0, min_clipbound=0.1, unclipped_num_std=1e-6,
+    )  # fmt: skip
+    x = torch.tensor([0.25, -0.25, 0.5, -0.5, 0.125, -0.125, 2.0, -last])[:, None]
+    model(x).sum().backward()
+    assert model.weight.grad is not None and not model.weight.grad.any()
+    optimizer.step()
+    optimizer.release()
+    assert abs(optimizer.unclipped_num - (4 + (6 - 2) / 2)) < 0.1
+
+
 def test_adaptive_clipping_with_a_budget_and_split_batches() -> None:
     module, loader = make_model(), make_loader(16)
     engine = PrivacyEngine(accountant="rdp")

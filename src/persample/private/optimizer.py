@@ -296,7 +296,7 @@ class PrivateOptimizer(DPOptimizer):
                 "accountant would count the wrong privacy loss. Call step() after each backward pass, split large "
                 "batches with BatchMemoryManager, or set poisson_sampling=False."
             )
-        if self._spent and not self._is_grad_cleared():
+        if self._spent and self._is_grad_untouched():
             raise PrivateTrainingError(
                 "p.grad still holds the gradients of the last step: call optimizer.zero_grad() before the next "
                 "backward pass."
@@ -368,23 +368,17 @@ class PrivateOptimizer(DPOptimizer):
             "grad_sample_mode='hooks'."
         )
 
-    def _is_grad_cleared(self) -> bool:
-        """Whether `p.grad` was set to None or zero, for example by `model.zero_grad()`."""
-        grads = [p.grad for p in self.params]
-        if all(grad is None for grad in grads):
-            return True
-        return not self._shards and all(grad is None or not grad.any() for grad in grads)
-
     def _is_batch_cleared(self) -> bool:
-        """Whether the gradients of the last backward pass were cleared before a step, and not by `zero_grad()`."""
-        if self._batch is None or any(self._is_shown(p) for p in self.params):
-            return False
-        return self._is_grad_cleared()
+        """Whether `p.grad` was set to None after the last backward pass, as by `model.zero_grad()`.
 
-    def _is_shown(self, p: Tensor) -> bool:
-        """Whether `p.grad` is as `_receive` has left it. Reading it would cost more."""
-        shown, version = self._shown.get(id(p), (None, 0))
-        return shown is not None and p.grad is not None and p.grad is shown() and p.grad._version == version
+        The values of `p.grad` decide nothing: they depend on the samples.
+        """
+        return self._batch is not None and bool(self._shown) and all(p.grad is None for p in self.params)
+
+    def _is_grad_untouched(self) -> bool:
+        """Whether `p.grad` is still what the last step has left in it."""
+        left = [(p.grad, *self._shown.get(id(p), (None, 0))) for p in self.params]
+        return any(g is not None and made is not None and g is made() and g._version == v for g, made, v in left)
 
     def _note_failure(self, error: BaseException | None) -> None:
         """Note that a call of the model, or the backward pass from its outputs, has failed."""
@@ -471,6 +465,7 @@ class PrivateOptimizer(DPOptimizer):
             self._peers.report_failure(error)
             raise
         self._forget()
+        self._shown = {id(p): (ref(p.grad), p.grad._version) for p in self.params if p.grad is not None}
         self._spent = True
         return True
 

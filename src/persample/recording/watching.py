@@ -55,8 +55,7 @@ def watch(
             called when the step begins.
         **keywords: see `Options`.
 
-    The samples are followed from the call of the model on: what is computed before it is not seen. A call with other
-    `units` than the call before begins a new step.
+    The samples are followed from the call of the model on. A call with other `units` than before begins a new step.
 
     Raises:
         PerSampleError: an option is wrong, or given both as a keyword and in `options`; or, in a step, the model cannot
