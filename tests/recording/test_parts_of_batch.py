@@ -90,6 +90,13 @@ def add_sums(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return sum(losses) / len(x)  # type: ignore[no-any-return, return-value]
 
 
+def add_to_total(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    total: Any = 0
+    for start in range(0, len(x), 2):
+        total = total + F.cross_entropy(model(x[start : start + 2]), y[start : start + 2], reduction="sum")
+    return total / len(x)  # type: ignore[no-any-return]
+
+
 def add_single(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     losses = [F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) for n in range(len(x))]
     return torch.stack(losses).mean()
@@ -101,7 +108,7 @@ def overlap(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(torch.cat([first[:1], second]), y)
 
 
-LOSSES = [join_halves, join_chunks, join_first_and_rest, add_sums, add_single, overlap]
+LOSSES = [join_halves, join_chunks, join_first_and_rest, add_sums, add_to_total, add_single, overlap]
 
 
 def make(name: str, batch: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -115,7 +122,7 @@ def find_expected(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return loop_gradients(model, (x, y), nn.CrossEntropyLoss())
 
 
-@pytest.mark.parametrize("batch", [3, T, 5])
+@pytest.mark.parametrize("batch", [3, T, 5, 6])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_in_one_loss(name: str, loss: Callable[..., Tensor], batch: int) -> None:

@@ -95,7 +95,7 @@ def make_sum_of_entries(tensor: Tensor, where: Layout | Scattered) -> Divisor:
 
 def make_sum_of_counts(what: str, counts: Sequence[int]) -> Divisor:
     """A divisor to which each sample adds its count."""
-    return Divisor(what, None, lambda: torch.tensor(counts), Layout(0))
+    return Divisor(what, None, lambda: torch.tensor(counts), Layout(0, 1, tuple(range(len(counts)))))
 
 
 def make_number_of_rows(where: Layout | Scattered, device: torch.device) -> Divisor:

@@ -5,10 +5,10 @@ A loss is a sum over the samples of one term for each. A mean is one too, if its
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -59,12 +59,17 @@ def _find_uneven_rows(call: Call) -> tuple[tuple[int, ...], ...]:
 
 
 def _combine_uneven_rows(sums: Sequence[Reduced]) -> tuple[tuple[int, ...], ...]:
-    """The samples' numbers of rows in a sum of sums. Those of different samples are added up."""
+    """The samples' numbers of rows in a sum of sums. Those of different samples are added up.
+
+    Sums that were made before the batch grew have fewer numbers.
+    """
     found: tuple[tuple[int, ...], ...] = ()
     for each in sums:
-        is_disjoint = not any(a and b for rows in found for own in each.uneven for a, b in zip(rows, own, strict=True))
+        is_disjoint = not any(a and b for rows in found for own in each.uneven for a, b in zip(rows, own, strict=False))
         if is_disjoint and len(found) == len(each.uneven):
-            found = tuple(tuple(map(operator.add, a, b)) for a, b in zip(found, each.uneven, strict=True))
+            found = tuple(
+                tuple(map(sum, zip_longest(a, b, fillvalue=0))) for a, b in zip(found, each.uneven, strict=True)
+            )
         else:
             found = tuple(dict.fromkeys((*found, *each.uneven)))
     return found
