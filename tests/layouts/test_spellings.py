@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributions, nn
+from torch.overrides import resolve_name
 
 from persample import record
 from persample._internal.facts import _SYNONYMS, facts, find_functions
@@ -73,7 +74,7 @@ def list_functions_of_two() -> list[Any]:
 
 
 @pytest.mark.parametrize("weight_first", [False, True])
-@pytest.mark.parametrize("function", list_functions_of_two(), ids=str)
+@pytest.mark.parametrize("function", list_functions_of_two(), ids=resolve_name)
 def test_spellings_of_functions_with_rules(function: Any, weight_first: bool) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
