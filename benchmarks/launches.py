@@ -1,6 +1,7 @@
 """Launches: how many ops a warm step needs, as a ratio to a plain step: `python -m benchmarks.launches`.
 
-An op counts if it is no view: a GPU would start a kernel for it, and wait for Python where the tensors are small.
+An op counts if it is no view and no allocation: a GPU would start a kernel for it, and wait for Python where the
+tensors are small.
 Numbers that are read from tensors count by themselves, because a GPU stops for them. So do calls of Python functions,
 which are the host time on a CPU. Counts are exact and do not depend on the machine: no time is measured.
 """
@@ -26,6 +27,7 @@ from benchmarks.output import RESULTS, write_json
 RESULT = RESULTS / "launches.json"
 WARM_STEPS = 4  # the first ones are audited and verified
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # start no kernel
 _VIEWS = {"_unsafe_view", "_reshape_alias", "squeeze_", "promote_types"}  # as cheap, but torch does not count them
 
 
@@ -38,7 +40,7 @@ class OpCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if not (func.is_view or name in _VIEWS):
+        if not (func.is_view or name in _VIEWS or name in _ALLOCATIONS):
             self.ops[name] += 1
         return func(*args, **(kwargs or {}))
 

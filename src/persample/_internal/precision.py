@@ -22,6 +22,16 @@ _inside = 0  # running calls, of all threads, for which the settings were change
 _saved: list[tuple[str, str, str]] = []  # what they were before: backend, operation, precision
 
 
+def find_autocast(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device; None if it is off, or not available there.
+
+    >>> find_autocast("cpu"), find_autocast("meta")
+    (None, None)
+    """
+    is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_on else None
+
+
 def in_full_precision(function: Callable[P, R]) -> Callable[P, R]:
     """The function with autocast turned off, and with float32 products that do not round their factors.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -213,7 +214,8 @@ class RecordedUse:
         positions = list(self.weights)
         batched = [layout is not None for layout in plan.layouts]
         device, dtype = self.autocast or (grads[0].device.type if grads[0] is not None else "cpu", None)
-        with torch.autocast(device, dtype, enabled=self.autocast is not None):
+        has_autocast = torch.amp.is_autocast_available(device)
+        with torch.autocast(device, dtype, enabled=self.autocast is not None) if has_autocast else nullcontext():
             found = compute_generic_gradients(plan.func, plan.arguments, rows, batched, positions, grads)
         return dict(zip(positions, map(Dense, found), strict=True))
 

@@ -31,7 +31,7 @@ _get_shape = attrgetter("shape")
 MAX_ENTRIES = 2**16
 
 # Activations with more entries are not copied to be computed together with those of other uses.
-_MAX_STACKED_ENTRIES = 2**14
+_MAX_STACKED_ENTRIES = 2**16
 
 
 class RetainedUse:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from persample import _torch
+from persample._internal.precision import find_autocast
 from persample.errors import PerSampleError
 
 
 def describe_settings(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """The settings of torch that change how ops are computed."""
     devices = _find_device_types(tensors)
-    autocast = [(device, torch.get_autocast_dtype(device)) for device in devices if torch.is_autocast_enabled(device)]
+    autocast = [(device, dtype) for device in devices if (dtype := find_autocast(device)) is not None]
     return (torch.get_default_dtype(), torch.get_default_device(), *autocast)
 
 
@@ -32,7 +33,7 @@ def disable_autocast(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Turn autocast off, on the devices of these tensors."""
     with ExitStack() as stack:
         for device in _find_device_types(tensors):
-            if torch.is_autocast_enabled(device):
+            if find_autocast(device) is not None:
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
 

@@ -253,7 +253,7 @@ def has_equal_rows(tensor: Tensor, layout: Layout, batch: int) -> bool:
     False
     """
     rows = tensor.detach()
-    if not rows.numel():
+    if not rows.numel() or rows.is_meta:  # without values
         return True
     if layout.ids is None and layout.inner == 1 and rows.shape[layout.dim] == batch:
         expected = rows.narrow(layout.dim, 0, 1).expand_as(rows)

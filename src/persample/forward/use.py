@@ -12,6 +12,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.functions import find_results
+from persample._internal.precision import find_autocast
 from persample._internal.rng import fork_rng
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample._torch import get_backward_pass
@@ -96,7 +97,9 @@ def run_use(
         return result, motion
 
     shapes = tuple([r.shape for r in results])
-    autocast = _get_autocast(call.tensors[0].device.type)
+    device = call.tensors[0].device.type
+    dtype = find_autocast(device)
+    autocast = None if dtype is None else (device, dtype)
     use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector)
     forward.collector.expect(weights.values())
     if forward.collector.early:
@@ -205,11 +208,6 @@ def _make_plan(
         weights_at=[(i, tensors_at[i]) for i in weights] if tensors_at else [],
         tensors_at=tensors_at,
     )
-
-
-def _get_autocast(device: str) -> tuple[str, torch.dtype] | None:
-    """The device type and dtype of autocast, None if it is off."""
-    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
 def _move_aside(call: Call, forward: ForwardPass) -> Tensor:

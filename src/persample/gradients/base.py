@@ -11,6 +11,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal.dtypes import widen
+from persample._internal.host import check_conditions
 from persample._internal.precision import in_full_precision
 from persample.distributed import Processes
 from persample.errors import PerSampleError
@@ -83,7 +84,9 @@ class RecordedGradients(ABC):
 
     def start(self, batch_size: int) -> int:
         """Set the batch size; all forward passes of a recording must have the same."""
-        if self._batch_size not in (None, batch_size):
+        if self._batch_size is None:
+            check_conditions()
+        elif self._batch_size != batch_size:
             raise PerSampleError(
                 f"A forward pass of {batch_size} samples in a recording that has one of {self._batch_size}. Use one "
                 "recording for each batch."
@@ -101,7 +104,7 @@ class RecordedGradients(ABC):
     def make_sample_units(self) -> SampleUnits | None:
         """The units of the samples, for the forward pass: samples of one unit may be combined."""
         if self._units is not None and self._split_units is None:
-            self._reduction.units = make_sample_units(self._units.groups.rows.tolist())
+            self._reduction.units = make_sample_units(self._units.rows)
         return self._reduction.units
 
     def share_sample_units(self, units: SampleUnits | None) -> None:
@@ -140,7 +143,7 @@ class RecordedGradients(ABC):
             return True
         units = self._unit_options.find_units(batch_size, self._device)
         before = self._units if self._split_units is None else self._split_units.given
-        return list(units.names) == list(before.names) and torch.equal(units.groups.rows, before.groups.rows)
+        return list(units.names) == list(before.names) and list(units.rows) == list(before.rows)
 
     def receive(self, parameter: Tensor, term: Term) -> None:
         """Take what a backward pass found for a parameter; parameters that are not recorded are ignored."""

@@ -55,19 +55,18 @@ def compute_kronecker_factors(term: Term, kind: KroneckerKind, scale: float) -> 
     """
     if not has_both_sides(term):
         return None
-    totals: list[Tensor] = []
-    count = 0
+    totals: list[Tensor] = []  # of the inputs, of the gradients, and the number of positions
     for input, grad in _iterate_sides(term):
         is_used = (grad != 0).any(2)
         if kind == "reduce":
             sizes = is_used.sum(1, keepdim=True).clamp(min=1).to(input.dtype)
             input, grad = (input * is_used[:, :, None]).sum(1) / sizes, grad.sum(1)
             is_used = is_used.any(1)
-        input, grad = input[is_used], grad[is_used]
-        count += len(input)
-        parts = [input.mT @ input, grad.mT @ grad]
+        input = input.masked_fill(~is_used.unsqueeze(-1), 0).flatten(0, -2)
+        grad = grad.flatten(0, -2)
+        parts = [input.mT @ input, grad.mT @ grad, is_used.sum()]
         totals = [total + part for total, part in zip(totals, parts, strict=True)] if totals else parts
-    return KroneckerFactors(totals[0] / max(1, count), totals[1] * (scale**2 / max(1, term.batch)))
+    return KroneckerFactors(totals[0] / totals[2].clamp(min=1), totals[1] * (scale**2 / max(1, term.batch)))
 
 
 def find_sides(term: Term, rows: int, columns: int) -> Iterator[tuple[Tensor, Tensor]]:

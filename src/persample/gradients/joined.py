@@ -6,7 +6,7 @@ computed in float64, as those of doubtful samples are (`terms/rounding.py`), so 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,15 +14,18 @@ from torch import Tensor
 from persample.gradients.stack import Stack
 from persample.terms import Dense, Outer, Patches, Rows, Term
 
-# A term is small if neither a factor nor its dense form has more entries.
+# A term is small if neither a factor nor its dense form has more entries for each parameter.
 _MAX_ENTRIES = 2**13
+
+# Fewer stacks are not worth a matrix, if there are others.
+_MIN_STACKS = 3
 
 # Entries of all rows together.
 _MAX_TOTAL = 2**17
 
 _KINDS = {Dense, Outer, Patches, Rows}
 _DTYPES = {torch.float32, torch.float64}
-_DEVICES = {"cpu", "cuda"}  # with float64
+_DEVICES = {"cpu", "cuda", "meta"}  # with float64
 
 
 class SmallStacks:
@@ -37,14 +40,15 @@ class SmallStacks:
     def add(self, stack: Stack) -> bool:
         """Take a stack if its term is small and of the same kind as those before; returns whether it was taken."""
         term = stack.term
-        entries = term.batch * term.shape.numel()
-        if entries > _MAX_ENTRIES or self._total + entries > _MAX_TOTAL or not self._accepts(term):
+        entries, count = term.batch * term.shape.numel(), len(stack.names)
+        is_large = entries > count * _MAX_ENTRIES or self._total + entries > _MAX_TOTAL
+        if is_large or not self._accepts(term, count):
             return False
         self._total += entries
         self._stacks.append(stack)
         return True
 
-    def _accepts(self, term: Term) -> bool:
+    def _accepts(self, term: Term, count: int) -> bool:
         """Whether a term has a simple structure, and small factors of the dtype and device of the terms before."""
         if type(term) not in _KINDS:
             return False
@@ -52,7 +56,7 @@ class SmallStacks:
         for factor in vars(term).values():
             if not isinstance(factor, Tensor):
                 continue
-            if factor.numel() > _MAX_ENTRIES or (device is not None and factor.device != device):
+            if factor.numel() > count * _MAX_ENTRIES or (device is not None and factor.device != device):
                 return False
             device = factor.device
             own = factor.dtype
@@ -66,9 +70,12 @@ class SmallStacks:
         self._dtype, self._device = dtype, device
         return True
 
-    def join(self) -> JoinedRows | None:
-        """The rows of all stacks, which are released; None if there is none."""
-        stacks, self._stacks = self._stacks, []
+    def join(self, others: list[Stack] | None = None) -> JoinedRows | None:
+        """The rows of all stacks, which are released; None if there are none, or so few that they join `others`."""
+        if others and len(self._stacks) < _MIN_STACKS:
+            others += self._stacks
+            self._stacks = []
+        stacks, self._stacks = sorted(self._stacks, key=lambda stack: type(stack.term) is not Dense), []
         if not stacks:
             return None
         assert self._dtype is not None
@@ -78,12 +85,28 @@ class SmallStacks:
             parts.append((stack.names, shape, size := shape.numel()))
             end += len(stack.names) * size
         rows = torch.empty((batch, end), dtype=torch.float64, device=self._device)
-        start = 0
+        start = _write_dense_rows([stack for stack in stacks if type(stack.term) is Dense], rows)
         for stack, (names, _, size) in zip(stacks, parts, strict=True):
-            count = len(names)
-            stack.term.write_exact_rows(rows.as_strided((count, batch, size), (size, end, 1), start))
-            start += count * size
+            if type(stack.term) is not Dense:
+                count = len(names)
+                stack.term.write_exact_rows(rows.as_strided((count, batch, size), (size, end, 1), start))
+                start += count * size
         return JoinedRows(rows, parts, self._dtype)
+
+
+def _write_dense_rows(stacks: Sequence[Stack], rows: Tensor) -> int:
+    """Write the rows of dense terms into the first columns of a matrix, in one copy; returns their number."""
+    parts: list[Tensor] = []
+    for stack in stacks:
+        values = stack.term.dense()
+        count, batch = len(stack.names), len(rows)
+        values = values.reshape(count, batch, values.shape[1:].numel())
+        parts += values.unbind()
+    if not parts:
+        return 0
+    end = sum(part.shape[1] for part in parts)
+    torch.cat(parts, 1, out=rows.narrow(1, 0, end))
+    return end
 
 
 class JoinedRows:
@@ -110,12 +133,9 @@ class JoinedRows:
         """`(batch,)`: the norms of the rows of all parameters together, in float64."""
         return torch.linalg.vector_norm(self.rows, dim=1)
 
-    def find_nonfinite(self, norms: Tensor) -> list[int]:
-        """The samples whose squared norms are not finite in the dtype of the answers."""
-        most = torch.finfo(self._dtype).max ** 0.5
-        if float(norms.max()) <= most:  # False for NaN
-            return []
-        return [n for n, norm in enumerate(norms.tolist()) if not norm <= most]
+    def find_finite(self, norms: Tensor) -> Tensor:
+        """`(batch,)`: whether the squared norm of a row is finite in the dtype of the answers."""
+        return norms <= torch.finfo(self._dtype).max ** 0.5  # False for NaN
 
     def compute_squares(self) -> Tensor:
         """`(batch,)`: the squared norms of the rows of all parameters together."""
@@ -140,10 +160,10 @@ class JoinedRows:
             start += len(names) * size
         raise KeyError(name)
 
-    def clear_samples(self, samples: Iterable[int]) -> JoinedRows:
-        """The same with rows of zeros for some samples, also if their rows are not finite."""
-        index = torch.tensor(sorted(samples), dtype=torch.long, device=self.rows.device)
-        return JoinedRows(self.rows.index_fill(0, index, 0), self._parts, self._dtype)
+    def clear_samples(self, is_cleared: Tensor) -> JoinedRows:
+        """The same with rows of zeros where a mask `(batch,)` is true, also if their rows are not finite."""
+        mask = is_cleared.to(self.rows.device).unsqueeze(1)
+        return JoinedRows(self.rows.masked_fill(mask, 0), self._parts, self._dtype)
 
     def sum(self, weights: Tensor, exact: Collection[int] = ()) -> dict[str, Tensor]:
         """`{name: shape}`: the sum over n of weights[n] g_n for each parameter. All samples are exact here."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from persample._internal import tracing
+from persample._internal import host, tracing
 from persample._internal.dtypes import widen
 from persample._internal.precision import in_full_precision
 from persample._internal.text import format_bytes
@@ -19,10 +19,12 @@ from persample.gradients.base import RecordedGradients
 from persample.gradients.clipping import compute_clip_factors
 from persample.gradients.copies import OutsideMemory
 from persample.gradients.curvature import KroneckerFactors, KroneckerKind, compute_kronecker_factors, has_both_sides
+from persample.gradients.joined import JoinedRows, SmallStacks
+from persample.gradients.measuring import compact_stack, measure_stacks
 from persample.gradients.positions import PositionGradients
 from persample.gradients.projection import METHODS, Method, make_projection
 from persample.gradients.reduction import LossReduction
-from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, require_finite
+from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite, find_true
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions, Units, combine_units
 from persample.terms import (
@@ -35,6 +37,7 @@ from persample.terms import (
     find_factors,
     make_groups,
     merge_samples,
+    widen_factors,
 )
 
 # Default size in bytes of a block of dense gradients in gram(), second_moment() and variance().
@@ -73,7 +76,8 @@ class PerSampleGradients(RecordedGradients):
         self._rest: dict[str, Term] = {}  # with a row for each sample, of uses without positions
         self._stacks: dict[str, Stack] = {}  # by parameter; several parameters may have the same one
         self._exact: set[int] = set()  # samples with rows that are added up in float64
-        self._cleared: set[int] = set()  # samples that were not finite, and whose rows are zero now
+        self._cleared: Tensor | None = None  # mask of the samples that were not finite, and whose rows are zero now
+        self._joined: tuple[list[Stack], JoinedRows | None] | None = None  # what `_join_small` returns
         self._compacted: set[str] = set()  # parameters whose factors were replaced by dense gradients
         self._is_cleared = False  # whether all terms that have arrived were searched for samples to clear
         self.outside = OutsideMemory()
@@ -140,7 +144,7 @@ class PerSampleGradients(RecordedGradients):
         numbers = self.row_count * sum(p.numel() for p in self._parameters.values())
         size = format_bytes(4 * numbers)
         described = f"{self._describe_rows()}, {self._describe_reduction()}, dense() would take {size}"
-        described += self._describe_nonfinite(len(self._cleared))
+        described += self._describe_nonfinite(len(self._list_cleared()))
         lines = [f"PerSampleGradients({described}"]
         for name, p in self._parameters.items():
             lines.append(f"  {name}: {tuple(p.shape)} {self._describe_term(name)}")
@@ -195,7 +199,9 @@ class PerSampleGradients(RecordedGradients):
             weights = torch.ones(self.row_count, device=self._device, dtype=torch.float32)
         self._check_weights("sum", weights)
         weights = weights.to(self._device) * self._scale
-        return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own)
+        self._check_done()
+        self._clear_nonfinite()
+        return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own, *self._join_small())
 
     @torch.no_grad()
     @in_full_precision
@@ -215,11 +221,17 @@ class PerSampleGradients(RecordedGradients):
             own: sum over the rows of this process only, without communication.
         """
         if not per_parameter:
-            return self.sum(self.clip_factors(max_norm), own)
+            squares = self._settle_rows()
+            if not squares.names:
+                return self.sum(own=own)
+            weights = squares.compute_clip_weights(max_norm, self._scale)
+            return self._add_weighted(lambda stack: stack.sum(weights, self._exact), own, *self._join_small())
         norms = self.norms(per_parameter=True)
         factors = {name: compute_clip_factors(part, max_norm) * self._scale for name, part in norms.items()}
         self._split_stacks()
-        return self._add_weighted(lambda stack: stack.sum(factors[stack.names[0]], self._exact), own)
+        return self._add_weighted(
+            lambda stack: stack.sum(factors[stack.names[0]], self._exact), own, self._list_stacks()
+        )
 
     @torch.no_grad()
     @in_full_precision
@@ -368,13 +380,14 @@ class PerSampleGradients(RecordedGradients):
         if weights is None:
             return self.second_moment(memory)
         self._check_weights("fisher_diagonal", weights)
-        if bool((weights < 0).any()):
+        if host.decides_late(weights.device):
+            host.require((weights >= 0).all(), "fisher_diagonal() needs weights that are not negative.")
+        elif bool((weights < 0).any()):
             raise PerSampleError("fisher_diagonal() needs weights that are not negative.")
-        rows = torch.arange(self.row_count, device=self._device)
-        groups = make_groups(rows, self.row_count, weights.to(self._device).double().sqrt() * self._scale)
+        roots = weights.double().sqrt() * self._scale
         found = {}
         for name, term in self._terms().items():
-            weighted = merge_samples(term, groups.to(self._parameters[name].device))
+            weighted = widen_factors(term).weigh_samples(roots)
             found[name] = self._add_over_processes(name, weighted.square_sum(memory // 4))
         return found
 
@@ -550,12 +563,16 @@ class PerSampleGradients(RecordedGradients):
             total = total + part
         return total
 
-    def _add_weighted(self, sum_rows: Callable[[Stack], dict[str, Tensor]], own: bool) -> dict[str, Tensor]:
+    def _add_weighted(
+        self,
+        sum_rows: Callable[[Stack | JoinedRows], dict[str, Tensor]],
+        own: bool,
+        stacks: Iterable[Stack],
+        joined: JoinedRows | None = None,
+    ) -> dict[str, Tensor]:
         """`{name: shape}`: weighted sums of the rows, of which `sum_rows` gives those of one stack."""
-        self._check_done()
-        self._clear_nonfinite()
-        found: dict[str, Tensor] = {}
-        for stack in self._list_stacks():
+        found: dict[str, Tensor] = {} if joined is None else sum_rows(joined)
+        for stack in stacks:
             found.update(sum_rows(stack))
         for name in self._parameters.keys() - found.keys():
             found[name] = widen(torch.zeros_like(self._parameters[name]))
@@ -573,6 +590,7 @@ class PerSampleGradients(RecordedGradients):
 
     def _split(self, stack: Stack) -> None:
         if len(stack.names) > 1:
+            self._joined = None
             for name, term in stack.split():
                 self._stacks[name] = own = Stack([name], term)
                 own.note_versions()
@@ -605,24 +623,24 @@ class PerSampleGradients(RecordedGradients):
 
     def _settle_rows(self) -> SquaredNorms:
         squares = self._measure()
-        if tracing.get_trace() is None:
-            self._settle(squares, squares.find_doubtful(), squares.names)
-        else:
+        if squares.is_late:
             self._require_finite(squares)
+        else:
+            self._settle(squares, squares.find_doubtful(), squares.names)
         return squares
 
     def _settle_parts(self) -> SquaredNorms:
         squares = self._measure()
-        if tracing.get_trace() is None:
-            for name in squares.names:
-                self._settle(squares, squares.find_doubtful_parts([name]), [name])
-        else:
+        if squares.is_late:
             self._require_finite(squares)
+        else:
+            for name, doubtful in squares.find_doubtful_parts().items():
+                self._settle(squares, doubtful, [name])
         return squares
 
     def _require_finite(self, squares: SquaredNorms) -> None:
-        if self._nonfinite_mode == "raise" and squares.names:
-            require_finite(squares.add_up())
+        if self._nonfinite_mode == "raise":
+            squares.require_finite()
 
     def _settle(self, squares: SquaredNorms, doubtful: list[int], names: Iterable[str]) -> None:
         squares.settle(doubtful, names, self._compute_exact_row)
@@ -636,8 +654,9 @@ class PerSampleGradients(RecordedGradients):
     def _find_nonfinite(self) -> set[int]:
         squares = self._measure()
         if self._nonfinite_mode == "zero":
-            return self._cleared
-        squares.settle(squares.find_doubtful(), squares.names, self._compute_exact_row)
+            return self._list_cleared()
+        if not squares.is_late:
+            squares.settle(squares.find_doubtful(), squares.names, self._compute_exact_row)
         return squares.nonfinite
 
     def _measure(self) -> SquaredNorms:
@@ -647,13 +666,29 @@ class PerSampleGradients(RecordedGradients):
         return self._measure_stacks()
 
     def _measure_stacks(self) -> SquaredNorms:
-        squares = SquaredNorms(self._nonfinite_mode)
-        for stack in self._list_stacks():
-            before = stack.term
-            squares.add(stack.names, *stack.measure(compact=True))
-            if stack.term is not before and has_both_sides(before) and not has_both_sides(stack.term):
+        squares, before = SquaredNorms(self._nonfinite_mode), [(stack, stack.term) for stack in self._list_stacks()]
+        for stack, _ in before:
+            compact_stack(stack)
+        others, joined = self._join_small()
+        measure_stacks(others, squares, compact=True)
+        for stack, term in before:
+            if stack.term is not term and has_both_sides(term) and not has_both_sides(stack.term):
                 self._compacted.update(stack.names)
+        if joined is not None:
+            squares.add_joined(joined)
         return squares
+
+    def _join_small(self) -> tuple[list[Stack], JoinedRows | None]:
+        """The stacks of large terms, and the rows of the small ones in one matrix."""
+        stacks = self._list_stacks()
+        if tracing.get_trace() is not None:
+            return stacks, None
+        if self._joined is None:
+            small = SmallStacks()
+            others = [stack for stack in stacks if not small.add(stack)]
+            joined = small.join(others)
+            self._joined = others, joined
+        return self._joined
 
     def _clear_nonfinite(self) -> None:
         """With nonfinite="zero": set the rows of samples that are not finite to zero."""
@@ -661,16 +696,21 @@ class PerSampleGradients(RecordedGradients):
             return
         self._is_cleared = True
         squares = self._measure_stacks()
-        found = [n for n in squares.find_doubtful() if not float(squares.add_up()[n]) < torch.inf]
-        if found:
-            self._cleared.update(found)
+        squares.note_infinite()
+        mask = squares.clear_nonfinite()
+        if mask is not None:
+            self._cleared = mask if self._cleared is None else mask | self._cleared
             for stack in self._list_stacks():
-                self._keep(stack.clear_samples(found))
+                self._keep(stack.clear_samples(mask))
+
+    def _list_cleared(self) -> set[int]:
+        return set() if self._cleared is None else find_true(self._cleared)
 
     def _keep(self, stack: Stack) -> None:
         if tracing.get_trace() is None:  # a compiled step computes its answers before anything can change
             stack.term = self.outside.copy_factors(stack.term)
         stack.note_versions()
+        self._joined = None
         for name in stack.names:
             self._stacks[name] = stack
 

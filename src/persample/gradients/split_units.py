@@ -118,7 +118,7 @@ def split_units(units: Units, processes: Processes) -> SplitUnits | None:
     kept = [name for name in own if name in shared]
     return SplitUnits(
         given=units,
-        own=replace(units, names=own, groups=group(whole)),
+        own=replace(units, names=own, rows=(own_groups := group(whole)).rows.tolist(), groups=own_groups),
         own_rows=list_rows(whole),
         names=list(shared),
         shared=group(shared),

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from persample._internal import tracing
+from persample._internal import host
 from persample.errors import PerSampleError
 from persample.gradients.joined import JoinedRows
 
@@ -24,69 +24,117 @@ class SquaredNorms:
     """The squared norm of each sample's part for each parameter, with floors (`terms/rounding.py`).
 
     A sample is *doubtful* if its squared norm is below its floor or not finite. Then its rows are computed in float64.
+    Where decisions are late (`_internal/host.py`), its floor takes the place of its squared norm: an upper bound.
     Norms are before the rows are scaled. Parameters that are not used have none.
 
     Attributes:
         exact: samples whose rows have to be computed in float64, in sums as well.
-        nonfinite: samples whose gradient is not finite.
+        names: the parameters that have squared norms.
     """
 
     def __init__(self, nonfinite: NonFinite) -> None:
         self.exact: set[int] = set()
-        self.nonfinite: set[int] = set()
+        self._nonfinite: set[int] = set()
         self._mode = nonfinite
-        self._names: list[str] = []
+        self.names: list[str] = []
         self._parts: list[Tensor] = []  # each `(some parameters, batch)`, in the order of the names
         self._floors: list[Tensor | None] = []
+        self._can_be_negative = False
         self._joined: dict[int, JoinedRows] = {}  # by position: parts that have one row for all their parameters
         self._total: Tensor | None = None
         self._settled: dict[int, dict[str, float]] = {}  # by sample and parameter: squared norms from rows in float64
+        self._is_cleared: Tensor | None = None  # decided late: the samples that were not finite and are cleared
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def add(self, names: Sequence[str], squares: Tensor, floor: Tensor | None) -> None:
-        """Take the squared norms of some parameters, `(len(names), batch)`."""
+    def add(self, names: Sequence[str], squares: Tensor, floor: Tensor | None, can_be_negative: bool = True) -> None:
+        """Take the squared norms of some parameters, `(len(names), batch)`; by rounding, below 0 perhaps."""
+        self._can_be_negative |= can_be_negative
         self._total = None
-        self._names += names
+        self.names += names
         self._parts.append(squares)
         self._floors.append(floor)
+
+    def extend(self, other: SquaredNorms) -> None:
+        """Take the squared norms of other parameters, and what was decided about their samples."""
+        self._can_be_negative |= other._can_be_negative
+        self._joined |= {i + len(self._parts): joined for i, joined in other._joined.items()}
+        self._total = None
+        self.names += other.names
+        self._parts += other._parts
+        self._floors += other._floors
+        self.exact |= other.exact
+        self._nonfinite |= other._nonfinite
+        for n, settled in other._settled.items():
+            self._settled.setdefault(n, {}).update(settled)
 
     def add_joined(self, joined: JoinedRows) -> None:
         """Take the squared norms of small terms. Those of each parameter's part are computed if they are needed."""
         self._joined[len(self._parts)] = joined
-        self.add(joined.names, joined.compute_squares().unsqueeze(0), None)
+        self.add(joined.names, joined.compute_squares().unsqueeze(0), None, can_be_negative=False)
 
     @property
-    def names(self) -> list[str]:
-        """The parameters that have squared norms."""
-        return self._names
+    def is_late(self) -> bool:
+        """Whether what is doubtful or not finite is decided on the device, without a number that Python reads."""
+        return bool(self._parts) and host.decides_late(self._parts[0].device)
+
+    @property
+    def nonfinite(self) -> set[int]:
+        """The samples whose gradient is not finite."""
+        if self._is_cleared is not None:
+            return self._nonfinite | find_true(self._is_cleared)
+        return find_true(self.find_nonfinite_mask()) if self.is_late else self._nonfinite
+
+    def note_cleared(self, is_cleared: Tensor) -> None:
+        """Note the mask of samples that are not finite, before their squared norms, which are zero, are added."""
+        self._is_cleared = is_cleared
+
+    def note_infinite(self) -> None:
+        """Note the samples whose squared norm is not finite; where decisions are late, there is nothing to note."""
+        if not self.is_late:
+            self._nonfinite |= set(_find_below(self.add_up(), None, None))
+
+    def find_nonfinite_mask(self) -> Tensor:
+        """`(batch,)`: the samples whose squared norm is not finite."""
+        return ~(self.add_up() < torch.inf)
+
+    def require_finite(self) -> None:
+        """Raise if the gradient of a sample is not finite: now, or late."""
+        if not self.is_late:
+            check_finite(self.nonfinite)
+        elif self.names:
+            host.require((self.add_up() < torch.inf).all(), NOT_FINITE)
 
     def add_up(self) -> Tensor:
-        """`(batch,)`: the squared norm of the whole row. In a compiled step, where it is doubtful, an upper bound."""
+        """`(batch,)`: the squared norm of the whole row. Decided late, an upper bound where it is doubtful."""
         if self._total is None:
-            if len(self._parts) == len(self._joined) == 1:
-                return self._parts[0][0]
-            # Rounding can leave a part slightly below zero.
-            self._total = torch.cat(self._parts).clamp_(min=0).sum(0)
-            floor = self._add_floors() if tracing.get_trace() is not None else None
+            parts = self._parts[0] if len(self._parts) == 1 else torch.cat(self._parts)
+            if self._can_be_negative:
+                parts = parts.clamp(min=0)
+            self._total = parts[0] if len(parts) == 1 else parts.sum(0)
+            floor = self._add_floors() if self.is_late else None
             if floor is not None:
-                self._total = self._total.maximum(floor)
+                total = self._total
+                host.expect(lambda: (total >= floor).all(), _BOUNDED)
+                self._total = total.maximum(floor)
         return self._total
 
     def _add_floors(self) -> Tensor | None:
         floors = [floor for floor in self._floors if floor is not None]
-        return torch.cat(floors).sum(0) if floors else None
+        joined = floors[0] if len(floors) == 1 else torch.cat(floors) if floors else None
+        return None if joined is None else joined[0] if len(joined) == 1 else joined.sum(0)
+
+    def _list_part_matrices(self) -> list[tuple[Tensor, Tensor | None]]:
+        """The squared norms and the floors, each `(some parameters, batch)`, in the order of the names."""
+        joined = self._joined
+        parts = [joined[i].compute_part_squares() if i in joined else part for i, part in enumerate(self._parts)]
+        return list(zip(parts, self._floors, strict=True))
 
     def _list_parts(self) -> dict[str, tuple[Tensor, Tensor | None]]:
         """`{name: (squared norms, floor)}`, each `(batch,)`."""
         found: list[tuple[Tensor, Tensor | None]] = []
-        for i, (parts, floors) in enumerate(zip(self._parts, self._floors, strict=True)):
-            if i in self._joined:
-                parts = self._joined[i].compute_part_squares()
+        for parts, floors in self._list_part_matrices():
             own_floors = [None] * len(parts) if floors is None else floors.unbind()
             found += zip(parts.unbind(), own_floors, strict=True)
-        return dict(zip(self._names, found, strict=True))
+        return dict(zip(self.names, found, strict=True))
 
     def compute_norms(self) -> Tensor:
         """`(batch,)`: the norms of the whole rows."""
@@ -99,12 +147,19 @@ class SquaredNorms:
             norms[n] = math.sqrt(sum(squares))
         return norms
 
+    def compute_clip_weights(self, max_norm: float, scale: float) -> Tensor:
+        """`(batch,)`: what bounds the norms of the rows by `max_norm`, after each was multiplied by `scale`."""
+        if not max_norm > 0:
+            raise PerSampleError(f"max_norm must be positive, got {max_norm}.")
+        inverse = self.compute_norms().reciprocal_() if self._settled else self.add_up().rsqrt()
+        return inverse.mul_(max_norm).clamp_(max=scale)
+
     def compute_part_norms(self) -> dict[str, Tensor]:
-        """`{name: (batch,)}`: the norms of each parameter's part. In a compiled step, where doubtful, upper bounds."""
+        """`{name: (batch,)}`: the norms of each parameter's part. Decided late, where doubtful, upper bounds."""
         found = {}
         for name, (part, floor) in self._list_parts().items():
             part = part.clamp(min=0)
-            if tracing.get_trace() is not None and floor is not None:
+            if floor is not None and self.is_late:
                 part = part.maximum(floor)
             norms = part.sqrt()
             for n, settled in self._settled.items():
@@ -117,14 +172,18 @@ class SquaredNorms:
         """The samples whose whole row is doubtful. Below the squared norm `least`, rounding does not matter."""
         return _find_below(self.add_up(), self._add_floors(), least) if self._parts else []
 
-    def find_doubtful_parts(self, names: Iterable[str], least: Mapping[str, float] | None = None) -> list[int]:
-        """The samples whose row is doubtful for one of these parameters alone."""
-        found: set[int] = set()
-        parts = self._list_parts()
-        for name in names:
-            part, floor = parts[name]
-            found.update(_find_below(part, floor, least[name] if least else None))
-        return sorted(found)
+    def find_doubtful_parts(self, least: Mapping[str, float] | None = None) -> dict[str, list[int]]:
+        """By parameter: the samples whose row is doubtful for it alone. Below `least`, rounding does not matter."""
+        found: dict[str, list[int]] = {}
+        start = 0
+        for squares, floors in self._list_part_matrices():
+            names = self.names[start : start + len(squares)]
+            start += len(names)
+            bounds = None if least is None or floors is None else squares.new_tensor([least[name] for name in names])
+            for index in _find_below(squares, floors, None if bounds is None else bounds.unsqueeze(1)):
+                i, n = divmod(index, squares.shape[1])
+                found.setdefault(names[i], []).append(n)
+        return found
 
     def settle(self, doubtful: Sequence[int], names: Iterable[str], compute_row: ComputeRow) -> None:
         """Compute the squared norms of doubtful samples from their rows, and sort out those that are not finite.
@@ -136,14 +195,14 @@ class SquaredNorms:
         names, parts = list(names), self._list_parts()
         for n in doubtful:
             if self._mode == "zero" and not all(float(parts[name][0][n]) < torch.inf for name in names):
-                self.nonfinite.add(n)
+                self._nonfinite.add(n)
                 continue
             settled, is_finite = self._settled.setdefault(n, {}), True
             for name in names:
                 norm = float(torch.linalg.vector_norm(compute_row(name, n)))
                 settled[name] = norm * norm
                 is_finite &= norm <= torch.finfo(parts[name][0].dtype).max  # False for NaN
-            (self.exact if is_finite else self.nonfinite).add(n)
+            (self.exact if is_finite else self._nonfinite).add(n)
 
     def list_settled(self, name: str) -> list[int]:
         """The samples whose squared norm for a parameter was computed from the row."""
@@ -151,22 +210,53 @@ class SquaredNorms:
 
     def note_nonfinite(self) -> None:
         """Note samples that are not finite, or have overflowed, for a parameter that was not settled."""
+        if self.is_late:
+            return
         for n in _find_below(self.add_up(), None, None) if self._parts else ():
             settled = self._settled.get(n, {})
             parts = self._list_parts().items()
             if not all(name in settled or float(part[n]) < torch.inf for name, (part, _) in parts):
                 self.exact.discard(n)
-                self.nonfinite.add(n)
+                self._nonfinite.add(n)
 
-    def clear(self, samples: Iterable[int]) -> None:
-        """Set the squared norms of these samples to zero."""
-        index = sorted(samples)
-        if index:
-            self._total = None
-            self._parts = [part.index_fill(1, torch.tensor(index, device=part.device), 0) for part in self._parts]
-            self._joined = {i: joined.clear_samples(index) for i, joined in self._joined.items()}
-            for n in index:
-                self._settled.pop(n, None)
+    def clear_nonfinite(self) -> Tensor | None:
+        """Set the squared norms of samples that are not finite to zero; returns their mask, None if there are none."""
+        if self.is_late:
+            if self._is_cleared is None:
+                self._clear(self.find_nonfinite_mask())
+        elif self._nonfinite:
+            self._clear(make_mask(self._nonfinite, self._parts[0]))
+        return self._is_cleared
+
+    def _clear(self, is_cleared: Tensor) -> None:
+        self._total, self._is_cleared = None, is_cleared
+        self._parts = [part.masked_fill(is_cleared, 0) for part in self._parts]
+        if self.is_late:
+            self._floors = [None if floor is None else floor.masked_fill(is_cleared, 0) for floor in self._floors]
+        self._joined = {i: joined.clear_samples(is_cleared) for i, joined in self._joined.items()}
+        for n in self._nonfinite:
+            self._settled.pop(n, None)
+
+
+NOT_FINITE = "The gradient of a sample is not finite, or too large to compute its norm."
+
+_BOUNDED = (
+    "In the last step, the contributions to the gradient of a sample cancelled, so that rounding could make its norm "
+    "too small. An upper bound took its place, so the sample was clipped to less than the bound. From now on, the rows "
+    "of such samples are computed in float64, for which each answer waits for the device."
+)
+
+
+def find_true(mask: Tensor) -> set[int]:
+    """The indices at which a mask `(batch,)` is true; reads it."""
+    return {n for n, is_true in enumerate(host.read_numbers(mask)) if is_true}
+
+
+def make_mask(samples: Iterable[int], like: Tensor) -> Tensor:
+    """A mask of these samples, for a tensor whose last dimension is the batch."""
+    mask = torch.zeros(like.shape[-1], dtype=torch.bool, device=like.device)
+    mask[sorted(samples)] = True
+    return mask
 
 
 def check_finite(nonfinite: Iterable[int]) -> None:
@@ -181,25 +271,13 @@ def check_finite(nonfinite: Iterable[int]) -> None:
         )
 
 
-def require_finite(total: Tensor) -> None:
-    """In a compiled step: have each run raise if a sample's squared norm is not finite."""
-    trace = tracing.get_trace()
-    if trace is not None:
-        trace.require(
-            (total < torch.inf).all(), "The gradient of a sample is not finite, or too large to compute its norm."
-        )
-
-
 def _find_below(squares: Tensor, floor: Tensor | None, least: float | Tensor | None) -> list[int]:
-    """The samples whose squared norm is not finite, or is below its floor and above `least`.
-
-    Reads one number from the device, unless some are found.
-    """
-    if not squares.numel():
-        return []
-    if floor is None and math.isfinite(float(squares.sum())):
-        return []
-    margin = squares * 0  # NaN if not finite
+    """The samples whose squared norm is not finite, or is below its floor and above `least`."""
+    margin = squares
     if floor is not None:
-        margin = margin + (squares if least is None else squares.clamp(min=least)) - floor
-    return [] if float(margin.min()) >= 0 else [int(n) for n in (~(margin >= 0)).nonzero().squeeze(1).tolist()]
+        margin = (squares if least is None else squares.clamp(min=least)) - floor
+    lowest = 0.0 if floor is not None else -math.inf
+    numbers = host.read_numbers(margin)
+    if math.isfinite(sum(numbers)) and min(numbers, default=0.0) >= lowest:
+        return []
+    return [n for n, number in enumerate(numbers) if not lowest <= number < math.inf]

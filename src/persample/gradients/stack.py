@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from persample.errors import PerSampleError
@@ -40,22 +39,25 @@ class Stack:
         With `compact`, the dense form is kept if the norms needed it and it is smaller.
         """
         squares, floor, term = self.term.measure(compact=compact, summed=summed)
+        self.replace_term(term)
+        count = len(self.names)
+        return squares.view(count, -1), None if floor is None else floor.view(count, -1)
+
+    def replace_term(self, term: Term) -> None:
+        """Keep an equal term in another form."""
         if term is not self.term:
             self.term = term
             if self._versions:
                 self.note_versions()
-        count = len(self.names)
-        return squares.view(count, -1), None if floor is None else floor.view(count, -1)
 
     def compute_exact_row(self, name: str, sample: int) -> Tensor:
         """The row of a sample for one parameter, in float64."""
         return self.term.compute_exact_row(self.names.index(name) * self.batch + sample)
 
-    def clear_samples(self, samples: Iterable[int]) -> Stack:
-        """The same with rows of zeros for some samples, also if their rows are not finite."""
-        is_cleared = torch.zeros(self.batch, dtype=torch.bool, device=next(find_factors(self.term)).device)
-        is_cleared[sorted(samples)] = True
-        return Stack(self.names, self.term.clear_samples(is_cleared.repeat(len(self.names))))
+    def clear_samples(self, is_cleared: Tensor) -> Stack:
+        """The same with rows of zeros where a mask `(batch,)` is true, also if their rows are not finite."""
+        mask = is_cleared.to(next(find_factors(self.term)).device)
+        return Stack(self.names, self.term.clear_samples(mask.repeat(len(self.names))))
 
     def sum(self, weights: Tensor, exact: Collection[int] = ()) -> dict[str, Tensor]:
         """`{name: shape}`: the sum over n of weights[n] g_n for each parameter, for samples in `exact` in float64."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from persample._internal import tracing
+from persample._internal import host, tracing
 from persample._internal.memory import find_free_memory
 from persample.distributed import Processes
 from persample.errors import PerSampleError
@@ -17,14 +17,24 @@ from persample.gradients.base import NotKept, RecordedGradients
 from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.matrix import PerSampleGradients
+from persample.gradients.measuring import compact_stack, measure_stacks
 from persample.gradients.reduction import LossReduction
-from persample.gradients.squared_norms import NonFinite, SquaredNorms, check_finite
+from persample.gradients.squared_norms import NOT_FINITE, NonFinite, SquaredNorms
 from persample.gradients.stack import Stack
 from persample.gradients.units import UnitOptions
-from persample.terms import Term
+from persample.terms import Term, find_factors
 
 # Bytes of factors that one pass may always keep, and that it may keep if the free memory is not known.
 _SMALL, _UNKNOWN = 2**28, 2**30
+
+# Entries of factors that are measured together.
+_MAX_WAITING = 2**20
+
+_DIFFERENT_PASSES = (
+    "The two backward passes saw different gradients, so the norms of the first do not bound the rows of the second. "
+    "Hooks or functions that change from call to call cause this, and checkpoints that draw other random numbers when "
+    "they recompute (preserve_rng_state=False). Use passes=1."
+)
 
 
 class _Streamed(RecordedGradients):
@@ -48,27 +58,21 @@ class _Streamed(RecordedGradients):
     def _receive(self, name: str, term: Term) -> None:
         self._receive_stack(Stack([name], term))
 
-    def _measure(self, stack: Stack, compact: bool = False, summed: bool = False) -> bool:
-        """Keep the squared norms of a term; returns whether they have a floor."""
-        self._note_used(stack)
-        squares, floor = stack.measure(compact, summed)
-        self._squares.add(stack.names, squares, floor)
-        return floor is not None
-
     def _note_used(self, stack: Stack) -> None:
         for name in self._used.intersection(stack.names):
             self._refuse_second_pass(name)
         self._used.update(stack.names)
 
-    def _measure_and_settle(
-        self, stack: Stack, summed: bool = False, least: float = 0.0, compact: bool = False
-    ) -> None:
-        """Keep reliable squared norms of a term that will not be kept. Below `least`, they need not be reliable."""
-        if not self._measure(stack, compact, summed):  # `note_nonfinite` looks at all of these at once
-            return
-        names = stack.names
-        doubtful = self._squares.find_doubtful_parts(names, dict.fromkeys(names, least) if least else None)
-        self._squares.settle(doubtful, names, stack.compute_exact_row)
+    def _measure_and_settle(self, stacks: Sequence[Stack], summed: bool = False, least: float = 0.0) -> None:
+        """Keep reliable squared norms of terms that will not be kept. Below `least`, they need not be reliable."""
+        own = SquaredNorms(self._nonfinite_mode)
+        measure_stacks(stacks, own, summed=summed)
+        if not own.is_late:
+            kept = {name: stack for stack in stacks for name in stack.names}
+            found = own.find_doubtful_parts(dict.fromkeys(own.names, least) if least else None)
+            for name, doubtful in found.items():
+                own.settle(doubtful, [name], kept[name].compute_exact_row)
+        self._squares.extend(own)
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(type(self), name):  # a property that raised an AttributeError: raise that one again
@@ -98,7 +102,7 @@ class _Streamed(RecordedGradients):
     def _settle_rows(self) -> SquaredNorms:
         self._check_done()
         if self._nonfinite_mode == "raise":
-            check_finite(self._squares.nonfinite)
+            self._squares.require_finite()
         self._clear_nonfinite()
         return self._squares
 
@@ -108,10 +112,9 @@ class _Streamed(RecordedGradients):
     def _find_nonfinite(self) -> set[int]:
         return self._squares.nonfinite
 
-    def _clear_nonfinite(self) -> None:
-        """Set the squared norms of samples that are left out to zero."""
-        if self._nonfinite_mode == "zero":
-            self._squares.clear(self._squares.nonfinite)
+    def _clear_nonfinite(self) -> Tensor | None:
+        """Set the squared norms of samples that are left out to zero; returns their mask, None if there are none."""
+        return self._squares.clear_nonfinite() if self._nonfinite_mode == "zero" else None
 
     def _refuse_second_pass(self, name: str) -> NoReturn:
         raise PerSampleError(
@@ -145,6 +148,8 @@ class StreamedNorms(_Streamed):
         super().__init__(parameters, loss_reduction, processes, nonfinite, units)
         self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
         self._has_sums = False
+        self._waiting: list[Stack] = []  # small terms, which are measured together at the end of the pass
+        self._waiting_entries = 0
         self._receivers: list[Callable[[Stack], None]] = []
 
     def pass_terms_to(self, receive: Callable[[Stack], None]) -> None:
@@ -152,7 +157,14 @@ class StreamedNorms(_Streamed):
         self._receivers.append(receive)
 
     def _receive_stack(self, stack: Stack) -> None:
-        self._measure_and_settle(stack, compact=bool(self._receivers))
+        self._note_used(stack)
+        if self._receivers:
+            compact_stack(stack)
+        entries = sum(factor.numel() for factor in find_factors(stack.term))
+        self._waiting.append(stack)
+        self._waiting_entries += entries
+        if self._waiting_entries > _MAX_WAITING:
+            self._measure_waiting()
         if self._split_units is not None and self._has_sums:  # the rows are not those of the samples that are here
             for name, total in stack.sum(torch.ones(self.row_count, device=self._device)).items():
                 self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
@@ -171,7 +183,12 @@ class StreamedNorms(_Streamed):
     def finish(self) -> None:
         """Note that a backward pass has ended: the norms are complete."""
         super().finish()
+        self._measure_waiting()
         self._squares.note_nonfinite()
+
+    def _measure_waiting(self) -> None:
+        waiting, self._waiting, self._waiting_entries = self._waiting, [], 0
+        self._measure_and_settle(waiting)
 
     def norm_of_sum(self) -> Tensor:
         """The norm of the sum of the rows of this process. Requires `keep_grad`, which computes the sum anyway."""
@@ -179,7 +196,7 @@ class StreamedNorms(_Streamed):
         if not self._has_sums:
             raise NotKept("This recording has not added up the rows. Record with keep_grad=True, or keep='everything'.")
         if self._nonfinite_mode == "raise":
-            check_finite(self._squares.nonfinite)
+            self._squares.require_finite()
         if self._nonfinite_mode == "zero" and self._squares.nonfinite:
             raise NotKept(
                 f"The sum that this recording has kept contains {len(self._squares.nonfinite)} {self._row_kind} that "
@@ -222,7 +239,8 @@ class StreamedClip(_Streamed):
             wrong = sorted(self.max_norm.keys() ^ self._parameters.keys())
             if wrong:
                 raise PerSampleError(f"max_norm must have a bound for each recorded parameter; it differs in {wrong}.")
-        self._stacks: list[Stack | JoinedRows] = []
+        self._stacks: list[Stack] = []
+        self._is_left_out: Tensor | None = None  # mask of the samples that are not finite
         self._small = SmallStacks()
         self._joined: JoinedRows | None = None  # whose squared norms are computed if they are asked for
         self._weights: dict[str, Tensor] | None = None  # by name: what each row is multiplied by
@@ -292,12 +310,13 @@ class StreamedClip(_Streamed):
                 self._second_squares.settle(settled, [name], stack.compute_exact_row)
             self._add_clipped(stack, self._weights)
         elif self.passes == 2:
-            self._measure_and_settle(stack, summed=True, least=self._find_least_square(stack.names))
-        elif not self._can_join or not self._small.add(stack):
-            self._measure(stack, compact=True, summed=True)
-            self._stacks.append(stack)
+            self._note_used(stack)
+            self._measure_and_settle([stack], summed=True, least=self._find_least_square(stack.names))
         else:
             self._note_used(stack)
+            if not self._can_join or not self._small.add(stack):
+                compact_stack(stack)  # frees the factors
+                self._stacks.append(stack)
 
     @property
     def _can_join(self) -> bool:
@@ -325,31 +344,46 @@ class StreamedClip(_Streamed):
         if self._weights is None:
             if self.passes == 2:
                 self._squares.note_nonfinite()
-            else:
-                joined = self._small.join()
-                if joined is not None and not self._stacks and self._clip_joined(joined):
-                    return
-                if joined is not None:
-                    self._squares.add_joined(joined)
-                    self._stacks.append(joined)
-                self._settle_kept_terms()
-            self._clear_nonfinite()
+            elif self._measure_kept_terms():
+                return
+            self._is_left_out = self._clear_nonfinite()
             self._weights = self._compute_weights()
+            if self._joined is not None:
+                self._add_clipped(self._joined, self._weights)
+                self._joined = None
             while self._stacks:  # the factors of each are freed before the next sum
                 self._add_clipped(self._stacks.pop(), self._weights)
+
+    def _measure_kept_terms(self) -> bool:
+        """Compute the squared norms of all terms of one pass; True if that has answered everything."""
+        joined = self._small.join(self._stacks)
+        measure_stacks(self._stacks, self._squares, compact=True)
+        if joined is not None and not self._stacks and self._clip_joined(joined):
+            return True
+        kept: dict[str, Stack | JoinedRows] = {name: stack for stack in self._stacks for name in stack.names}
+        if joined is not None:
+            self._squares.add_joined(joined)
+            self._joined = joined
+            kept |= dict.fromkeys(joined.names, joined)
+        if kept and not self._squares.is_late:
+            self._settle_kept_terms(kept)
+        return False
 
     def _clip_joined(self, joined: JoinedRows) -> bool:
         """Compute the clipped sum of small terms, which are all there is; False if the options ask for more."""
         if self._bound.stabiliser or isinstance(self.max_norm, Mapping):
             return False
         norms = joined.compute_norms()
-        nonfinite = joined.find_nonfinite(norms)
-        if nonfinite:
+        is_finite = joined.find_finite(norms)
+        is_late = host.decides_late(norms.device)
+        if (is_late and self._nonfinite_mode == "zero") or not (is_late or all(host.read_numbers(is_finite))):
             if self._nonfinite_mode == "keep":
                 return False
-            self._squares.nonfinite.update(nonfinite)
-            joined = joined.clear_samples(nonfinite)
+            self._squares.note_cleared(~is_finite)
+            joined = joined.clear_samples(~is_finite)
             norms = joined.compute_norms()
+        elif is_late and self._nonfinite_mode == "raise":
+            host.require(is_finite.all(), NOT_FINITE)
         # The norm of a row is `scale` times as large, and so is the row.
         weights = norms.reciprocal_().mul_(self.max_norm).clamp_(max=self._scale)
         self._clipped = joined.sum(weights)
@@ -371,24 +405,21 @@ class StreamedClip(_Streamed):
         second, self._second_squares = self._second_squares, SquaredNorms("keep")
         if not self._squares.names:
             return
-        compared = [n for n in range(self.row_count) if n not in self._squares.nonfinite]
         before, after = self._list_bounded_norms(self._squares), self._list_bounded_norms(second)
         bounds = self.max_norm if isinstance(self.max_norm, Mapping) else {"": self.max_norm}
-        if before.keys() != after.keys() or not all(
-            torch.allclose(
-                norms[compared],
-                after[name][compared],
-                rtol=5e-5,
-                atol=5e-5 * (self._bound.stabiliser or bounds[name]) / self._scale,
-            )
-            for name, norms in before.items()
-        ):
+        if before.keys() != after.keys():
+            raise PerSampleError(_DIFFERENT_PASSES)
+        closeness = []
+        for name, norms in before.items():
+            least = 5e-5 * (self._bound.stabiliser or bounds[name]) / self._scale
+            is_compared = norms.isfinite() if self._is_left_out is None else norms.isfinite() & ~self._is_left_out
+            closeness.append((torch.isclose(norms, after[name], rtol=5e-5, atol=least) | ~is_compared).all())
+        is_same = torch.stack(closeness).all()
+        if self._squares.is_late:
+            host.require(is_same, _DIFFERENT_PASSES)
+        elif not all(host.read_numbers(is_same)):
             self._clipped.clear()
-            raise PerSampleError(
-                "The two backward passes saw different gradients, so the norms of the first do not bound the rows of "
-                "the second. Hooks or functions that change from call to call cause this, and checkpoints that draw "
-                "other random numbers when they recompute (preserve_rng_state=False). Use passes=1."
-            )
+            raise PerSampleError(_DIFFERENT_PASSES)
 
     def _list_bounded_norms(self, squares: SquaredNorms) -> dict[str, Tensor]:
         """The norms that have a bound: those of each parameter's part by name, or those of the whole rows."""
@@ -396,19 +427,16 @@ class StreamedClip(_Streamed):
             return squares.compute_part_norms()
         return {"": squares.compute_norms()} if squares.names else {}
 
-    def _settle_kept_terms(self) -> None:
+    def _settle_kept_terms(self, kept: Mapping[str, Stack | JoinedRows]) -> None:
         """Make the squared norms reliable where the bound needs it."""
         squares = self._squares
-        if not self._stacks:
-            return
         if isinstance(self.max_norm, Mapping):
             least = {name: (self.max_norm[name] / self._scale) ** 2 for name in squares.names}
-            doubtful = squares.find_doubtful_parts(squares.names, None if self._bound.stabiliser else least)
+            found = squares.find_doubtful_parts(None if self._bound.stabiliser else least)
+            doubtful = sorted({n for samples in found.values() for n in samples})
         else:
             doubtful = squares.find_doubtful(None if self._bound.stabiliser else (self.max_norm / self._scale) ** 2)
-        if doubtful:
-            stacks = {name: stack for stack in self._stacks for name in stack.names}
-            squares.settle(doubtful, squares.names, lambda name, n: stacks[name].compute_exact_row(name, n))
+        squares.settle(doubtful, squares.names, lambda name, n: kept[name].compute_exact_row(name, n))
 
     def _compute_weights(self) -> dict[str, Tensor]:
         """By name: what each row is multiplied by, with 0 for a row that is not finite."""
@@ -421,14 +449,16 @@ class StreamedClip(_Streamed):
             }
         if not squares.names:
             return {}
+        if stabiliser is None:
+            return dict.fromkeys(squares.names, squares.compute_clip_weights(self.max_norm, self._scale))
         norms = squares.compute_norms() * self._scale
         return dict.fromkeys(squares.names, compute_clip_factors(norms, self.max_norm, stabiliser) * self._scale)
 
     def _add_clipped(self, stack: Stack | JoinedRows, weights: Mapping[str, Tensor]) -> None:
         """Compute the clipped sums of the parameters of a stack."""
         squares = self._squares
-        if squares.nonfinite and self._nonfinite_mode != "keep":  # zero times infinity would be NaN
-            stack = stack.clear_samples(squares.nonfinite)
+        if self._is_left_out is not None:  # zero times infinity would be NaN
+            stack = stack.clear_samples(self._is_left_out)
         if isinstance(stack, Stack) and self._bound.keeps_rows:
             self.rows.update({name: term.dense() * self._scale for name, term in stack.split()})
         if isinstance(stack, Stack) and isinstance(self.max_norm, Mapping):
@@ -449,7 +479,7 @@ class StreamedClip(_Streamed):
         """
         self._check_done()
         if self._nonfinite_mode == "raise":
-            check_finite(self._squares.nonfinite)
+            self._squares.require_finite()
         if self.batch_size and self.passes == 2 and self._passes_done < 2:
             raise PerSampleError("Two passes need loss.backward() to be called inside the block, and it was not.")
         if per_parameter or max_norm not in (None, self.max_norm):

@@ -44,7 +44,7 @@ class UnitOptions:
         """The units of a batch."""
         ids = self.ids(batch_size) if callable(self.ids) else self.ids
         if isinstance(ids, int):
-            return self._make_units(*_number_consecutive(batch_size, ids, device))
+            return self._make_units(*_number_consecutive(batch_size, ids), device)
         names, rows = _number_ids(ids, batch_size)
         if self.count is not None:
             if not all(isinstance(name, int) and 0 <= name < self.count for name in names):
@@ -52,13 +52,14 @@ class UnitOptions:
                     f"num_units={self.count} requires units with numbers from 0 to {self.count - 1}, got {names[:5]}."
                 )
             rows, names = torch.tensor(names, dtype=torch.long)[rows], list(range(self.count))
-        return self._make_units(names, rows.to(device))
+        return self._make_units(names, rows, device)
 
-    def _make_units(self, names: Sequence[Any], rows: Tensor) -> Units:
+    def _make_units(self, names: Sequence[Any], rows: Tensor, device: torch.device) -> Units:
         weights = None
         if self.reduction == "mean":
             weights = 1 / torch.bincount(rows, minlength=len(names)).double()[rows]
-        return Units(names, make_groups(rows, len(names), weights), self.reduction, not isinstance(self.ids, int))
+        groups = make_groups(rows, len(names), weights).to(device)
+        return Units(names, rows.tolist(), groups, self.reduction, not isinstance(self.ids, int))
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,14 @@ class Units:
 
     Attributes:
         names: the id of each row.
+        rows: the row of each sample, as Python numbers; -1 for none.
         groups: the samples of each row.
         reduction: how the gradients of a unit's samples are combined.
         are_named: whether the ids were given, so that other batches can have the same units.
     """
 
     names: Sequence[Any]
+    rows: Sequence[int]
     groups: Groups
     reduction: UnitReduction
     are_named: bool
@@ -98,16 +101,16 @@ def combine_units(several: Sequence[Units]) -> tuple[Units, list[Groups]]:
             totals = torch.bincount(samples, minlength=len(names))[own].clamp(min=1)
             weights = units.groups.count_samples().to(device).double() / totals
         parts.append(make_groups(own, len(names), weights))
-    return Units(names, make_groups(samples, len(names)), first.reduction, are_named=True), parts
+    return Units(names, samples.tolist(), make_groups(samples, len(names)), first.reduction, are_named=True), parts
 
 
-def _number_consecutive(batch_size: int, size: int, device: torch.device) -> tuple[Sequence[int], Tensor]:
+def _number_consecutive(batch_size: int, size: int) -> tuple[Sequence[int], Tensor]:
     if batch_size % size:
         raise PerSampleError(
             f"units={size} needs a batch that is a multiple of {size} samples, got {batch_size}. Pass the unit of each "
             "sample if units have different numbers of samples."
         )
-    return range(batch_size // size), torch.arange(batch_size, device=device) // size
+    return range(batch_size // size), torch.arange(batch_size) // size
 
 
 def _number_ids(ids: Tensor | Sequence[Hashable], batch_size: int) -> tuple[list[Any], Tensor]:

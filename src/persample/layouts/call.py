@@ -26,6 +26,7 @@ from torch.overrides import get_overridable_functions
 
 from persample._internal.facts import Facts, facts
 from persample._internal.functions import find_results, is_inplace
+from persample._internal.precision import find_autocast
 from persample._internal.tree import map_tensors
 from persample.layouts.counts import CountedSizes
 from persample.layouts.layout import Layout, Where
@@ -198,8 +199,7 @@ def _read_flags(device: str) -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled(device),
-        torch.get_autocast_dtype(device),
+        find_autocast(device),
         torch.get_default_dtype(),
         torch.get_default_device(),
         torch.are_deterministic_algorithms_enabled(),

@@ -52,9 +52,9 @@ class Divisor:
         with _torch.DisableTorchFunction(), torch.no_grad():
             entries = self.entries()
             owner = make_sample_ids(entries, self.where, batch).flatten().long()
+            values = entries.flatten().double().masked_fill(owner < 0, 0)  # of no sample
             counts = torch.zeros(batch, dtype=torch.float64, device=entries.device)
-            is_owned = owner >= 0
-            return counts.index_add_(0, owner[is_owned], entries.flatten()[is_owned].double())
+            return counts.index_add_(0, owner.clamp(min=0), values)
 
     def count_by_row(self, batch: int, units: SampleUnits | None) -> Tensor | None:
         """What each sample adds, or each unit; None if that is not known."""
@@ -67,7 +67,7 @@ class Divisor:
     def describe(self, batch: int, units: SampleUnits | None = None) -> str | None:
         """The divisor in words; None if all rows have equal parts of it, as in an ordinary mean."""
         counts = self.count_by_row(batch, units)
-        if counts is not None and torch.allclose(counts, counts[0]):
+        if counts is not None and (counts.is_meta or torch.allclose(counts, counts[0])):
             return None
         total = self.total if counts is None else float(counts.sum())
         return self.what if total is None or math.isnan(total) else f"{total:.6g} {self.what}"

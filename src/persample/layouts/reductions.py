@@ -307,7 +307,7 @@ def normalise_divisor(call: Call) -> Call | Lost:
     Returns the call itself if no target is ignored, and `Lost` if the samples have different numbers of valid targets.
     """
     found = _find_valid_targets(call)
-    if found is None:
+    if found is None or found[0].is_meta:
         return call
     is_valid, layout = found
     if layout.ids is None and bool(is_valid.all()):  # the usual case: each sample has the same number of rows
@@ -328,7 +328,7 @@ def has_ignored_targets(call: Call) -> bool:
     if is_listed or tracing.get_trace() is not None:  # values of a trace are not known
         return True
     target = _find_targets(call)
-    if target is None:
+    if target is None or target.is_meta:  # without values
         return False
     ignored = call.kwargs.get("ignore_index", -100)
     if target.device.type == "cpu" and target.numel() <= _FEW_TARGETS:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample._internal.host import copy_to_host, read_numbers
 from persample._internal.text import replace_nonfinite
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients, StreamedNorms
@@ -100,7 +101,8 @@ def measure(
             "without some of the monitored parameters. Pass the parameters that are recorded: monitor(parameters=...)."
         )
     by_parameter = grads.norms(per_parameter=True)
-    by_name = {name: by_parameter[name].double().square() for name in names}
+    squares_on_host = copy_to_host(torch.stack([by_parameter[name].double().square() for name in names]))
+    by_name = dict(zip(names, squares_on_host.unbind(), strict=True))
     total = torch.stack(list(by_name.values())).sum(0)  # not of the groups: they may overlap, or leave parameters out
     squares = {
         group: sum((by_name[name] for name in names if name in by_name), torch.zeros_like(total))  # others are frozen
@@ -138,7 +140,7 @@ def _compare_with_mean(grads: StreamedNorms, squares: Tensor, finite: int) -> tu
     size = len(squares)
     if size < 2 or finite < size:  # the sum contains the rows that are not finite
         return None, None, None, None
-    of_mean = float(grads.norm_of_sum()) ** 2 / size**2
+    of_mean = read_numbers(grads.norm_of_sum())[0] ** 2 / size**2
     mean_square, mean_norm = float(squares.mean()), float(squares.sqrt().mean())
     noise, signal = compute_parts(mean_square, of_mean, size)
     if mean_norm == 0:

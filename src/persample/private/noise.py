@@ -135,6 +135,8 @@ class Noise:
             list(others)  # raises the errors of the other threads
 
     def _add_on_device(self, totals: list[Tensor], std: float, group: int) -> None:
+        if totals[0].is_meta:  # without values
+            return
         generator = torch.Generator(totals[0].device)
         generator.manual_seed(int.from_bytes(self._start_stream(group).read(8), "little", signed=True))
         for total in totals:

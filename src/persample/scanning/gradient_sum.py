@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from persample._internal.host import copy_to_host
 from persample.scanning.store import Store
 
 # Saving the sum takes at most this share of the time. Its file has the size of the model in float64.
@@ -39,7 +40,7 @@ class GradientSum:
         """Add the sum of the gradients of `count` examples."""
         self.count += count
         for name, part in gradient.items():
-            self.gradient[name].add_(part.cpu())
+            self.gradient[name].add_(copy_to_host(part))
 
     def end_shard(self, shard: int) -> None:
         """Note that all examples up to the end of a shard were added. Saves the sum if that is due."""

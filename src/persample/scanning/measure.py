@@ -15,6 +15,7 @@ from persample import _torch
 from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
 from persample._internal.groups import group_by_module
+from persample._internal.host import copy_to_host
 from persample._internal.rng import seed_all
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
@@ -189,13 +190,14 @@ class Measurement:
         if "predictions" in self.quantities:
             columns |= self._predictions.describe(recorded.outputs.get(), batch, recorded.losses)
         columns |= self._compute_norms(grads, count)
-        self._check_finite(ids, columns)
         if direction is not None and self.needs_direction:
             least = torch.finfo(torch.float64).tiny
             columns["alignment"] = (rows.dot() / columns["norm"].clamp(min=least)).clamp(-1, 1)
         if self.projection is not None:
             columns["projection"] = rows.project()
-        return {name: column.detach().cpu() for name, column in columns.items()}
+        columns = {name: copy_to_host(column.detach()) for name, column in columns.items()}
+        self._check_finite(ids, columns)
+        return columns
 
     def _compute_norms(self, grads: PerSampleGradients | StreamedNorms | None, count: int) -> Columns:
         """`norm`, and `norm/GROUP` for each group."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from persample._internal.host import copy_to_host
 from persample.losses import LossFunction, get_function, is_class_loss, takes_outputs
 from persample.recording import ModuleHook, is_paused
 from persample.scanning.source import LABEL_KEYS, find_labels
@@ -76,11 +77,11 @@ class Predictions:
     @torch.no_grad()
     def describe(self, outputs: Tensor | None, batch: Any, losses: Tensor) -> dict[str, Tensor]:
         """The columns of a batch; none if the outputs of the first batch were not understood."""
-        outputs = None if outputs is None else outputs.detach().to("cpu", torch.float64)
+        outputs = None if outputs is None else copy_to_host(outputs.detach()).double()
         targets = find_targets(batch, len(losses))
-        targets = None if targets is None else targets.detach().cpu()
+        targets = None if targets is None else copy_to_host(targets.detach())
         if self._columns is None:
-            self._kind = self._decide(outputs, targets, losses.detach().cpu().double())
+            self._kind = self._decide(outputs, targets, copy_to_host(losses.detach()).double())
         columns = {} if outputs is None or targets is None else self._describe(outputs, targets)
         if self._columns is None:
             self._columns = {name: column[:0] for name, column in columns.items()}

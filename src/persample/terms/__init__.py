@@ -6,7 +6,16 @@ answers that every term gives. `Groups` and `merge_samples` turn rows of samples
 `TensorSketch` compute. `multiply` and `compute_tanh` are products and functions by the fastest kernel.
 """
 
-from persample.terms.base import Term, convert_to_double, find_factors, is_complex, map_factors, sum_dense
+from persample.terms.base import (
+    Term,
+    compute_row_norms,
+    convert_to_double,
+    find_factors,
+    is_complex,
+    map_factors,
+    sum_dense,
+    widen_factors,
+)
 from persample.terms.blocks import Blocks
 from persample.terms.cost import Algorithm, choose_norm_algorithm, force_algorithm
 from persample.terms.dense import Dense
@@ -17,6 +26,7 @@ from persample.terms.kronecker import KroneckerSketch, Sides, allocate, split_sh
 from persample.terms.outer import Outer, SharedProducts
 from persample.terms.patches import Patches
 from persample.terms.products import compute_tanh, make_accumulator, multiply, prefers_onednn
+from persample.terms.rounding import add_lost_squares
 from persample.terms.rows import Rows
 from persample.terms.sketch import Sketch, SparseSketch, TensorSketch
 from persample.terms.slices import Slices
@@ -41,10 +51,12 @@ __all__ = [
     "Sum",
     "TensorSketch",
     "Term",
+    "add_lost_squares",
     "add_samples",
     "add_terms",
     "allocate",
     "choose_norm_algorithm",
+    "compute_row_norms",
     "compute_tanh",
     "convert_to_double",
     "find_factors",
@@ -58,4 +70,5 @@ __all__ = [
     "prefers_onednn",
     "split_shape",
     "sum_dense",
+    "widen_factors",
 ]

@@ -66,9 +66,14 @@ class Term(ABC):
         if scale != 1:
             out.mul_(scale)
 
+    def compact(self) -> Term:
+        """An equal term: the dense form if the norms need it and it is smaller, else self."""
+        return self
+
     def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
-        """`squared_norms()`, and an equal term: the dense form if the norms needed it and it is smaller, else self."""
-        return self.squared_norms(), self
+        """`squared_norms()` of `compact()`, and that term."""
+        term = self.compact()
+        return term.squared_norms(), term
 
     def squared_norms(self) -> Tensor:
         """`(batch,)`: |g_n|²."""
@@ -256,13 +261,18 @@ def sum_squares(block: Tensor) -> Tensor:
     `vector_norm` takes one pass over the block and is three times as fast as `square().sum()`. It accumulates
     sequentially, so a long row is summed in parts to keep the rounding error small.
     """
+    return compute_row_norms(block).square()
+
+
+def compute_row_norms(block: Tensor) -> Tensor:
+    """`(batch,)`: the norm of each sample; see `sum_squares`."""
     rows = _flatten_samples(block)
     count = rows.shape[1] // _PART_SIZE
     if count > 1:
         parts, rest = rows.tensor_split([count * _PART_SIZE], 1)
         norms = [torch.linalg.vector_norm(parts.unflatten(1, (count, _PART_SIZE)), dim=2)]
         rows = torch.cat([*norms, torch.linalg.vector_norm(rest, dim=1, keepdim=True)], 1)
-    return torch.linalg.vector_norm(rows, dim=1).square()
+    return torch.linalg.vector_norm(rows, dim=1)
 
 
 def add_tensors(tensors: Iterable[Tensor]) -> Tensor:

@@ -69,9 +69,8 @@ class Blocks(Term):
     def merge_samples(self, groups: Groups) -> Blocks:
         return Blocks(merge_each(self.terms, groups), self.starts, self.count, self.single)
 
-    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
-        squared, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)
-        return add_tensors(squared), Blocks(terms, self.starts, self.count, self.single)
+    def compact(self) -> Blocks:
+        return Blocks([term.compact() for term in self.terms], self.starts, self.count, self.single)
 
     def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
         squares, floors, terms = zip(*(term.measure(compact, summed) for term in self.terms), strict=True)

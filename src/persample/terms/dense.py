@@ -52,12 +52,6 @@ class Dense(Term):
         torch.mul(self.values, scale, out=out)
 
 
-def compute_norms_from_dense(term: Term, times: int = 1) -> tuple[Tensor, Term]:
-    """`compute_norms_and_compact()` of a term with norms that need its dense form.
-
-    The dense form replaces the term if it has no more entries than `times` the factors.
-    """
-    if not is_dense_smaller(term, times):
-        return term.squared_norms(), term
-    dense = Dense(widen_factors(term).dense())
-    return dense.squared_norms(), dense
+def make_dense(term: Term, times: int = 1) -> Term:
+    """The dense form, if it has no more entries than `times` the factors; else the term."""
+    return Dense(widen_factors(term).dense()) if is_dense_smaller(term, times) else term

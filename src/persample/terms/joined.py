@@ -57,9 +57,8 @@ class Joined(Term):
     def part(self, start: int, stop: int) -> Joined:
         return self._map(lambda term: term.part(start, stop))
 
-    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
-        squares, terms = zip(*(term.compute_norms_and_compact() for term in self.terms), strict=True)
-        return self._join(squares), Joined(terms, self.rows)
+    def compact(self) -> Joined:
+        return self._map(lambda term: term.compact())
 
     def squared_norms(self) -> Tensor:
         return self._join([term.squared_norms() for term in self.terms])
@@ -73,6 +72,10 @@ class Joined(Term):
     def clear_samples(self, is_cleared: Tensor) -> Joined:
         pairs = zip(self.terms, self.rows, strict=True)
         return Joined([term.clear_samples(is_cleared[rows]) for term, rows in pairs], self.rows)
+
+    def weigh_samples(self, weights: Tensor) -> Joined:
+        pairs = zip(self.terms, self.rows, strict=True)
+        return Joined([term.weigh_samples(weights[rows]) for term, rows in pairs], self.rows)
 
     def sum(self, weights: Tensor) -> Tensor:
         return add_tensors([term.sum(weights[rows]) for term, rows in zip(self.terms, self.rows, strict=True)])

@@ -11,10 +11,16 @@ from torch import Tensor
 from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
-from persample.terms.dense import compute_norms_from_dense
+from persample.terms.dense import make_dense
 from persample.terms.kronecker import Sides
 from persample.terms.products import multiply, multiply_stacks
-from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
+from persample.terms.rounding import (
+    add_lost_squares,
+    add_up_products,
+    find_floor_of_products,
+    find_floor_of_sums,
+    find_lost_squares,
+)
 from persample.terms.sketch import Sketch, TensorSketch
 
 if TYPE_CHECKING:
@@ -102,16 +108,19 @@ class Outer(Term):
     def merge_samples(self, groups: Groups) -> Outer:
         return Outer(groups.gather(self.input), groups.gather_weighted(self.grad))
 
-    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
-        if self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense":
-            return compute_norms_from_dense(self)
-        return self.squared_norms(), self
+    def compact(self) -> Term:
+        return make_dense(self) if self._needs_dense else self
+
+    @property
+    def _needs_dense(self) -> bool:
+        """Whether the norms are computed from the dense form."""
+        return self.positions > 1 and choose_norm_algorithm(self.positions, *self.shape) == "dense"
 
     def squared_norms(self) -> Tensor:
         if self.positions == 1:
             input, grad = sum_squares(widen(self.input)), sum_squares(widen(self.grad))
-            return (input * grad).add_(find_lost_squares(input, grad, max(self.shape)))
-        if choose_norm_algorithm(self.positions, *self.shape) == "dense":
+            return add_lost_squares(input * grad, input, grad, max(self.shape))
+        if self._needs_dense:
             return super().squared_norms()
         products, lost = self._multiply_own_positions()
         return products.real.sum((1, 2)) + lost
@@ -119,7 +128,7 @@ class Outer(Term):
     def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
         if self.positions <= 1:  # there is nothing to cancel
             return super().measure(compact, summed)
-        if choose_norm_algorithm(self.positions, *self.shape) == "dense":
+        if self._needs_dense:
             squares, _, term = super().measure(compact, summed)
             if term is not self or not summed:
                 return squares, None, term

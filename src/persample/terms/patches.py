@@ -14,7 +14,7 @@ from torch import Tensor
 from persample._internal.dtypes import promote, widen
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_squares
 from persample.terms.cost import Algorithm, choose_patch_dense_algorithm, choose_patch_norm_algorithm
-from persample.terms.dense import Dense, compute_norms_from_dense
+from persample.terms.dense import Dense, make_dense
 from persample.terms.kronecker import Sides
 from persample.terms.products import MAX_LENGTH, multiply_stacks
 from persample.terms.rounding import add_up_products, find_floor_of_products, find_floor_of_sums, find_lost_squares
@@ -168,10 +168,8 @@ class Patches(Term):
 
     # ---- answers ----
 
-    def compute_norms_and_compact(self) -> tuple[Tensor, Term]:
-        if self.choose_norm_algorithm() == "dense":  # times=2: computing it again for a sum costs more than the memory
-            return compute_norms_from_dense(self, times=2)
-        return self.squared_norms(), self
+    def compact(self) -> Term:  # times=2: computing the dense form again for a sum costs more than the memory
+        return make_dense(self, times=2) if self.choose_norm_algorithm() == "dense" else self
 
     def squared_norms(self) -> Tensor:
         if self.choose_norm_algorithm() == "dense":

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softshrink
 
 # The largest relative error of a norm, and of a row's share of a sum relative to the row's norm.
 TOLERANCE = 5e-5
@@ -62,7 +63,13 @@ def find_lost_squares(first: Tensor, second: Tensor, length: int) -> Tensor:
         second: the same of the other factor.
         length: the number of entries of the vectors in the inner products.
     """
-    return (first + second - _LARGE).clamp_(min=0).mul_(length * torch.finfo(first.dtype).tiny)
+    return softshrink(first + second, _LARGE).mul_(length * torch.finfo(first.dtype).tiny)
+
+
+def add_lost_squares(squares: Tensor, first: Tensor, second: Tensor, length: int) -> Tensor:
+    """`squares` and `find_lost_squares(first, second, length)`."""
+    lost = softshrink(first + second, _LARGE)
+    return torch.add(squares, lost, alpha=length * torch.finfo(first.dtype).tiny)
 
 
 def _get_unit(dtype: torch.dtype) -> float:

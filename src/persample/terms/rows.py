@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from persample._internal import tracing
+from persample._internal import host, tracing
 from persample._internal.dtypes import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.kronecker import Sides
@@ -156,10 +156,10 @@ class Rows(Term):
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         if isinstance(other, Rows):  # restrict both to the rows that were looked up: all other rows are zero
-            used, ids = torch.cat([self.ids.flatten(), other.ids.flatten()]).unique(return_inverse=True)
+            ids, count = _number_used(torch.cat([self.ids.flatten(), other.ids.flatten()]), self.count)
             own_ids, other_ids = ids.split([self.ids.numel(), other.ids.numel()])
-            own = Rows(own_ids.view_as(self.ids), self.grad, len(used))
-            return super(Rows, own).gram(Rows(other_ids.view_as(other.ids), other.grad, len(used)), block_size)
+            own = Rows(own_ids.view_as(self.ids), self.grad, count)
+            return super(Rows, own).gram(Rows(other_ids.view_as(other.ids), other.grad, count), block_size)
         return super().gram(other, block_size)
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
@@ -180,13 +180,27 @@ class Rows(Term):
         return left.mT @ right
 
 
+def _number_used(ids: Tensor, count: int) -> tuple[Tensor, int]:
+    """Numbers in place of ids, equal for equal ids, and a bound of them, which is small if few ids occur."""
+    if not host.decides_late(ids.device):
+        used, numbers = ids.unique(return_inverse=True)
+        return numbers, len(used)
+    if len(ids) >= count:
+        return ids, count
+    ordered, order = ids.sort()
+    numbers = (ordered.diff() != 0).cumsum(0)
+    return torch.empty_like(order).scatter_(0, order, torch.cat([numbers.new_zeros(1), numbers])), len(ids)
+
+
 def _add_rows(count: int, ids: Tensor, rows: Tensor, most: int) -> Tensor:
     """A table of `count` rows: for each id, the sum of the rows that have it. No id occurs more than `most` times."""
     total = rows.new_zeros(count, rows.shape[1]).index_add_(0, ids, rows)
     if most <= _MAX_ADDED or tracing.get_trace() is not None:
         return total
+    if host.decides_late(ids.device):
+        return to_double(rows).new_zeros(count, rows.shape[1]).index_add_(0, ids, to_double(rows)).to(rows.dtype)
     counts = ids.bincount(minlength=count)
-    if int(counts.max()) > _MAX_ADDED:
+    if counts.numel() and max(host.read_numbers(counts.amax())) > _MAX_ADDED:
         often = (counts > _MAX_ADDED).nonzero().squeeze(1)
         places = ids.new_full((count,), -1).index_copy_(0, often, torch.arange(len(often), device=ids.device))
         exact = to_double(total.new_zeros(len(often), rows.shape[1]))
