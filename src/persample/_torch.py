@@ -565,9 +565,14 @@ def get_custom_function(node: Any) -> type:
     return found
 
 
-def get_backward_hooks(module: nn.Module) -> list[dict[int, Any]]:
+def get_backward_hooks(module: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     """The hooks that run before and after a module's backward, by their ids."""
-    return [_read(module, name, "Following hooks on gradients") for name in ("_backward_hooks", "_backward_pre_hooks")]
+    return module._backward_hooks, module._backward_pre_hooks
+
+
+def find_modules_with_backward_hooks(modules: list[Any]) -> list[nn.Module]:
+    """Those of some modules that have hooks before or after their backward."""
+    return [module for module in modules if module._backward_hooks or module._backward_pre_hooks]
 
 
 def get_global_hooks() -> list[Any]:

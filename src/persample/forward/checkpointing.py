@@ -27,9 +27,8 @@ _MARK = "_persample_enters_tracker"
 
 
 def save_layout(saved: SavedLayouts, tensor: Tensor, layout: Where | None) -> None:
-    """Keep the layout of a tensor if a checkpoint may be saving the tensor."""
-    if _torch.get_saved_tensor_hooks() is not None:
-        saved[_get_address(tensor)] = layout
+    """Keep the layout of a tensor, which a checkpoint may be saving."""
+    saved[_get_address(tensor)] = layout
 
 
 def _get_address(tensor: Tensor) -> tuple[Any, ...]:

@@ -42,7 +42,7 @@ class WholeModules:
         self.tracker = tracker
         found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
-        self._with_hooks = [ref(module) for module in modules if any(_torch.get_backward_hooks(module))]
+        self._with_hooks = [*map(ref, _torch.find_modules_with_backward_hooks(modules))]
         for module in found:
             vars(module)["forward"] = _WholeForward(self, module)
 

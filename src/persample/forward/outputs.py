@@ -29,11 +29,8 @@ def guard_output(output: Tensor, tracker: Tracker) -> Tensor:
     return output
 
 
-def refuse_mixed_outputs(outputs: Any, tracker: Tracker) -> None:
-    """Raise if samples were mixed before a use of weights, and no output that has a graph is free of that."""
-    mixed_use = tracker.take_mixed_use()
-    if mixed_use is None:
-        return
+def refuse_mixed_outputs(outputs: Any, mixed_use: SamplesMixed, tracker: Tracker) -> None:
+    """Raise: samples were mixed before a use of weights, and no output that has a graph is free of that."""
     found = [tracker.find_layout(tensor) for tensor in iterate_tensors(outputs) if tensor.requires_grad]
     if found and all(type(layout) is Lost for layout in found):
         raise mixed_use

@@ -363,7 +363,7 @@ def _has_buffer(model: nn.Module, tensor: Tensor) -> bool:
 def _holds(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a tensor is a buffer or another attribute of a module."""
     own = [*_torch.get_buffers(module).values(), *vars(module).values()]
-    return any(value is tensor for value in own)
+    return any([value is tensor for value in own])
 
 
 def _list_assumed(call: Call, known: TensorMap[Where]) -> list[tuple[tuple[int, ...], int]]:

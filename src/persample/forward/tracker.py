@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
@@ -178,7 +180,6 @@ class Tracker(TorchFunctionMode):
         self.saved_layouts: SavedLayouts = {}
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self.path = Path(model, isolation is not None)
-        self.buffers = Buffers(model)
         scales = None if model is None else get_program(model, isolation is not None).scales
         divisors = "refuse" if tracing.get_trace() is not None else divisors
         is_held = None if outside is None else outside.is_held
@@ -451,7 +452,8 @@ class Tracker(TorchFunctionMode):
                 self.can_retain = False
             else:
                 check_custom_function(tensor, layout, self)
-        check_backward(tensor, layout, self)
+        if isinstance(tensor.grad_fn, BackwardCFunction):
+            check_backward(tensor, layout, self)
         return layout
 
     def refuse_nested(self) -> NoReturn:
@@ -485,7 +487,8 @@ class Tracker(TorchFunctionMode):
             tensor.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", self, pairs))
         if isinstance(layout, Reduced) and self.note_loss is not None and tensor.grad_fn is not None:
             watch_sum(tensor, layout, self.collector.anchor_node, self.note_loss)
-        save_layout(self.saved_layouts, tensor, layout)
+        if get_saved_tensor_hooks() is not None:
+            save_layout(self.saved_layouts, tensor, layout)
         self._known[tensor] = (layout, has_grad := tensor.requires_grad)
         if has_grad and tensor.grad_fn is None:  # rand_like(x, requires_grad=True)
             self.can_retain = False
@@ -512,7 +515,7 @@ class Tracker(TorchFunctionMode):
             kwargs = {}
         if func in WITHOUT_TENSORS:
             result = func(*args, **kwargs)
-            if not self.is_inside and self.outside is not None:
+            if self.progress.stage is not Stage.INSIDE and self.outside is not None:
                 self._sizes_read = self.outside.note_size(result)
             if self.loss_code is not None and not self.has_ended:
                 return self._note_attribute(func, args, result)
@@ -522,7 +525,7 @@ class Tracker(TorchFunctionMode):
             if func is torch.autograd.grad and self.complain is not None and not self.progress.is_paused:
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
-        if self.loss_code is None or self.is_inside or func in _DIFFERENTIATING:
+        if self.loss_code is None or self.progress.stage is Stage.INSIDE or func in _DIFFERENTIATING:
             if self.complain is None and func not in _DIFFERENTIATING:
                 return self.follow_again(func, args, kwargs)
             return self._follow_or_give_up(func, args, kwargs)
@@ -712,7 +715,7 @@ class Tracker(TorchFunctionMode):
     def _note(self, tensor: Tensor, layout: Where | None) -> None:
         """`set_layout` for a layout of samples."""
         self._known.entries[id(tensor)] = (ref(tensor), (layout, tensor.requires_grad))
-        if get_saved_tensor_hooks() is not None:  # as in `save_layout`, without the call of a function
+        if get_saved_tensor_hooks() is not None:
             save_layout(self.saved_layouts, tensor, layout)
 
     # ---- what steps need ----
@@ -763,9 +766,15 @@ class Tracker(TorchFunctionMode):
 
     # ---- buffers ----
 
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The buffers of the model, with copies of those that calls have changed."""
+        return Buffers(self.model)
+
     def restore_buffers(self) -> None:
         """Give the model's buffers the values that they had before the forward pass."""
-        self.buffers.restore()
+        if "buffers" in vars(self):
+            self.buffers.restore()
         if self.isolation is not None:
             self.isolation.restore_buffers()
             if self.path.audit is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -44,14 +44,16 @@ class ModuleHook:
 class PartHook(ModuleHook):
     """A hook before the forward of a submodule, with little cost while the model itself is running."""
 
-    def __init__(self, function: Callable[..., None], is_inside: Callable[[nn.Module], bool]) -> None:
-        super().__init__(function)
-        self._is_inside = is_inside
+    def __init__(self, calls: Calls) -> None:
+        super().__init__(calls.before_part)
+        self._calls = calls
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_inside(module):  # a compiled model is called as a whole
+        if torch.compiler.is_compiling():  # a compiled model is called as a whole
             return
-        super().__call__(module, *args)
+        entry = self._calls.entry  # an interrupt may have ended the last call, and torch calls no hook then
+        if entry is None or (entry() is module and not _torch.is_running(module)):
+            super().__call__(module, *args)
 
 
 def _make_refusal(name: str) -> PerSampleError:
@@ -158,10 +160,13 @@ class Calls(ABC):
     recomputation: what happens there is followed like the code around the model.
 
     A front end is a subclass: hooks refer to it, and it must not refer to itself.
+
+    Attributes:
+        entry: the model, or a part of it, whose call is running.
     """
 
     def __init__(self) -> None:
-        self._entry: ref[nn.Module] | None = None  # the model, or a part of it, whose call is running
+        self.entry: ref[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
 
     @abstractmethod
@@ -186,7 +191,7 @@ class Calls(ABC):
             model.register_forward_pre_hook(ModuleHook(self.before_model), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
         ]
-        hook = PartHook(self.before_part, self._is_inside_entry)
+        hook = PartHook(self)
         for part in find_parts(model, recorded):
             self._hooks.append(part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
 
@@ -221,20 +226,20 @@ class Calls(ABC):
     @property
     def is_inside(self) -> bool:
         """Whether a call that is recorded is running."""
-        return self._entry is not None
+        return self.entry is not None
 
     def leave(self) -> None:
         """Note that no call is running."""
-        self._entry = None
+        self.entry = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self.start_call(module, args, kwargs):
             return False
-        self._entry = ref(module)
+        self.entry = ref(module)
         return True
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._entry is not None and not self._is_verifying() and self._entry() is module:
+        if self.entry is not None and not self._is_verifying() and self.entry() is module:
             try:
                 self.end_call(output)
             finally:
@@ -249,19 +254,16 @@ class Calls(ABC):
         recording = self.find_recording()
         return recording is not None and recording.verifier.is_running
 
-    def _is_inside_entry(self, module: nn.Module) -> bool:
-        # An interrupt may have ended the last call, and torch calls no hook then.
-        return self._entry is not None and (self._entry() is not module or _torch.is_running(module))
 
-
-def find_parts(model: nn.Module, recorded: Set[int]) -> Iterator[nn.Module]:
+def find_parts(model: nn.Module, recorded: Set[int]) -> list[nn.Module]:
     """The submodules that may be called in place of the model: those with parameters of these ids."""
     if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
-        return
+        return []
     # A scripted module takes no hooks.
     modules = [module for module in read_model(model)[0] if not isinstance(module, torch.jit.ScriptModule)]
     members = _torch.list_members(modules)
     fast = {m for root in modules if isinstance(root, _FAST) and not root.training for m in root.modules()}
+    found: list[nn.Module] = []
     having: set[int] = set()  # the ids of the modules that have recorded parameters
     pairs = zip(modules, members[: len(modules)], members[len(modules) :], strict=True)
     for module, parameters, children in reversed(list(pairs)):  # a module comes before its children
@@ -269,4 +271,5 @@ def find_parts(model: nn.Module, recorded: Set[int]) -> Iterator[nn.Module]:
         if not (recorded.isdisjoint(own) and having.isdisjoint(map(id, children.values()))):
             having.add(id(module))
             if module is not model and module not in fast:
-                yield module
+                found.append(module)
+    return found

@@ -212,8 +212,9 @@ class Recording:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
         if output is not None:
             self.tracker.check_state()
-            with _torch.DisableTorchFunction():
-                refuse_mixed_outputs(output, self.tracker)
+            if (mixed_use := self.tracker.take_mixed_use()) is not None:
+                with _torch.DisableTorchFunction():
+                    refuse_mixed_outputs(output, mixed_use, self.tracker)
         if self.tracker.isolation is not None:
             self.tracker.isolation.show_data(self.tracker)
         self.tracker.progress.leave_model()
