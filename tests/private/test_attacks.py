@@ -7,6 +7,8 @@ An attack that is refused changes nothing. A new attack is one entry.
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -237,7 +239,59 @@ def skip_backward(t: Training, x: Tensor, y: Tensor) -> None:
         loss.backward()
 
 
+def hook_by_number(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    factor = 5 - losses.max().item()
+    losses.register_hook(lambda gradient: gradient * factor)
+    losses.sum().backward()
+
+
+def draw_by_number(t: Training, x: Tensor, y: Tensor) -> None:
+    losses = t.losses(x, y)
+    torch.manual_seed(int(losses.sum().item()))
+    (losses * torch.randn(())).sum().backward()
+
+
+def write_through_numpy(t: Training, x: Tensor, y: Tensor) -> None:
+    losses, factor = t.losses(x, y), torch.zeros(1)
+    factor.numpy()[:] = 5 - losses.detach().numpy().max()
+    (losses * factor).sum().backward()
+
+
+def freeze_by_number(t: Training, x: Tensor, y: Tensor) -> None:
+    if t.losses(x, y).max().item() > 20:
+        t.model.first.requires_grad_(False)
+    t.losses(x, y).sum().backward()
+
+
+def call_twice(t: Training, x: Tensor, y: Tensor) -> None:
+    factor = 5 - t.losses(x, y).max().item()
+    t.losses(x * factor, y).sum().backward()
+
+
+def average_copy(t: Training, x: Tensor, y: Tensor) -> None:
+    centre = copy.deepcopy(t.model)(x).detach().mean(0)
+    (t.model(x) - centre).square().sum().backward()
+
+
 ATTACKS: dict[str, Attack] = {
+    "a hook by a number": hook_by_number,
+    "random numbers by a number": draw_by_number,
+    "a constant that numpy writes": write_through_numpy,
+    "a layer that is frozen by a number": freeze_by_number,
+    "two calls": call_twice,
+    "a copy of the model": average_copy,
+    "scale by a text": scale(lambda losses, y: 5 - float(f"{losses.max():.2f}")),
+    "scale by a softmax": scale(lambda losses, y: losses.detach().softmax(0) - 0.3),
+    "scale by an iteration": scale(lambda losses, y: 5 - max(iter(losses.detach()))),
+    "scale by a pickled copy": scale(lambda losses, y: 5 - pickle.loads(pickle.dumps(losses.detach())).max()),
+    "scale by dlpack": scale(lambda losses, y: 5 - torch.from_dlpack(losses.detach()).max()),
+    "scale by its storage": scale(lambda losses, y: 5 - max(losses.detach().untyped_storage().tolist())),
+    "scale by bincount": scale(lambda losses, y: 9 - torch.bincount(y.long()).numel()),
+    "the largest losses": lambda t, x, y: t.losses(x, y).topk(3).values.sum().backward(),
+    "losses below the median": lambda t, x, y: (ls := t.losses(x, y))[ls <= ls.median()].sum().backward(),
+    "Python's max": lambda t, x, y: max(t.losses(x, y)).backward(),
+    "Python's sorted": lambda t, x, y: sum(sorted(t.losses(x, y))[:3]).backward(),
     "decide by a sum": decide(lambda losses, y: losses.sum() > 30),
     "decide by any": decide(lambda losses, y: (losses > 20).any()),
     "decide by a number": decide(lambda losses, y: losses.max().item() > 20),

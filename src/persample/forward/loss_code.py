@@ -39,7 +39,7 @@ _ADVICE = (
 # Methods whose results say nothing of values.
 _NO_READS = {
     "backward", "register_hook", "register_post_accumulate_grad_hook", "__setitem__", "__get__", "__set__", "type",
-    "__repr__", "__str__", "__format__", "__hash__", "element_size", "_is_view", "has_names", "data_ptr", "can_cast",
+    "__hash__", "element_size", "_is_view", "has_names", "data_ptr", "can_cast",
     "result_type", "broadcast_shapes",
 }  # fmt: skip
 
@@ -147,9 +147,9 @@ class LossCode:
             return "weight", id(tensor), tensor.requires_grad
         number = self._made.get(tensor)
         where = tracker.get_known(tensor)
-        if number is None and where is None and not tensor.requires_grad:
-            is_drawn = tracker.places is not None and tracker.places.is_drawn(tensor)
-            return "drawn" if is_drawn else _describe_values(tensor)
+        is_drawn = tracker.places is not None and tracker.places.is_drawn(tensor)  # by a seed that may be a number
+        if (number is None or is_drawn) and where is None and not tensor.requires_grad:
+            return _describe_values(tensor)
         return "result", number, type(where).__name__, tensor.dtype, tensor.requires_grad
 
 
@@ -178,7 +178,7 @@ def _count_common(calls: _Calls, others: Iterable[Any]) -> int:
 
 def _is_number(func: Any, result: Any) -> bool:
     """Whether a call has returned something that is no tensor and may tell values of its arguments."""
-    if result is None or isinstance(result, (Tensor, str)):
+    if result is None or isinstance(result, Tensor):
         return False
     name = getattr(func, "__name__", "")
     if name in _NO_READS or (name.startswith("is_") and name != "is_nonzero"):

@@ -236,7 +236,9 @@ def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
         )
-    if call.func is Tensor.register_hook and tracker.isolation is not None and isinstance(call.where[0], _MIXED):
+    code = None if tracker.is_inside else tracker.loss_code
+    may_mix = isinstance(call.where[0], _MIXED) or (code is not None and code.is_open) if call.tensors else False
+    if call.func is Tensor.register_hook and tracker.isolation is not None and may_mix:
         return call.func(call.args[0], refuse_changes(call.args[1], tracker.place()))
     if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
         hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
