@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph
-from persample._internal.parameter_hooks import refuse_parameter_hooks
+from persample._internal.graph import refuse_parameter_hooks
 from persample._internal.text import describe_value
 from persample.batches import BatchDim
 from persample.compiled.cache_key import StepState

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.parameter_hooks import refuse_parameter_hooks
+from persample._internal.graph import refuse_parameter_hooks
 from persample._internal.tree import iterate_tensors
 from persample.backward import Collector
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize

@@ -36,11 +36,6 @@ class Progress:
         self._last = self.stage  # that was no end
 
     @property
-    def is_inside(self) -> bool:
-        """Whether a call of the model runs."""
-        return self.stage is Stage.INSIDE
-
-    @property
     def has_ended(self) -> bool:
         """Whether nothing is followed any more."""
         return self.stage in _OVER

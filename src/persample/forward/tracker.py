@@ -35,7 +35,6 @@ from persample.errors import (
 )
 from persample.forward.checkpointing import SavedLayouts, prepare_recomputation, save_layout
 from persample.forward.contributions import find_owners, make_advice, own_tensor
-from persample.forward.effects import WITHOUT_TENSORS, keep_effect
 from persample.forward.fastpath import WholeModules
 from persample.forward.isolation import Isolation
 from persample.forward.known_tensors import TensorMap
@@ -49,7 +48,7 @@ from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.steps import NEXT, follow, set_layouts, without_unread_tensor
 from persample.forward.tried import TriedFunctions
 from persample.forward.unseen import check_backward, check_custom_function, find_unseen_layout, name_parameters
-from persample.forward.use import Use, repeat_use
+from persample.forward.use import WITHOUT_TENSORS, Use, keep_effect, repeat_use
 from persample.forward.written import Buffers, Written
 from persample.layouts import (
     BY_SHAPE,

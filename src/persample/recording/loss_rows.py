@@ -12,10 +12,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from persample import _torch
-from persample._internal.graph import find_leaves, find_nodes, preserve_grads
+from persample._internal.graph import find_leaves, find_nodes, preserve_grads, refuse_parameter_hooks
 from persample._internal.memory import find_free_memory
 from persample._internal.models import SeveralModels, combine_models
-from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample.backward import is_tap
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError

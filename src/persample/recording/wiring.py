@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from persample._internal import tracing
+from persample._internal.graph import refuse_parameter_hooks
 from persample._internal.models import read_model
-from persample._internal.parameter_hooks import refuse_parameter_hooks
 from persample._internal.precision import in_full_precision
 from persample.backward import Collector, PositionSplitter, group_by_rows
 from persample.distributed import Processes, find_processes

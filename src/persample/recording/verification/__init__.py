@@ -4,9 +4,13 @@ This finds what the tracker cannot see: code that no mode sees, values that leav
 declarations. It takes two forward passes of one sample, in the first recording of a model.
 """
 
-from persample.recording.verification.one_pass import Verification
+from persample.recording.verification.one_pass import (
+    Verification,
+    describe_environment,
+    start_late_verification,
+    start_verification,
+)
 from persample.recording.verification.rows import RowCheck
-from persample.recording.verification.start import describe_environment, start_late_verification, start_verification
 from persample.recording.verification.status import NotVerified, describe
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""The verification of one forward pass: made before it, finished after it."""
+"""Which passes are verified, and the verification of one: made before it, finished after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal import tracing
 from persample._internal.copies import CannotCopy
 from persample._internal.graph import find_nodes, is_reentrant
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState
 from persample._internal.tree import iterate_tensors
 from persample.batches import Arguments
+from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.forward import Tracker
 from persample.layouts import Layout, Reduced
@@ -26,7 +28,13 @@ from persample.recording.verification.differences import Part, make_part
 from persample.recording.verification.rows import VerifiedCall, make_outputs
 from persample.recording.verification.runs import Runs, open_extra_passes
 from persample.recording.verification.sample_calls import Call, SampleCalls
-from persample.recording.verification.status import NotVerified, describe, shorten
+from persample.recording.verification.status import (
+    NotVerified,
+    check_unnoticed_by_hooks,
+    check_unnoticed_by_modes,
+    describe,
+    shorten,
+)
 
 # How many samples are run alone, besides the last one, if the model has read values of samples.
 _MAX_SAMPLES = 8
@@ -181,3 +189,72 @@ class Verification:
             if isinstance(where, Reduced) and where.is_clear and tensor.numel() == 1:
                 found[position] = tensor.detach()
         return found
+
+
+# ---- which passes are verified ----
+
+
+def start_verification(
+    model: nn.Module,
+    options: Options,
+    processes: Processes,
+    tracker: Tracker,
+    arguments: Arguments,
+    environment: Hashable,
+) -> Verification | str:
+    """Prepare the verification of a forward pass that is about to run, or return what is already known.
+
+    The tracker must know where the samples lie in the arguments. Whether passes in this environment were verified is
+    known before the pass. Which path it takes is known after it (`Path.find_status`).
+    """
+    if options.verify is False:
+        return "not verified: verify=False"
+    try:
+        if tracing.get_trace() is not None:
+            raise NotVerified("the step is compiled")
+        if type(processes) is not Processes:
+            raise NotVerified("several processes share the batch")
+        known = tracker.path.get_environments()
+        if environment in known and options.verify != "always":
+            return known[environment]
+        if options.verify is None:
+            check_unnoticed_by_modes()
+        if tracker.batch < 2:
+            return "not verified: the batch has fewer than two samples"
+    except NotVerified as reason:
+        return describe(reason, options)
+    try:
+        if options.verify is None:
+            check_unnoticed_by_hooks(model)
+        return Verification(model, arguments, tracker, partial(tracker.path.make_note, environment))
+    except NotVerified as reason:
+        known[environment] = describe(reason, options)
+        return known[environment]
+
+
+def start_late_verification(
+    model: nn.Module, options: Options, tracker: Tracker, arguments: Arguments, environment: Hashable, is_random: bool
+) -> Verification | str:
+    """Prepare the verification of a forward pass that has just run, or return why it cannot be verified.
+
+    For a pass that may do something else than the first one in its environment: with a sequence of functions that was
+    not verified there, or with numbers that were read from samples. Extra passes start from the state after the pass.
+    If it was another one before, a second run of the batch gives other outputs, and the pass is not verified.
+    """
+    try:
+        if options.verify is None:
+            check_unnoticed_by_modes()
+            check_unnoticed_by_hooks(model)
+        make_note = partial(tracker.path.make_note, environment)
+        return Verification(model, arguments, tracker, make_note, is_random)
+    except NotVerified as reason:
+        return describe(reason, options, is_late=True)
+
+
+def describe_environment(called: nn.Module, options: Options, arguments: Arguments) -> Hashable:
+    """What a forward pass depends on, besides its path through the program of the model and the values of tensors."""
+    devices = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
+    call = ref(called), called.training, len(arguments.args), *arguments.kwargs
+    graph = torch.is_grad_enabled()  # without, no row is compared
+    dtypes = tuple([tensor.dtype for tensor in arguments.iterate_tensors()])
+    return options.verify, graph, call, repr(options.batch_dim), options.batch_size is None, *devices, dtypes

@@ -7,8 +7,6 @@ from typing import Any
 from torch import nn
 
 from persample import _torch
-from persample._internal import tracing
-from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.forward import Audit, Tracker
 from persample.recording.options import Options
@@ -23,13 +21,6 @@ def describe(reason: NotVerified, options: Options, is_late: bool = False) -> st
     if options.verify == "always":
         raise PerSampleError(f"The option verify='always' is given, but the samples cannot be verified: {reason}.")
     return f"not verified in this step: {reason}" if is_late else f"not verified: {reason}"
-
-
-def check_can_verify(processes: Processes) -> None:
-    if tracing.get_trace() is not None:
-        raise NotVerified("the step is compiled")
-    if type(processes) is not Processes:
-        raise NotVerified("several processes share the batch")
 
 
 def check_unnoticed_by_modes() -> None:
