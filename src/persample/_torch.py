@@ -230,8 +230,7 @@ _PRODUCTS = tuple((backend, operation) for backend in _BACKENDS for operation in
 
 def find_reduced_precision() -> list[tuple[str, str, str]]:
     """The settings that let products of float32 round their factors: backend, operation, precision."""
-    found = [(*product, _get_precision(*product)) for product in _PRODUCTS]
-    return [setting for setting in found if setting[2] not in ("none", "ieee")]
+    return [(*product, set_to) for product in _PRODUCTS if (set_to := _get_precision(*product)) not in ("none", "ieee")]
 
 
 # Whether autocast is on for any device.

@@ -151,7 +151,7 @@ class Arguments:
         if not self.reads_sizes or self.batch_dim != 0:
             return None
         constant_ids = {id(constant) for constant in self.constants}
-        named = [(name, arg) for _, name, arg in self._name() if name not in self.constants or id(arg) in constant_ids]
+        named = [(name, arg) for _, name, arg in self._named if name not in self.constants or id(arg) in constant_ids]
         found = find_structured_reading(named, self.batch_size)
         if found is not None or self.batch_size is not None:
             return found
@@ -224,7 +224,7 @@ class Arguments:
                     tracker.add_input(tensor, layout)
                 elif tensor.dim() > dim:
                     rejected.append(tensor.shape[dim])
-        if has_edges((name, arg) for _, name, arg in self._name()):
+        if has_edges((name, arg) for _, name, arg in self._named):
             tracker.replace_advice(GRAPHS_ADVICE)
         self._advise_on_lists(tracker)
         if rejected and (not search or not tracker.has_inputs):
@@ -247,7 +247,7 @@ class Arguments:
 
     def _advise_on_lists(self, tracker: Tracker) -> None:
         """For errors: a list of tensors may also have one entry for each sample."""
-        for name, arg in ((name, arg) for _, name, arg in self._name()) if self.reads_sizes else ():
+        for name, arg in ((name, arg) for _, name, arg in self._named) if self.reads_sizes else ():
             is_list = isinstance(arg, (list, tuple)) and len(arg) > 1 and all(isinstance(t, Tensor) for t in arg)
             if is_list and self.batch_size is None:
                 tracker.add_advice(
@@ -332,10 +332,11 @@ class Arguments:
                 raise PerSampleError(f"batch_dim names an argument '{key}', but the model takes {names}.")
 
     def _refuse_graphs(self) -> None:
-        if has_edges((name, arg) for _, name, arg in self._name()):
+        if has_edges((name, arg) for _, name, arg in self._named):
             raise GraphsShareNodes() from None
 
-    def _name(self) -> list[tuple[int | None, str | None, Any]]:
+    @functools.cached_property
+    def _named(self) -> list[tuple[int | None, str | None, Any]]:
         """The position, name and value of each argument."""
         names = get_argument_names(self.forward)
         positional = [(i, names[i] if i < len(names) else None, arg) for i, arg in enumerate(self.args)]
@@ -348,7 +349,7 @@ class Arguments:
         given = [constant for constant in self.constants if isinstance(constant, str)]
         constant_ids = [id(constant) for constant in self.constants]
         found: list[Leaf] = []
-        for position, name, arg in self._name():
+        for position, name, arg in self._named:
             dim = None if name is not None and name in given else choose_dim(self.batch_dim, position, name)
             leaves = [arg]
             if not isinstance(arg, Tensor):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -30,6 +30,7 @@ class Path:
         is_isolated: whether steps are isolated, which refuses more in an audited pass.
 
     Attributes:
+        program: the program of the model.
         site: where the pass is; None while it is audited.
         audit: the audit of the pass, if one is running.
         number_of_reads: of numbers that may depend on several samples.
@@ -38,8 +39,7 @@ class Path:
     """
 
     def __init__(self, model: nn.Module | None, is_isolated: bool) -> None:
-        self._model = None if model is None else ref(model)  # a recording must not keep its model
-        self._is_isolated = is_isolated
+        self.program = None if model is None else get_program(model, is_isolated)  # it does not keep the model
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
         self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
         self.site: Site | None = ANY_SITE
@@ -48,16 +48,11 @@ class Path:
         self.has_read_values = False
         self.checked_nodes: WeakSet[Any] = WeakSet()
 
-    def _find_program(self) -> Program | None:
-        model = None if self._model is None else self._model()
-        return None if model is None else get_program(model, self._is_isolated)
-
     # ---- the audit ----
 
     def begin(self, tracker: Tracker) -> None:
         """Compare the functions from now on with those of audited passes, and audit what is new."""
-        program = self._find_program()
-        if program is None or tracing.get_trace() is not None:
+        if (program := self.program) is None or tracing.get_trace() is not None:
             return
         self._hooks.close()
         if (modules := tracker.find_hooked_modules()) and not tracker.is_coupled:
@@ -72,17 +67,16 @@ class Path:
 
     def start_audit(self, tracker: Tracker) -> Audit:
         """Audit the rest of the pass."""
-        program = self._find_program()
-        assert program is not None and self.site is not None
-        self.audit = audit = Audit(tracker, program, self.site)
+        assert self.program is not None and self.site is not None
+        self.audit = audit = Audit(tracker, self.program, self.site)
         self.site = None
         audit.start()
         return audit
 
     def audit_next_passes(self) -> None:
         """Audit the next passes of the model, too."""
-        if (program := self._find_program()) is not None:
-            program.note_finding()
+        if self.program is not None:
+            self.program.note_finding()
 
     def end(self) -> None:
         """Let the functions that follow pass without an audit: the forward pass has ended."""
@@ -124,8 +118,7 @@ class Path:
 
     def is_new_setting(self, setting: Any) -> bool:
         """Whether the pass is audited, or no audited pass has called a function of the user with these settings."""
-        program = self._find_program()
-        is_new = program is not None and not program.add_setting(setting)
+        is_new = self.program is not None and not self.program.add_setting(setting)
         return is_new or self.audit is not None
 
     def grow(self, before: int, batch: int) -> None:
@@ -156,8 +149,7 @@ class Path:
 
     def get_environments(self) -> dict[Hashable, str]:
         """What the first verification in each environment has found."""
-        program = self._find_program()
-        return {} if program is None else program.environments
+        return {} if self.program is None else self.program.environments
 
     def find_status(self, environment: Hashable) -> str | None:
         """At the end of a call: what the verification of the pass has found; None if it is to be verified.
@@ -165,15 +157,13 @@ class Path:
         It is to be verified if it is new, or if values of samples were read as numbers, which code outside torch can
         use.
         """
-        program = self._find_program()
-        if program is None or self.has_read_values or (self.audit is not None and self.audit.is_new):
+        if self.program is None or self.has_read_values or (self.audit is not None and self.audit.is_new):
             return None
-        return program.find_status(self._make_pass(environment))
+        return self.program.find_status(self._make_pass(environment))
 
     def make_note(self, environment: Hashable) -> Callable[[str], None]:
         """At the end of a call: a function that notes what the verification of the pass has found."""
-        program = self._find_program() or Program()
-        return partial(program.note_status, self._make_pass(environment))
+        return partial((self.program or Program()).note_status, self._make_pass(environment))
 
     def _make_pass(self, environment: Hashable) -> Pass:
         site = self.site if self.audit is None else self.audit.site

@@ -222,7 +222,8 @@ _programs: dict[bool, WeakKeyDictionary[nn.Module, Program]] = {
 def get_program(model: nn.Module, is_isolated: bool = False) -> Program:
     """The program of a model; that of several models outlives the module that holds the models."""
     first, *others = model.children() if isinstance(model, SeveralModels) else [model]
-    program = _programs[is_isolated].setdefault(first, Program())
+    programs = _programs[is_isolated]
+    program = programs.get(first) or programs.setdefault(first, Program())
     for other in others:
         program = program.together_with.setdefault(other, Program())
     return program

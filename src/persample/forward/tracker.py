@@ -42,7 +42,7 @@ from persample.forward.loss_code import guard_node
 from persample.forward.outputs import make_gradient_refusal
 from persample.forward.outside import OutsideTensors
 from persample.forward.path import Path
-from persample.forward.program import Site, get_program
+from persample.forward.program import Site
 from persample.forward.progress import Progress, Stage
 from persample.forward.roots import NoteLoss, watch_sum
 from persample.forward.steps import NEXT, follow, set_layouts, without_unread_tensor
@@ -179,7 +179,7 @@ class Tracker(TorchFunctionMode):
         self.saved_layouts: SavedLayouts = {}
         self._given: dict[int | None, StorageWeakRef] = {}  # memory of samples from outside
         self.path = Path(model, isolation is not None)
-        scales = None if model is None else get_program(model, isolation is not None).scales
+        scales = None if self.path.program is None else self.path.program.scales
         divisors = "refuse" if tracing.get_trace() is not None else divisors
         is_held = None if outside is None else outside.is_held
         self.counted = CountedSizes(divisors, scales, loss_reduction, is_held)
