@@ -701,8 +701,9 @@ class Tracker(TorchFunctionMode):
                 return None
             result = func(*args)
         else:
-            if any([isinstance(arg, Tensor) for arg in args[1:]]):
-                return None
+            for arg in args[1:]:
+                if isinstance(arg, Tensor):
+                    return None
             result = func(*args)
             moved = find(layout, shape, result.shape, args[1:], self.batch)
         if moved is None:

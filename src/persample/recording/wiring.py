@@ -192,7 +192,7 @@ def _make_collector(
     row_check: RowCheck,
 ) -> Collector:
     collector = Collector(
-        map(processes.get_used, trainable),
+        trainable if type(processes) is Processes else map(processes.get_used, trainable),
         row_check.follow(delivery.deliver),
         delivery.finish,
         early=grads.is_early,
