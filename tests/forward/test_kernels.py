@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,11 +17,19 @@ from torch.utils.checkpoint import checkpoint
 from persample import PerSampleError, record
 from persample._torch import find_onednn_product
 from persample.forward import kernels
+from persample.terms import use_library
 from persample.testing import assert_rows_close, loop_gradients
 from tests.support.cases import Calls
 
 pytestmark = pytest.mark.skipif(find_onednn_product() is None, reason="this torch has no oneDNN for this processor")
 B, T, D = 40, 30, 256
+
+
+@pytest.fixture(autouse=True)
+def products_by_onednn() -> Iterator[None]:
+    """On each processor."""
+    with use_library("onednn"):
+        yield
 
 
 @pytest.fixture

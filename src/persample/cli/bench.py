@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
@@ -17,6 +18,7 @@ from persample.batches import Batch
 from persample.cli.command import Command, format_json, parse_positive, redirect_user_output
 from persample.cli.user_code import add_target_argument, convert_errors, load_model_data_and_loss
 from persample.losses import compute_sample_losses
+from persample.terms import SETTING, choose_library, find_maker
 
 _DESCRIPTION = """\
 Measure the cost of per-sample gradients of a model on this machine: the time of a step (forward and
@@ -25,6 +27,7 @@ median of the ratios of all rounds.
 
     $ persample bench my_model:to_check
     $ persample bench                       # a small convolutional net
+    $ persample bench --machine             # which kernels are used here, and why
 
 The function takes no arguments and returns a model, a batch and a loss, as for `persample check`. This command
 does not check the gradients.
@@ -38,18 +41,35 @@ Step = Callable[[], Any]
 def _add_arguments(parser: ArgumentParser) -> None:
     add_target_argument(parser, "returns (model, batch, loss)", nargs="?")
     parser.add_argument("--rounds", type=parse_positive, default=15, metavar="N", help="number of rounds (default: 15)")
+    parser.add_argument("--machine", action="store_true", help="print which kernels are used on this machine, and why")
     parser.add_argument(
         "--dense", action="store_true", help="also measure the dense gradients, which take B times the model's memory"
     )
 
 
 def _run(args: Namespace) -> int:
+    if args.machine:
+        found = describe_kernels()
+        print(format_json(found) if args.json else format_table([[*row] for row in found.items()], indent=""))
+        return 0
     with redirect_user_output(args), convert_errors(args.target or "the built-in model"):
         task = load_model_data_and_loss(args.target, "batch") if args.target else _make_default_task()
         model, batch, loss_fn = task
         result = measure_costs(model, batch, loss_fn, args.rounds, args.dense)
     print(format_json(result) if args.json else _format_result(result))
     return 0
+
+
+def describe_kernels() -> dict[str, str]:
+    """What was chosen for this machine, and why."""
+    products = choose_library()
+    return {
+        "processor": find_maker() or platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+        "large products": f"{products.library}: {products.reason}",
+        "setting": f"{SETTING}=torch, onednn or auto",
+    }
 
 
 def measure_costs(model: nn.Module, batch: Any, loss_fn: Any, rounds: int, dense: bool = False) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from persample.scanning.measure import Groups, Measurement, Projection
 from persample.scanning.source import Source
 from persample.scanning.store import describe_rows
 from persample.scanning.table import TableKind
-from persample.terms import allocate
+from persample.terms import Library, allocate
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class ScanOptions:
             coupled=self.coupled,
         )
 
-    def make_settings(self, source: Source, measurement: Measurement, checkpoints: Checkpoints) -> dict[str, Any]:
+    def make_settings(
+        self, source: Source, measurement: Measurement, checkpoints: Checkpoints, products: Library
+    ) -> dict[str, Any]:
         """The contents of scan.json: all that the result depends on. A scan is continued only if they are the same."""
         code = (describe_structure(measurement.model), measurement.loss_fn, source.collate, self.batch_dim)
         return {
@@ -99,6 +101,7 @@ class ScanOptions:
             "learning_rates": checkpoints.learning_rates,
             "classes": source.classes if self.classes is None else list(self.classes),
             "table": self.table,
+            "products": products,
             **({} if self.coupled is None else {"coupled": self.coupled}),
             "about": {"persample": __version__, "torch": torch.__version__},
         }

@@ -37,6 +37,7 @@ from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import TableKind, write_table
 from persample.scanning.workers import ScanWorkers
+from persample.terms import choose_library, use_library
 
 
 def scan(
@@ -159,17 +160,19 @@ def scan(
     states = Checkpoints(model, checkpoints, learning_rates)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(temporary.name if temporary else str(out))
+    before = store.read_settings() if store.exists and resume else {}
     if source.has_default_batch_size:
-        stored = store.read_settings().get("batch_size") if store.exists and resume else None
+        stored = before.get("batch_size")
         if isinstance(stored, int) and stored > 0:
             source.batch_size = stored
         else:
             source.batch_size = choose_batch_size(measurement, source, shard_size)
-    settings = options.make_settings(source, measurement, states)
+    settings = options.make_settings(source, measurement, states, before.get("products", choose_library().library))
     run = _Run(store, source, measurement, settings, progress)
     with prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
-            with states.load_each() as loaded, explain_failure(source, measurement):
+            products = use_library(store.read_settings()["products"])
+            with products, states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
                     run.scan_checkpoint(checkpoint)
             run.finish(states)

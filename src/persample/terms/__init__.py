@@ -3,7 +3,8 @@
 Other packages use the names below: the classes, and `add_terms`, which adds the terms of several uses. `Term` lists the
 answers that every term gives. `Groups` and `merge_samples` turn rows of samples into rows of groups of samples.
 `allocate` divides the numbers of a projected row among parameters, which `KroneckerSketch`, `SparseSketch` or
-`TensorSketch` compute. `multiply` and `compute_tanh` are products and functions by the fastest kernel.
+`TensorSketch` compute. `multiply` and `compute_tanh` are computed by the library that
+`choose_library` names, or that `use_library` sets.
 """
 
 from persample.terms.base import (
@@ -23,6 +24,7 @@ from persample.terms.folded import Folded
 from persample.terms.groups import Groups, add_samples, make_groups, merge_samples
 from persample.terms.joined import Joined
 from persample.terms.kronecker import KroneckerSketch, Sides, allocate, split_shape
+from persample.terms.libraries import SETTING, Library, choose_library, find_maker, use_library
 from persample.terms.outer import Outer, SharedProducts
 from persample.terms.patches import Patches
 from persample.terms.products import compute_tanh, make_accumulator, multiply, prefers_onednn
@@ -33,6 +35,7 @@ from persample.terms.slices import Slices
 from persample.terms.sum import Sum, add_terms
 
 __all__ = [
+    "SETTING",
     "Algorithm",
     "Blocks",
     "Dense",
@@ -40,6 +43,7 @@ __all__ = [
     "Groups",
     "Joined",
     "KroneckerSketch",
+    "Library",
     "Outer",
     "Patches",
     "Rows",
@@ -55,11 +59,13 @@ __all__ = [
     "add_samples",
     "add_terms",
     "allocate",
+    "choose_library",
     "choose_norm_algorithm",
     "compute_row_norms",
     "compute_tanh",
     "convert_to_double",
     "find_factors",
+    "find_maker",
     "force_algorithm",
     "is_complex",
     "make_accumulator",
@@ -70,5 +76,6 @@ __all__ = [
     "prefers_onednn",
     "split_shape",
     "sum_dense",
+    "use_library",
     "widen_factors",
 ]

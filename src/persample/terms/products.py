@@ -1,7 +1,6 @@
-"""Products of real matrices, by the faster of two libraries.
+"""Products of real matrices, by torch's own kernels or, where `libraries.py` chooses it, by oneDNN.
 
-On a CPU, `a @ b` calls MKL, which does not use the widest instructions of processors of other makers than its own.
-oneDNN does. Measured (AMD EPYC with AVX-512, one thread, float32, ms, MKL / oneDNN), for `(m, k) @ (k, n)`:
+Measured (AMD EPYC with AVX-512, one thread, float32, ms, MKL / oneDNN), for `(m, k) @ (k, n)`:
 
     512, 1600, 128    2.0 / 1.1      256, 1024, 256      1.2 / 0.6      512, 256, 784      1.8 / 0.8
     4096, 1024, 256    20 / 11       128, 2048, 512      2.4 / 1.2      10, 256, 512     0.04 / 0.03
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
+from persample.terms.libraries import get_product
 
 # Smaller products are faster with MKL: a call of oneDNN takes longer to start.
 _MIN_MULTIPLICATIONS = 2**21
@@ -95,7 +95,7 @@ def compute_tanh(x: Tensor) -> Tensor:
     tensor([0., 0.])
     """
     can_convert = x.numel() >= _MIN_TANH_SIZE and tracing.get_trace() is None and _is_supported(x)
-    if not can_convert or _torch.find_onednn_product() is None:
+    if not can_convert or get_product() is None:
         return x.tanh().contiguous()
     return x.contiguous().to_mkldnn().tanh_().to_dense()
 
@@ -103,7 +103,7 @@ def compute_tanh(x: Tensor) -> Tensor:
 def _find_onednn(a: Tensor, b: Tensor) -> _torch.Product | None:
     """The function of oneDNN for this product, None if it is not available or not faster."""
     can_use = prefers_onednn(len(a), b) and _is_supported(a) and (a.stride(-1) == 1 or _is_dense(a))
-    return _torch.find_onednn_product() if can_use else None
+    return get_product() if can_use else None
 
 
 def prefers_onednn(rows: int, b: Tensor) -> bool:
@@ -117,7 +117,7 @@ def prefers_onednn(rows: int, b: Tensor) -> bool:
         return False
     if tracing.get_trace() is not None or (size > MAX_LENGTH and min(rows, columns) < _MIN_BLOCKED_SIZE):
         return False
-    return _is_supported(b) and _is_dense(b) and _torch.find_onednn_product() is not None
+    return _is_supported(b) and _is_dense(b) and get_product() is not None
 
 
 def _is_supported(tensor: Tensor) -> bool:
