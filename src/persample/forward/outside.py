@@ -69,7 +69,7 @@ class OutsideTensors:
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         # What is known by other means of the tensors before the call of the model, for a batch size.
-        self.list_layouts_before: Callable[[int], Iterable[tuple[Tensor, Where]]] | None = None
+        self._list_layouts_before: Callable[[int], Iterable[tuple[Tensor, Where]]] | None = None
         self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
         self._early_sites: list[tuple[int, ref[Tensor], Hashable]] = []  # the size of a tensor, and where it was used
         self._early_totals: dict[int, Totals] = {}  # by batch size: numbers that depend on all samples
@@ -77,6 +77,10 @@ class OutsideTensors:
         self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
         self.sizes: set[int] | None = set() if is_block else None  # that the code around the model has read
         self.has_reads = False  # whether the code around the model has read values of samples as numbers
+
+    def declare_before(self, list_layouts: Callable[[int], Iterable[tuple[Tensor, Where]]]) -> None:
+        """Set what lists, for a batch size, the layouts of tensors that are known before the call of the model."""
+        self._list_layouts_before = list_layouts
 
     # ---- tensors from outside ----
 
@@ -311,9 +315,9 @@ class OutsideTensors:
         """
         if self._early is None:
             return
-        if self.list_layouts_before is not None:
-            self._early, found_before = None, self.list_layouts_before
-            self.list_layouts_before = None
+        if self._list_layouts_before is not None:
+            self._early, found_before = None, self._list_layouts_before
+            self._list_layouts_before = None
             yield from found_before(batch)
             return
         known = self._early.get(batch)

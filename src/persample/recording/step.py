@@ -109,7 +109,7 @@ class WatchedStep:
         """Follow a call of the model or of a part; False if it is not known where its samples lie."""
         recording, declared = self.recording, self._declared
         if declared.before is not None and recording.tracker.outside is not None:
-            recording.tracker.outside.list_layouts_before = partial(declared.before.list_layouts, declared.rows)
+            recording.tracker.outside.declare_before(partial(declared.before.list_layouts, declared.rows))
         if not recording.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
             return False
         self._used = self._used or declared.find(args, kwargs)
