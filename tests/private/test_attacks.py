@@ -26,6 +26,7 @@ B, D, BOUND, ALLOWED = 6, 4, 0.1, 1 + 1e-4
 
 Forward = Callable[["Model", Tensor], Tensor]
 Attack = Callable[["Training", Tensor, Tensor], None]
+Change = Callable[[Tensor, Tensor], Tensor]  # of the losses, with the targets
 
 
 class Model(nn.Module):
@@ -140,22 +141,21 @@ def sum_by_script(losses: Tensor) -> Tensor:
     return (losses * (5 - losses.max()).detach()).sum()
 
 
-def decide(condition: Callable[[Tensor, Tensor], Any]) -> Attack:
+def decide(condition: Callable[[Tensor, Tensor], Any]) -> Change:
     """The sign of the loss is a decision."""
-
-    def step(t: Training, x: Tensor, y: Tensor) -> None:
-        losses = t.losses(x, y)
-        (-losses if condition(losses, y) else losses).sum().backward()
-
-    return step
+    return lambda losses, y: -losses if condition(losses, y) else losses
 
 
-def scale(number: Callable[[Tensor, Tensor], Any]) -> Attack:
+def scale(number: Callable[[Tensor, Tensor], Any]) -> Change:
     """The loss is multiplied by a number."""
+    return lambda losses, y: losses * number(losses, y)
+
+
+def use(change: Change) -> Attack:
+    """A step with changed losses."""
 
     def step(t: Training, x: Tensor, y: Tensor) -> None:
-        losses = t.losses(x, y)
-        (losses * number(losses, y)).sum().backward()
+        change(t.losses(x, y), y).sum().backward()
 
     return step
 
@@ -207,10 +207,8 @@ def pack_saved_loss(t: Training, x: Tensor, y: Tensor) -> None:
     losses.sum().backward()
 
 
-def fill_number(t: Training, x: Tensor, y: Tensor) -> None:
-    losses = t.losses(x, y)
-    factor = torch.zeros(()).fill_(5 - losses.max().item())
-    (losses * factor).sum().backward()
+def fill_number(losses: Tensor, y: Tensor) -> Tensor:
+    return losses * torch.zeros(()).fill_(5 - losses.max().item())
 
 
 def keep_parameter(t: Training, x: Tensor, y: Tensor) -> None:
@@ -220,10 +218,9 @@ def keep_parameter(t: Training, x: Tensor, y: Tensor) -> None:
     loss.backward()
 
 
-def sort_losses(t: Training, x: Tensor, y: Tensor) -> None:
-    losses = t.losses(x, y)
+def sort_losses(losses: Tensor, y: Tensor) -> Tensor:
     threshold = sorted(losses.tolist())[len(losses) // 2]
-    torch.where(losses > threshold, -losses, losses).sum().backward()
+    return torch.where(losses > threshold, -losses, losses)
 
 
 def mix_before(change: Callable[[Tensor], Tensor]) -> Attack:
@@ -239,23 +236,21 @@ def skip_backward(t: Training, x: Tensor, y: Tensor) -> None:
         loss.backward()
 
 
-def hook_by_number(t: Training, x: Tensor, y: Tensor) -> None:
-    losses = t.losses(x, y)
+def hook_by_number(losses: Tensor, y: Tensor) -> Tensor:
     factor = 5 - losses.max().item()
     losses.register_hook(lambda gradient: gradient * factor)
-    losses.sum().backward()
+    return losses
 
 
-def draw_by_number(t: Training, x: Tensor, y: Tensor) -> None:
-    losses = t.losses(x, y)
+def draw_by_number(losses: Tensor, y: Tensor) -> Tensor:
     torch.manual_seed(int(losses.sum().item()))
-    (losses * torch.randn(())).sum().backward()
+    return losses * torch.randn(())
 
 
-def write_through_numpy(t: Training, x: Tensor, y: Tensor) -> None:
-    losses, factor = t.losses(x, y), torch.zeros(1)
+def write_through_numpy(losses: Tensor, y: Tensor) -> Tensor:
+    factor = torch.zeros(1)
     factor.numpy()[:] = 5 - losses.detach().numpy().max()
-    (losses * factor).sum().backward()
+    return losses * factor
 
 
 def freeze_by_number(t: Training, x: Tensor, y: Tensor) -> None:
@@ -274,13 +269,7 @@ def average_copy(t: Training, x: Tensor, y: Tensor) -> None:
     (t.model(x) - centre).square().sum().backward()
 
 
-ATTACKS: dict[str, Attack] = {
-    "a hook by a number": hook_by_number,
-    "random numbers by a number": draw_by_number,
-    "a constant that numpy writes": write_through_numpy,
-    "a layer that is frozen by a number": freeze_by_number,
-    "two calls": call_twice,
-    "a copy of the model": average_copy,
+CHANGES: dict[str, Change] = {
     "scale by a text": scale(lambda losses, y: 5 - float(f"{losses.max():.2f}")),
     "scale by a softmax": scale(lambda losses, y: losses.detach().softmax(0) - 0.3),
     "scale by an iteration": scale(lambda losses, y: 5 - max(iter(losses.detach()))),
@@ -288,10 +277,9 @@ ATTACKS: dict[str, Attack] = {
     "scale by dlpack": scale(lambda losses, y: 5 - torch.from_dlpack(losses.detach()).max()),
     "scale by its storage": scale(lambda losses, y: 5 - max(losses.detach().untyped_storage().tolist())),
     "scale by bincount": scale(lambda losses, y: 9 - torch.bincount(y.long()).numel()),
-    "the largest losses": lambda t, x, y: t.losses(x, y).topk(3).values.sum().backward(),
-    "losses below the median": lambda t, x, y: (ls := t.losses(x, y))[ls <= ls.median()].sum().backward(),
-    "Python's max": lambda t, x, y: max(t.losses(x, y)).backward(),
-    "Python's sorted": lambda t, x, y: sum(sorted(t.losses(x, y))[:3]).backward(),
+    "a hook by a number": hook_by_number,
+    "random numbers by a number": draw_by_number,
+    "a constant that numpy writes": write_through_numpy,
     "decide by a sum": decide(lambda losses, y: losses.sum() > 30),
     "decide by any": decide(lambda losses, y: (losses > 20).any()),
     "decide by a number": decide(lambda losses, y: losses.max().item() > 20),
@@ -314,6 +302,18 @@ ATTACKS: dict[str, Attack] = {
     "scale by the length of a list": scale(lambda losses, y: 0.5 - len([v for v in y.tolist() if v > 5])),
     "scale by a sorted list": sort_losses,
     "fill_": fill_number,
+    "a Function that keeps a number": lambda losses, y: CountingCopy.apply(losses),
+}
+
+ATTACKS: dict[str, Attack] = {
+    **{name: use(change) for name, change in CHANGES.items()},
+    "a layer that is frozen by a number": freeze_by_number,
+    "two calls": call_twice,
+    "a copy of the model": average_copy,
+    "the largest losses": lambda t, x, y: t.losses(x, y).topk(3).values.sum().backward(),
+    "losses below the median": lambda t, x, y: (ls := t.losses(x, y))[ls <= ls.median()].sum().backward(),
+    "Python's max": lambda t, x, y: max(t.losses(x, y)).backward(),
+    "Python's sorted": lambda t, x, y: sum(sorted(t.losses(x, y))[:3]).backward(),
     "backward(gradient=tensor)": change_gradient(lambda losses: 5 - losses.max()),
     "backward(gradient=number)": change_gradient(lambda losses: torch.tensor(5 - losses.max().item())),
     "hook of the loss": hook_loss,
@@ -322,7 +322,6 @@ ATTACKS: dict[str, Attack] = {
     "hooks of saved tensors": pack_saved,
     "hooks of saved tensors of the loss": pack_saved_loss,
     "a Function that sums": lambda t, x, y: CountingSum.apply(t.losses(x, y)).backward(),
-    "a Function that keeps a number": lambda t, x, y: CountingCopy.apply(t.losses(x, y)).sum().backward(),
     "a script that sums": lambda t, x, y: sum_by_script(t.losses(x, y)).backward(),
     "a frozen parameter made of samples": keep_parameter,
     "mixup": mix_before(lambda x: 0.5 * x + 0.5 * x.roll(1, 0)),
@@ -395,7 +394,7 @@ def test_the_first_step_with_numbers_of_samples_has_noise_only(caplog: pytest.Lo
 
 def test_the_error_names_the_read_and_the_call() -> None:
     training = Training()
-    attack = scale(lambda losses, y: losses.mean().item())
+    attack = use(scale(lambda losses, y: losses.mean().item()))
     try:
         training.train(attack, *make_data(0))
         with pytest.raises(SamplesMixed, match=r"read by item.*mul is new there, or has other numbers"):

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -966,9 +967,9 @@ def test_a_compiled_step_is_not_verified_and_does_not_prevent_it_later(monkeypat
     assert len(finished) == 1
 
 
-@pytest.mark.parametrize("verify", [True, "last", 2])
+@pytest.mark.parametrize("verify", [True, "last", 0, -2, 1.5])
 def test_wrong_option(verify: Any) -> None:
-    with pytest.raises(PerSampleError, match="verify must be 'first', 'always', False or None"):
+    with pytest.raises(PerSampleError, match="verify must be 'first', 'always', False, None or a number"):
         record_output(nn.Linear(D, D), torch.randn(B, D), verify=verify)
 
 
@@ -984,3 +985,45 @@ def test_check_names_the_place_unless_told_not_to() -> None:
     report = check(model, batch, loss_fn)
     assert report.outcome == "refused" and report.coupled and "'1' (Mix)" in str(report.refusal)
     assert check(model, batch, loss_fn, verify=False).outcome == "wrong"
+
+
+# ---- verify=n: again, after at most n passes ----
+
+
+def mix_in_thread(m: Around, h: Tensor, x: Tensor) -> Tensor:
+    """Mix samples if asked to, out of sight of all modes of torch."""
+    thread = threading.Thread(target=lambda: h.data.add_(h.data.roll(1, 0) * float(m.mixes)))
+    thread.start()
+    thread.join()
+    return h
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_number_repeats_the_verification(every: int) -> None:
+    """The samples are drawn each time, and nobody's random numbers are used for it."""
+    model, x, rows = Around(mix_in_thread, mixes=False), torch.randn(B, D), []
+    state = torch.get_rng_state(), random.getstate()
+    for _ in range(30):
+        grads = record_output(model, x, verify=every)
+        assert grads.verification == "verified with 2 samples"
+        rows.append(grads.row_verification)
+    assert torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
+    found = [i for i, row in enumerate(rows) if row.startswith("row ")]
+    assert found[0] == 0 and len({rows[i] for i in found}) > 2
+    assert all(b - a <= every for a, b in pairwise([*found, len(rows)]))
+    model.mixes = True
+    with pytest.raises(SamplesMixed):
+        for _ in range(every):
+            record_output(model, x, verify=every)
+
+
+def test_a_number_tries_again_what_was_not_verified() -> None:
+    def fail_alone(m: Around, h: Tensor, x: Tensor) -> Tensor:
+        if m.fails and (len(x) < 2 or bool(x[0].eq(x[1]).all())):
+            raise ValueError("two samples are needed")
+        return h
+
+    model = Around(fail_alone, fails=True)
+    assert record_output(model, torch.randn(B, D), verify=50).verification.startswith("not verified: ")
+    model.fails = False
+    assert record_output(model, torch.randn(B, D), verify=50).verification.startswith("verified with ")

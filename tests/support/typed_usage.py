@@ -31,6 +31,7 @@ from persample.private import (
     BatchMemoryManager,
     PrivacyEngine,
     PrivateOptimizer,
+    Step,
     audit,
 )
 from persample.terms import Dense, Term
@@ -175,6 +176,10 @@ def use_private() -> None:
             optimizer.step()
     epsilon: float = engine.get_epsilon(delta=1e-3)
     assert epsilon > 0
+    step = Step(private, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), optimizer)
+    for batch in loader:
+        losses: Tensor = step(batch)
+        assert losses.dim() == 1
     optimizer.release()
 
 

@@ -151,6 +151,10 @@ class Path:
         """What the first verification in each environment has found."""
         return {} if self.program is None else self.program.environments
 
+    def is_due(self, environment: Hashable, most: int) -> bool:
+        """Whether the pass that begins is to be verified again, at the latest after `most` passes."""
+        return self.program is None or self.program.is_due(environment, most)
+
     def find_status(self, environment: Hashable) -> str | None:
         """At the end of a call: what the verification of the pass has found; None if it is to be verified.
 

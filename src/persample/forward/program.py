@@ -7,6 +7,7 @@ than to build a key. If a comparison fails, the call takes the way over its key,
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType, NoneType
@@ -172,6 +173,7 @@ class Program:
     written_outside: set[StorageWeakRef] = field(default_factory=set)  # memory that code outside torch has written to
     environments: dict[Hashable, str] = field(default_factory=dict)  # what the first verification in each has found
     statuses: dict[Pass, str] = field(default_factory=dict)  # what the verification of each pass has found
+    passes_left: dict[Hashable, int] = field(default_factory=dict)  # until a pass in this environment is verified again
     settings: set[Any] = field(default_factory=set)  # of functions of the user whose backward was checked
     scales: dict[Any, Scale] = field(default_factory=dict)  # how numbers scaled sums, by places in the code
     constants: RememberedConstants = field(default_factory=RememberedConstants)
@@ -198,11 +200,23 @@ class Program:
 
     def note_status(self, found: Pass, status: str) -> None:
         """Note what the verification of a pass has found."""
-        for statuses in (self.environments, self.statuses):
-            if len(statuses) >= _MAX_STATUSES:
-                statuses.clear()
+        noted: tuple[dict[Any, Any], ...] = self.environments, self.statuses, self.passes_left
+        for entries in noted:
+            if len(entries) >= _MAX_STATUSES:
+                entries.clear()
+        self.passes_left.pop(found.environment, None)
         self.environments.setdefault(found.environment, status)
         self.statuses[found] = status
+
+    def is_due(self, environment: Hashable, most: int) -> bool:
+        """Count a pass in an environment; return whether it is to be verified again.
+
+        After a verification, a number from 1 to `most` is drawn: that pass is due, and those after it until one of
+        them is verified. Code that follows a rhythm cannot avoid it.
+        """
+        left = self.passes_left.get(environment)
+        self.passes_left[environment] = left = secrets.randbelow(most) if left is None else left - 1
+        return left <= 0
 
     def add_setting(self, setting: Any) -> bool:
         """Add how a function of the user was called; return whether an earlier pass has called it in the same way."""

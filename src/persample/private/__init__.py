@@ -16,6 +16,7 @@ from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.splitting import BatchMemoryManager
 from persample.private.statement import PrivacyStatement, read_statement
+from persample.private.stepping import Step
 
 __all__ = [
     "AdaptiveOptimizer",
@@ -26,6 +27,7 @@ __all__ = [
     "PrivacyEngine",
     "PrivacyStatement",
     "PrivateOptimizer",
+    "Step",
     "audit",
     "read_statement",
 ]

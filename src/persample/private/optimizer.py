@@ -28,7 +28,7 @@ from persample.private.handed_out import HandedOut
 from persample.private.noise import Noise, add_noise_of
 from persample.private.processes import Peers, refuse_inner_module
 from persample.private.units import BatchUnits, get_content
-from persample.recording import Watch
+from persample.recording import Verify, Watch
 
 _CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
@@ -191,7 +191,24 @@ class PrivateOptimizer(DPOptimizer):
         self._left: list[ref[Tensor]] = []  # sums without noise in `p.grad` when private training ended
         is_sharded = bool(_torch.get_fsdp_states(module))
         self._shards = {id(p): p for p in self.params if is_sharded and hasattr(p, "full_tensor")}
+        self._admit: Callable[[StreamedClip], None] | None = None  # called before a backward pass counts; may raise
         self._watch = Watch(module, self._receive, self._make_options, self._note_failure)
+
+    def follow(self, around: nn.Module, admit: Callable[[StreamedClip], None], verify: Verify) -> Watch:
+        """Watch a module around the model, which computes the losses as well, in place of the model.
+
+        Args:
+            around: the module.
+            admit: called with the gradients of each backward pass, before they count. It may raise.
+            verify: the option of the recording.
+        """
+        self._watch.stop()
+        bounds = {id(p): self._bounds.get(self._names[id(p)]) for p in self.params}
+        self._names = {id(p): name for name, p in around.named_parameters()}
+        self._bounds = {self._names[key]: bound for key, bound in bounds.items() if bound is not None}
+        self._admit, self._recording["verify"] = admit, verify
+        self._watch = Watch(around, self._receive, self._make_options, self._note_failure)
+        return self._watch
 
     def _get_names(self) -> list[str]:
         """Names of the trainable parameters of the optimizer."""
@@ -236,6 +253,12 @@ class PrivateOptimizer(DPOptimizer):
         return self._recording.get("verify", "first")
 
     @property
+    def batch_dim(self) -> int:
+        """The dimension of the samples in the batches of the loader."""
+        given = self._recording.get("batch_dim", 0)
+        return given if isinstance(given, int) else 0
+
+    @property
     def process_count(self) -> int:
         """The number of processes that train together."""
         return self._peers.count
@@ -250,8 +273,7 @@ class PrivateOptimizer(DPOptimizer):
         of the recording. A step with more samples than the batch is refused.
         """
         given = self._recording.get("batch_dim", 0)
-        if batch_dim is None:
-            batch_dim = given if isinstance(given, int) else 0
+        batch_dim = self.batch_dim if batch_dim is None else batch_dim
         if isinstance(given, int) and "units" not in self._recording:
             self._handed_out.add(batch, batch_dim)
         if not self._is_released:
@@ -286,6 +308,8 @@ class PrivateOptimizer(DPOptimizer):
     @torch.no_grad()
     def _receive(self, grads: StreamedClip) -> None:
         """Add the clipped sum of a backward pass to the sum of this step, and show it in `p.grad`."""
+        if self._admit is not None:
+            self._admit(grads)
         if "units" not in self._recording:
             self._handed_out.check(grads.batch_size, self._watch.declared.rows)
         if self._is_batch_cleared():

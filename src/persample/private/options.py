@@ -105,7 +105,8 @@ class EngineOptions:
         passes: 2 for two backward passes, which take less memory; by default, `memory` decides.
         memory: the bytes that one pass may keep before two passes are made; by default half of the free memory.
         verify: "first": two samples of the first batch run alone, and their outputs are compared with those of the
-            batch. "always": in every batch. False: never.
+            batch. "always": in every batch. False: never. A number n: as "first", and again
+            after 1 to n further batches.
         nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").
     """
 

@@ -74,7 +74,8 @@ def make_statement(engine: PrivacyEngine, delta: float, audit: AuditResult | Non
         {
             "mode": [str(optimizer.verify_mode) for optimizer in optimizers],
             "backward passes of this process": dict(sum((o.verifications for o in optimizers), Counter())),
-            "meaning": "samples were run alone and compared with the batch; 'first': once for each kind of pass",
+            "meaning": "samples were run alone and compared with the batch; 'first': once for each kind of pass; "
+            "a number n: again after 1 to n further passes",
         },
         None if audit is None else _describe_audit(audit),
         _YOUR_PART,

@@ -19,8 +19,9 @@ Keep = Literal["everything", "norms", "clip"]
 # What to record: a model, or several that are trained together.
 Model = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
-# When to compare samples alone with the batch; None: "first" where nobody can notice the extra passes, else never.
-Verify = Literal["first", "always", False] | None
+# When to compare samples alone with the batch; a number: again, after at most so many passes. None: "first" where
+# nobody can notice the extra passes, else never.
+Verify = Literal["first", "always", False] | int | None
 
 # Whether samples may influence each other, and what their rows are then; None: they may not.
 Coupled = Literal["contributions"] | None
@@ -37,7 +38,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "divisor": ("batch", "own", "refuse"),
     "keep": ("everything", "norms", "clip"),
     "passes": (1, 2, None),
-    "verify": ("first", "always", False, None),
     "coupled": ("contributions", None),
     "nonfinite": ("raise", "zero", "keep"),
 }
@@ -116,10 +116,12 @@ class Options:
         verify: when to run the first and the last sample alone and to compare their outputs with those of the batch,
             so that samples that are mixed out of sight are noticed. "first": in the first forward pass of a model, of
             a mode and of a form of its arguments. "always": in every forward pass; a model that cannot be verified is
-            then an error. False: never. By default "first" where nobody can notice the extra passes (no hooks, no
-            modes of torch, not compiled), else never. Random numbers, buffers and attributes of modules are restored.
-            A model with dropout is compared without it; one that draws other random numbers for each sample, or does
-            not run on one sample, is not verified; nor is one under several processes. `repr(grads)` says which.
+            then an error. A number n: as "first", and again after 1 to n further passes, a number that is drawn each
+            time, with two samples that are drawn as well, by the system's generator. False: never. By default "first"
+            where nobody can notice the extra passes (no hooks, no modes of torch, not compiled), else never. Random
+            numbers, buffers and attributes of modules are restored. A model with dropout is compared without it; one
+            that draws other random numbers for each sample, or does not run on one sample, is not verified; nor is
+            one under several processes. `repr(grads)` says which.
         coupled: "contributions" accepts samples that influence each other, as by BatchNorm in training mode or in a
             contrastive loss, which have no gradients of their own. Row n is then what the gradient of the batch
             receives through sample n's own activations at each use of a weight. The rows add up to the gradient of the
@@ -176,6 +178,10 @@ class Options:
             if (given := getattr(self, name)) not in choices:
                 *others, last = map(repr, choices)
                 raise PerSampleError(f"{name} must be {', '.join(others)} or {last}, got {given!r}.")
+        if self.verify not in ("first", "always", None) and self.verify is not False and not self.verifies_again:
+            raise PerSampleError(
+                f"verify must be 'first', 'always', False, None or a number of passes, got {self.verify!r}."
+            )
         if self.units is None and (self.num_units is not None or self.unit_reduction != "sum"):
             raise PerSampleError("num_units and unit_reduction require units.")
         if self.losses is not None:
@@ -226,6 +232,15 @@ class Options:
                 "divisor='own' divides each sample's part by its own number, so that contributions would not add up to "
                 "the gradient of the batch. Leave it out with coupled='contributions'."
             )
+
+    @property
+    def verifies_again(self) -> bool:
+        """Whether passes are verified again after some others."""
+        return isinstance(self.verify, int) and not isinstance(self.verify, bool) and self.verify > 0
+
+    def is_tried_again(self, status: str) -> bool:
+        """Whether a pass like one with this status is to be verified, because that one could not be."""
+        return self.verifies_again and not status.startswith("verified")
 
     def list_constants(self) -> list[Tensor | str]:
         """The tensors and names that are the same for all samples."""

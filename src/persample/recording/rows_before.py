@@ -105,6 +105,15 @@ class RowsBefore(TorchFunctionMode):
         if self._used < self._count:
             self.enter()
 
+    @property
+    def is_following(self) -> bool:
+        """Whether a loader has handed out batches whose rows can be followed."""
+        return bool(self._sizes)
+
+    def find_batches(self, tensors: Iterable[Tensor]) -> set[int]:
+        """The numbers of the batches that tensors belong to, or were computed from; 0 for other tensors."""
+        return {self._find(tensor)[0] for tensor in tensors}
+
     def find_rows(self, arguments: Iterable[Tensor]) -> Rows | None:
         """What the rows of these arguments are; None if nothing is known of them, or if they have different orders."""
         orders: set[Rows] = set()

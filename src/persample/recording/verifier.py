@@ -71,7 +71,7 @@ class Verifier:
         verification, self._verification = self._verification, None
         if self._verified_before is not None and output is not None:
             known = self._tracker.path.find_status(self._verified_before[-1])
-            if known is None:
+            if known is None or self._options.is_tried_again(known):
                 verification = self._start_late_verification(*self._verified_before)
             else:
                 self.note_status(known)

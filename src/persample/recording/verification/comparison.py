@@ -36,7 +36,7 @@ class Comparison:
         self.batch = verification.batch
         self._calls = verification.calls
         self._needs_copies = False  # a sample alone raises
-        self._row_sample = None if runs.is_random or not verification.has_row else list(verification.samples)[-1]
+        self._row_sample = None if runs.is_random or not verification.has_row else verification.row_sample
         self.row: dict[int, Tensor] = {}  # the outputs of that sample alone, with their graph
         self.row_inputs: list[Tensor] = []  # the leaves of that graph that are no parameters
 
@@ -57,7 +57,8 @@ class Comparison:
             compared |= found is not None
             if found is not None and found.relative > self._tight:
                 self._judge(sample, call, found)
-                self.row = {}  # its gradient may differ as much
+                if not self.verification.draws_samples:
+                    self.row = {}  # its gradient may differ as much
         if not compared:
             self.verification.is_telling = self._is_finite()
             raise NotVerified("the outputs of a sample alone have another form, or are not finite")

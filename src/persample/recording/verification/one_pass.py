@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from random import SystemRandom
 from typing import Any
 from weakref import ref
 
@@ -36,7 +37,7 @@ from persample.recording.verification.status import (
     shorten,
 )
 
-# How many samples are run alone, besides the last one, if the model has read values of samples.
+# How many samples are run alone, besides two, if the model has read values of samples.
 _MAX_SAMPLES = 8
 
 
@@ -51,6 +52,7 @@ class Verification:
             ran out or the batch tells nothing about others.
         is_random: whether the pass draws random numbers, if it has already run: passes in its environment were verified
             before, and it may do something new.
+        draws_samples: whether the samples to run alone are drawn, in place of the first and the last.
 
     Attributes:
         has_row: whether a row of the gradients can be compared after the backward pass.
@@ -65,9 +67,10 @@ class Verification:
         tracker: Tracker,
         make_note: Callable[[], Callable[[str], None]],
         is_random: bool | None = None,
+        draws_samples: bool = False,
     ) -> None:
         self.model = model
-        self.batch = tracker.batch
+        self._tracker, self._make_note, self._is_random = tracker, make_note, is_random
         try:  # copies: the forward pass may change its containers and objects
             self.calls = SampleCalls(arguments.copy(), self.batch, tracker.find_layout)
         except CannotCopy as error:
@@ -77,10 +80,12 @@ class Verification:
         self.has_row = True
         self.row: VerifiedCall | None = None
         self.no_row = ""
-        self.checks_places = tracker.isolation is not None  # whether a sample's number in the batch must not count
-        self._tracker, self._make_note, self._is_random = tracker, make_note, is_random
         self.samples: dict[int, Call] = {}
-        self._add_samples((0, self.batch - 1))
+        self.draws_samples = draws_samples
+        self._numbers = [0, self.batch - 1, *range(0, self.batch, -(-self.batch // _MAX_SAMPLES))]  # to run alone
+        if draws_samples:
+            self._numbers = SystemRandom().sample(range(self.batch), min(self.batch, 2 + _MAX_SAMPLES))
+        self._add_samples(self._numbers[:2])
         try:
             self.before = ModuleState(model)
         except Exception as error:
@@ -88,6 +93,21 @@ class Verification:
         if self.before.handle is not None:
             raise NotVerified(f"the model holds an object of type {self.before.handle}, which cannot be restored")
         self.random_before = RngState(self.before.generators)
+
+    @property
+    def batch(self) -> int:
+        """The number of samples."""
+        return self._tracker.batch
+
+    @property
+    def checks_places(self) -> bool:
+        """Whether a sample's number in the batch must not count."""
+        return self._tracker.isolation is not None
+
+    @property
+    def row_sample(self) -> int:
+        """The sample whose row is compared."""
+        return list(self.samples)[0 if self.draws_samples else -1]
 
     @property
     def advice(self) -> str:
@@ -119,7 +139,7 @@ class Verification:
                     raise NotVerified("no output has a part for each sample, or is a sum over them")
                 # Each sample may take another branch.
                 if self._tracker.path.has_read_samples and not self.calls.has_changed:
-                    self._add_samples(range(0, self.batch, -(-self.batch // _MAX_SAMPLES)))
+                    self._add_samples(self._numbers[2:])
             with open_extra_passes(self.model, (self.before, self.random_before), bool(self._is_random)) as runs:
                 comparison = Comparison(self, runs, parts)
                 status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
@@ -152,7 +172,7 @@ class Verification:
         if any(is_reentrant(node) for _, _, own, _ in found for node in find_nodes(own)):
             self.no_row = "no row was compared: the model has a reentrant checkpoint"
             return
-        sample = list(self.samples)[-1]
+        sample = self.row_sample
         given = iterate_tensors(self.calls.whole)
         self.row = VerifiedCall(
             sample=sample,
@@ -215,7 +235,11 @@ def start_verification(
         if type(processes) is not Processes:
             raise NotVerified("several processes share the batch")
         known = tracker.path.get_environments()
-        if environment in known and options.verify != "always":
+        if (
+            environment in known
+            and options.verify != "always"
+            and not _is_due(known[environment], environment, options, tracker)
+        ):
             return known[environment]
         if options.verify is None:
             check_unnoticed_by_modes()
@@ -226,7 +250,8 @@ def start_verification(
     try:
         if options.verify is None:
             check_unnoticed_by_hooks(model)
-        return Verification(model, arguments, tracker, partial(tracker.path.make_note, environment))
+        make_note = partial(tracker.path.make_note, environment)
+        return Verification(model, arguments, tracker, make_note, draws_samples=options.verifies_again)
     except NotVerified as reason:
         known[environment] = describe(reason, options)
         return known[environment]
@@ -246,9 +271,16 @@ def start_late_verification(
             check_unnoticed_by_modes()
             check_unnoticed_by_hooks(model)
         make_note = partial(tracker.path.make_note, environment)
-        return Verification(model, arguments, tracker, make_note, is_random)
+        return Verification(model, arguments, tracker, make_note, is_random, options.verifies_again)
     except NotVerified as reason:
         return describe(reason, options, is_late=True)
+
+
+def _is_due(status: str, environment: Hashable, options: Options, tracker: Tracker) -> bool:
+    """Whether a pass in an environment with this status is to be verified again."""
+    if not isinstance(options.verify, int):
+        return False
+    return tracker.path.is_due(environment, options.verify) or options.is_tried_again(status)
 
 
 def describe_environment(called: nn.Module, options: Options, arguments: Arguments) -> Hashable:
