@@ -153,6 +153,8 @@ def select_rows(result: Tensor, layout: Layout, sample: int, batch: int) -> Tens
     """The rows of one sample (-1: rows of no sample) according to a layout, in order."""
     if not result.dim():
         return result if (layout.ids or (0,))[0] == sample else result.new_empty(0)
+    if not result.shape[layout.dim]:  # which torch does not select from
+        return result
     ids = layout.get_ids(result.shape[layout.dim], batch)
     return result.index_select(
         layout.dim, torch.tensor([j for j, n in enumerate(ids) if n == sample], dtype=torch.long)

@@ -59,8 +59,8 @@ class _Streamed(RecordedGradients):
         self._receive_stack(Stack([name], term))
 
     def _note_used(self, stack: Stack) -> None:
-        for name in self._used.intersection(stack.names):
-            self._refuse_second_pass(name)
+        if not self._used.isdisjoint(stack.names):
+            self._refuse_second_pass()
         self._used.update(stack.names)
 
     def _measure_and_settle(self, stacks: Sequence[Stack], summed: bool = False, least: float = 0.0) -> None:
@@ -116,10 +116,10 @@ class _Streamed(RecordedGradients):
         """Set the squared norms of samples that are left out to zero; returns their mask, None if there are none."""
         return self._squares.clear_nonfinite() if self._nonfinite_mode == "zero" else None
 
-    def _refuse_second_pass(self, name: str) -> NoReturn:
+    def _refuse_second_pass(self) -> NoReturn:
         raise PerSampleError(
-            f"A second backward pass reached '{name}' in a recording that keeps {self._kept} only: the norm of a sum "
-            "of two passes cannot be computed from the two norms. Add the losses before backward(), or record with "
+            f"A second backward pass reached weights in a recording that keeps {self._kept} only: the norm of a sum of "
+            "two passes cannot be computed from the two norms. Add the losses before backward(), or record with "
             "keep='everything'."
         )
 
@@ -302,7 +302,7 @@ class StreamedClip(_Streamed):
 
     def _receive_stack(self, stack: Stack) -> None:
         if self._passes_done >= (self.passes or 1):
-            self._refuse_second_pass(stack.names[0])
+            self._refuse_second_pass()
         if self._weights is not None:
             self._second_squares.add(stack.names, *stack.measure())
             for name in stack.names if self._squares.exact else ():  # as in the first pass, to be compared with it

@@ -30,7 +30,7 @@ Letters = Sequence[Any]
 
 def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
     """The motion of a product; `letters[i]` has a letter for each dimension of tensor i, `out` those of the result."""
-    out = list(out)
+    letters, out = [list(of_tensor) for of_tensor in letters], list(out)
     joined = _join_samples(call, results, letters, out)
     if joined is None or isinstance(joined, Motion):
         return joined
