@@ -269,7 +269,16 @@ def average_copy(t: Training, x: Tensor, y: Tensor) -> None:
     (t.model(x) - centre).square().sum().backward()
 
 
+def catch_check(losses: Tensor, y: Tensor) -> Tensor:
+    try:
+        torch.distributions.Normal(0.0, 40 - losses)
+    except ValueError:
+        return -losses
+    return losses
+
+
 CHANGES: dict[str, Change] = {
+    "a check of torch whose error is caught": catch_check,
     "scale by a text": scale(lambda losses, y: 5 - float(f"{losses.max():.2f}")),
     "scale by a softmax": scale(lambda losses, y: losses.detach().softmax(0) - 0.3),
     "scale by an iteration": scale(lambda losses, y: 5 - max(iter(losses.detach()))),
@@ -353,7 +362,14 @@ def log_with_hook(t: Training, x: Tensor, y: Tensor) -> None:
     loss.backward()
 
 
+CHECKS_OF_TORCH: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "arguments of a distribution": lambda losses, y: torch.distributions.Normal(losses, losses.exp().clamp(max=9)),
+    "values of a distribution": lambda losses, y: torch.distributions.Poisson(losses + 1).log_prob(y.round()),
+    "a loss with variances": lambda losses, y: nn.functional.gaussian_nll_loss(losses, y, losses + 1),
+}
+
 HARMLESS: dict[str, Attack] = {
+    **{name: log(read) for name, read in CHECKS_OF_TORCH.items()},
     "nothing": log(lambda losses, y: None),
     "rows in another order": lambda t, x, y: (t.losses(x.flip(0), y.flip(0)) * 0.5).clamp(max=1e6).sum().backward(),
     "scaled inputs": lambda t, x, y: (
@@ -390,6 +406,11 @@ def test_the_first_step_with_numbers_of_samples_has_noise_only(caplog: pytest.Lo
     assert not compute_sum(HARMLESS["item"], 0, None).any()
     assert "add nothing" in caplog.text
     assert compute_sum(HARMLESS["item"], 1, None).any() and compute_sum(HARMLESS["nothing"], 0, None).any()
+
+
+@pytest.mark.parametrize("name", CHECKS_OF_TORCH)
+def test_checks_of_torch_leave_no_sample_out(name: str) -> None:
+    torch.testing.assert_close(compute_sum(HARMLESS[name], 0, None), compute_sum(HARMLESS["nothing"], 0, None))
 
 
 def test_the_error_names_the_read_and_the_call() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal.facts import facts
+from persample._internal.raising import find_raising_value
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known_tensors import TensorMap
@@ -60,11 +61,12 @@ class LossCode:
         self._cause = ""
         self.is_open = False
         self.is_first = False
+        self._has_raised = False  # whether a check of torch has failed in this step
 
     def start_step(self) -> None:
         """Forget the calls of the last step."""
         self._calls, self._made, self._count = [], TensorMap(), 0
-        self.is_open = self.is_first = False
+        self.is_open = self.is_first = self._has_raised = False
 
     # ---- the calls of a step ----
 
@@ -77,10 +79,17 @@ class LossCode:
             self._calls.append((func, self._describe(func, args, tracker), self._describe(func, kwargs, tracker)))
         result = run(func, args, kwargs)
         if _is_number(func, result) and _has_samples((args, kwargs), tracker):
-            self._open(f"{get_op_name(func)}, in {tracker.place()}", tracker)
+            self._note_read(func, result, tracker)
         for made in find_tensors(result):
             self._made[made] = self._count = self._count + 1
         return result
+
+    def _note_read(self, func: Any, result: Any, tracker: Tracker) -> None:
+        """Note a number of samples that Python has read. A check of torch that passes decides nothing."""
+        raising = find_raising_value() if isinstance(result, bool) else None
+        if raising is None or raising is result:
+            self._open(f"{get_op_name(func)}, in {tracker.place()}", tracker)
+        self._has_raised |= raising is not None and raising is result
 
     def note_size(self, func: Any, args: Any, tracker: Tracker) -> None:
         """Note that a size was read, which depends on values if a mask has picked the entries."""
@@ -103,6 +112,12 @@ class LossCode:
         self.is_first = False
         if tracker.path.has_read_values:
             self._open("the model", tracker)
+        if self._has_raised:
+            raise SamplesMixed(
+                f"A check of torch, by {self._cause}, has raised an error in this step, and the step goes on. A sample "
+                "may have caused the error, and then it changes what others do. Let the error end the step, or "
+                "turn off the check (validate_args=False)."
+            )
         if not self.is_open:
             return
         last = (Tensor.backward, self._describe(None, given, tracker))
