@@ -524,7 +524,8 @@ class Tracker(TorchFunctionMode):
             if func is torch.autograd.grad and self.complain is not None and not self.progress.is_paused:
                 return self._run_autograd_grad(args, kwargs)
             return func(*args, **kwargs, **find_dropped(func))
-        if self.loss_code is None or self.progress.stage is Stage.INSIDE or func in _DIFFERENTIATING:
+        is_loss_code = self.progress.stage not in (Stage.INSIDE, Stage.BACKWARD)
+        if self.loss_code is None or not is_loss_code or func in _DIFFERENTIATING:
             if self.complain is None and func not in _DIFFERENTIATING:
                 return self.follow_again(func, args, kwargs)
             return self._follow_or_give_up(func, args, kwargs)
