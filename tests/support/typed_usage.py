@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -29,10 +30,13 @@ from persample.private import (
     AuditResult,
     AuditRun,
     BatchMemoryManager,
+    DirectTest,
     PrivacyEngine,
+    PrivacyStatement,
     PrivateOptimizer,
     Step,
     audit,
+    read_statement,
 )
 from persample.terms import Dense, Term
 
@@ -202,4 +206,7 @@ def use_audit() -> None:
         return engine
 
     result: AuditResult = audit(train, count=5, delta=1e-3)
-    assert not result.exceeds
+    tests: Sequence[DirectTest] = result.tests
+    assert tests and not result.exceeds
+    read: Callable[[str], PrivacyStatement] = read_statement
+    assert callable(read)

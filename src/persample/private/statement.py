@@ -139,7 +139,11 @@ def write_statement(path: str | Path, statement: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PrivacyStatement:
-    """A statement of `PrivacyEngine.write_statement`, with epsilon computed again from its history of steps."""
+    """A statement of `PrivacyEngine.write_statement`, with epsilon computed again from its history of steps.
+
+    >>> PrivacyStatement({"guarantee": {"epsilon": 1.0}}, epsilon=1.0).is_right
+    True
+    """
 
     contents: Mapping[str, Any]
     epsilon: float
@@ -162,6 +166,22 @@ def read_statement(path: str | Path) -> PrivacyStatement:
     """Read the file of a statement, which may come from somebody else, and compute epsilon again.
 
     Raises an error for any other file.
+
+    >>> from tempfile import mkdtemp
+    >>> from torch.utils.data import DataLoader, TensorDataset
+    >>> from persample.private import PrivacyEngine
+    >>> model, engine = torch.nn.Linear(3, 2), PrivacyEngine()
+    >>> model, optimizer, loader = engine.make_private(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0,
+    ...     max_grad_norm=1.0, data_loader=DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5))
+    >>> for (x,) in loader:
+    ...     optimizer.zero_grad()
+    ...     model(x).square().sum(1).mean().backward()
+    ...     optimizer.step()
+    >>> path = f"{mkdtemp()}/privacy.json"
+    >>> engine.write_statement(path, delta=1e-3)
+    >>> read_statement(path).is_right
+    True
     """
     try:
         contents = json.loads(Path(path).read_text())

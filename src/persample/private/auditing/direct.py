@@ -17,6 +17,9 @@ class DirectTest:
 
     `p_value` bounds the probability of such a finding in a training whose claim is right. Findings that a right
     training cannot have get 0, and findings that need no explanation get 1.
+
+    >>> DirectTest("noise", "the deviation is 0.50 of what is claimed", p_value=1e-30).p_value < 1e-4
+    True
     """
 
     name: str
