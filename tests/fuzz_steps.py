@@ -168,6 +168,8 @@ def check_step(model: nn.Module, step: Step) -> str:
         step.reduce(step.run(plain, given)).backward()
     except Exception as error:
         return f"impossible: {type(error).__name__}: {str(error)[:60]}"
+    if len(losses) != step.batch:  # rows of an earlier batch were broadcast
+        return "impossible: other losses than samples"
     if not losses.isfinite().all() or not all(r.isfinite().all() for r in rows.values()) or not rows:
         return "impossible: not finite, or nothing to train"
     after = read_state(plain), torch.get_rng_state(), np.random.get_state()[2]
