@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -154,13 +155,18 @@ class SquaredNorms:
         inverse = self.compute_norms().reciprocal_() if self._settled else self.add_up().rsqrt()
         return inverse.mul_(max_norm).clamp_(max=scale)
 
-    def compute_part_norms(self) -> dict[str, Tensor]:
-        """`{name: (batch,)}`: the norms of each parameter's part. Decided late, where doubtful, upper bounds."""
+    def compute_part_norms(self, least: Mapping[str, float] | None = None) -> dict[str, Tensor]:
+        """`{name: (batch,)}`: the norms of each parameter's part. Decided late, where doubtful, upper bounds.
+
+        An upper bound below the squared norm `least` does not matter.
+        """
         found = {}
         for name, (part, floor) in self._list_parts().items():
             part = part.clamp(min=0)
             if floor is not None and self.is_late:
-                part = part.maximum(floor)
+                bounded, allowed = part.maximum(floor), -1.0 if least is None else least[name]
+                host.expect(partial(_is_reliable, part, bounded, allowed), _BOUNDED)
+                part = bounded
             norms = part.sqrt()
             for n, settled in self._settled.items():
                 if name in settled:
@@ -269,6 +275,11 @@ def check_finite(nonfinite: Iterable[int]) -> None:
             "infinities or NaN, or their squared norms are too large for the dtype. Remove the samples from the data, "
             "or pass nonfinite='zero' to leave them out, or nonfinite='keep' to get their norms as they are."
         )
+
+
+def _is_reliable(squares: Tensor, bounded: Tensor, least: float) -> Tensor:
+    """Whether no squared norm above `least` was replaced by an upper bound."""
+    return ~((bounded > squares) & (bounded > least)).any()
 
 
 def _find_below(squares: Tensor, floor: Tensor | None, least: float | Tensor | None) -> list[int]:

@@ -424,25 +424,30 @@ class StreamedClip(_Streamed):
     def _list_bounded_norms(self, squares: SquaredNorms) -> dict[str, Tensor]:
         """The norms that have a bound: those of each parameter's part by name, or those of the whole rows."""
         if isinstance(self.max_norm, Mapping):
-            return squares.compute_part_norms()
+            return squares.compute_part_norms(self._find_least(squares))
         return {"": squares.compute_norms()} if squares.names else {}
 
     def _settle_kept_terms(self, kept: Mapping[str, Stack | JoinedRows]) -> None:
         """Make the squared norms reliable where the bound needs it."""
         squares = self._squares
         if isinstance(self.max_norm, Mapping):
-            least = {name: (self.max_norm[name] / self._scale) ** 2 for name in squares.names}
-            found = squares.find_doubtful_parts(None if self._bound.stabiliser else least)
+            found = squares.find_doubtful_parts(self._find_least(squares))
             doubtful = sorted({n for samples in found.values() for n in samples})
         else:
             doubtful = squares.find_doubtful(None if self._bound.stabiliser else (self.max_norm / self._scale) ** 2)
         squares.settle(doubtful, squares.names, lambda name, n: kept[name].compute_exact_row(name, n))
 
+    def _find_least(self, squares: SquaredNorms) -> dict[str, float] | None:
+        """By name: the squared norms below which rounding does not matter, as such rows are not clipped."""
+        if self._bound.stabiliser or not isinstance(self.max_norm, Mapping):
+            return None
+        return {name: (self.max_norm[name] / self._scale) ** 2 for name in squares.names}
+
     def _compute_weights(self) -> dict[str, Tensor]:
         """By name: what each row is multiplied by, with 0 for a row that is not finite."""
         squares, stabiliser = self._squares, self._bound.stabiliser
         if isinstance(self.max_norm, Mapping):
-            parts = squares.compute_part_norms()
+            parts = squares.compute_part_norms(self._find_least(squares))
             return {
                 name: compute_clip_factors(norms * self._scale, self.max_norm[name], stabiliser) * self._scale
                 for name, norms in parts.items()
