@@ -169,7 +169,8 @@ class LossCode:
 
 
 def _describe_values(tensor: Tensor) -> Any:
-    if tensor.numel() > _MOST_ENTRIES or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+    storage = _torch.find_storage(tensor)
+    if tensor.numel() > _MOST_ENTRIES or tensor.is_meta or storage is None or not storage.nbytes():  # freed, or empty
         return tensor.dtype, tensor.dim()
     with _torch.DisableTorchFunction(), torch.no_grad():
         first = tensor.detach().flatten()[0]
