@@ -316,6 +316,7 @@ CHANGES: dict[str, Change] = {
 
 ATTACKS: dict[str, Attack] = {
     **{name: use(change) for name, change in CHANGES.items()},
+    "no backward by a number": skip_backward,
     "a layer that is frozen by a number": freeze_by_number,
     "two calls": call_twice,
     "a copy of the model": average_copy,

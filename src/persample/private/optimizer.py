@@ -424,18 +424,26 @@ class PrivateOptimizer(DPOptimizer):
         self._forget()
 
     def begin_part(self, is_last: bool) -> None:
-        """Begin a part of a batch. `BatchMemoryManager` calls it for each part that it yields.
+        """Begin a part of a batch. `BatchMemoryManager` calls it for each part that it yields."""
+        self.check_part()
+        self.signal_skip_step(not is_last)
 
-        A part without a call of `step()` before the next part begins has failed. It does not count. If it was the last
-        part of its batch, the whole batch does not count.
+    def check_part(self) -> None:
+        """Raise if the part before has failed: it has made no call of `step()`.
+
+        Its samples are missing in the sum. If one of them is the cause, it changes the sum by all others of the part.
+        No other sum keeps the bound either: a step without any sample of the batch lacks even more.
         """
         self._failed = 0
         if self._step_skip_queue:
-            was_last = not self._check_skip_next_step()
-            self._drop_batch()
-            if was_last:
-                self._forget()
-        self.signal_skip_step(not is_last)
+            self._step_skip_queue.clear()
+            self._forget()
+            raise PrivateTrainingError(
+                "A part of a batch has failed, or was left out: step() was not called for it. If one sample is the "
+                "cause, it takes all other samples of the part out of the sum, which is more than max_grad_norm. "
+                "Nothing of the batch counts. Let the error end the training, or mend the loop so that no part fails: "
+                "check the samples when the data set is made."
+            )
 
     def _drop_batch(self) -> None:
         self._batch = None
@@ -474,9 +482,9 @@ class PrivateOptimizer(DPOptimizer):
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> bool:
         """Prepare the gradients for the wrapped optimizer; return whether it makes a step."""
-        self._watch.rest()
         try:
-            self._check_parts()
+            self._check_complete()
+            self._watch.rest()
             self.accumulate()
             if self._check_skip_next_step():
                 self._is_last_step_skipped = True
@@ -520,15 +528,22 @@ class PrivateOptimizer(DPOptimizer):
             total = (self._parts or {}).get(id(p))
             p.summed_grad = torch.zeros_like(p) if total is None else total.to(p.dtype, copy=True)
 
-    def _check_parts(self) -> None:
-        """Refuse a step after a part that failed, if the manager of Opacus splits the batch."""
+    def _check_complete(self) -> None:
+        """Refuse a step in which samples are missing, because a part of a split batch or a backward pass has failed."""
         failed, self._failed = self._failed, 0
-        if failed and len(self._step_skip_queue) > 1:
+        if failed and len(self._step_skip_queue) > 1:  # the manager of Opacus
             self._step_skip_queue.clear()
             raise PerSampleError(
                 "A part of a split batch has failed, and the optimizer does not know which of the parts that follow "
-                "belong to the same batch. Use persample.private.BatchMemoryManager, which leaves out the failed part. "
-                "The sum over this batch was dropped."
+                "belong to the same batch. Use persample.private.BatchMemoryManager. The sum over this batch was "
+                "dropped."
+            )
+        if not self._arrived and (failed or self._watch.waits_for_backward):
+            self._step_skip_queue.clear()
+            raise PrivateTrainingError(
+                "The model was called for this step, and no backward pass has followed, so that the samples of the "
+                "batch are missing. If one sample is the cause, it takes all others out of the sum. Call backward() "
+                "before each step(), and the model under torch.no_grad() if it is not trained."
             )
 
     def accumulate(self) -> None:

@@ -16,10 +16,10 @@ from persample.private.units import UnitSampler, split_unit_loader
 class BatchMemoryManager(opacus_manager.BatchMemoryManager):
     """Splits large batches into parts of at most `max_physical_batch_size` samples, as in Opacus.
 
-    A part that fails, or is left out with `continue`, does not count: the step of its batch is made without it. If the
-    last part of a batch is missing, there is no step. If a loop ends early, the rest of its batch does not count in the
-    next loop. With the manager of Opacus, later parts would be added to the wrong batch. With `unit_ids`, a part has
-    whole units only, because the gradient of a unit is clipped as a whole.
+    `step()` is called for each part. If a part fails, or is left out with `continue`, the loop raises an error, because
+    the sum of the other parts would not keep the bound. If a loop ends early, the rest of its batch does not count in
+    the next loop. With the manager of Opacus, later parts would be added to the wrong batch. With `unit_ids`, a part
+    has whole units only, because the gradient of a unit is clipped as a whole.
 
     >>> import warnings; warnings.simplefilter("ignore")
     >>> import torch
@@ -79,6 +79,7 @@ class _SplitLoader(DataLoader[Any]):
             try:
                 part = self._optimizer.load(parts)
             except StopIteration:
+                self._optimizer.check_part()
                 return
             self._optimizer.begin_part(is_last=not self._signals.waiting.popleft())
             yield part
