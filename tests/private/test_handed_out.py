@@ -54,6 +54,8 @@ def test_several_rows_of_a_sample_are_refused(name: str, is_split: bool) -> None
         for x, _ in parts if is_split else loader:
             with pytest.raises(PerSampleError, match=rf"with {len(COPIES[name](x))} samples.* loader has {len(x)}"):
                 train(model, optimizer, COPIES[name](x))
+            if is_split:  # the loop itself would raise: a part is missing
+                break
     torch.testing.assert_close(model.weight.detach(), before, rtol=0, atol=0)
     optimizer.release()
 

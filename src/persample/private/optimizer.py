@@ -538,7 +538,8 @@ class PrivateOptimizer(DPOptimizer):
                 "belong to the same batch. Use persample.private.BatchMemoryManager. The sum over this batch was "
                 "dropped."
             )
-        if not self._arrived and (failed or self._watch.waits_for_backward):
+        recording = self._watch.find_recording()
+        if not self._arrived and (failed or (recording is not None and not recording.tracker.has_ended)):
             self._step_skip_queue.clear()
             raise PrivateTrainingError(
                 "The model was called for this step, and no backward pass has followed, so that the samples of the "

@@ -173,11 +173,6 @@ class Watch(Calls):
             step.close()
 
     @property
-    def waits_for_backward(self) -> bool:
-        """Whether the model was called in the current step, and no backward pass has ended."""
-        return self._step is not None and not self._step.recording.tracker.has_ended
-
-    @property
     def is_lenient(self) -> bool:
         """Whether steps that are refused are given up, in place of raising an error."""
         return self._complain is not None
