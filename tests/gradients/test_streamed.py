@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -206,3 +207,21 @@ def test_number_of_passes_depends_on_free_memory(
         F.cross_entropy(module(x), y).backward()
     assert grads.passes == passes
     assert f"{2**30 if free is None else free // 2} allowed" in repr(grads)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, -1.0, 1e-22, float("nan")])
+def test_a_bound_whose_square_vanishes_is_refused(max_norm: float) -> None:
+    """Squared norms of 1e-44 are too small for float32: rows would be three times as long as the bound."""
+    model, x = nn.Linear(200, 200), torch.randn(4, 8, 200)
+    with record(model) as grads:
+        (model(x) * 1e-23).sum().backward()
+    answers: list[Callable[[], Any]] = [
+        lambda: grads.clip(max_norm),
+        lambda: grads.clip(max_norm, per_parameter=True),
+        lambda: grads.clip_factors(max_norm),
+        lambda: record(model, keep="clip", max_norm=max_norm).__enter__(),
+        lambda: record(model, keep="clip", max_norm={"weight": max_norm, "bias": 1.0}).__enter__(),
+    ]
+    for answer in answers:
+        with pytest.raises(PerSampleError, match="max_norm must be positive and at least"):
+            answer()

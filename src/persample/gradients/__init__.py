@@ -10,7 +10,7 @@ matrix; `find_sides`, the factors of gradients as matrices; and `release_memory`
 
 from persample.gradients.base import RecordedGradients
 from persample.gradients.buffers import release_memory
-from persample.gradients.clipping import Bound, compute_clip_factors
+from persample.gradients.clipping import LEAST_BOUND, Bound, check_max_norm, compute_clip_factors
 from persample.gradients.curvature import find_sides, sample_labels
 from persample.gradients.explanation import describe_tried
 from persample.gradients.losses import LossGradients
@@ -27,6 +27,7 @@ from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 Gradients = RecordedGradients | LossGradients
 
 __all__ = [
+    "LEAST_BOUND",
     "PROJECTION_METHODS",
     "Bound",
     "Gradients",
@@ -43,6 +44,7 @@ __all__ = [
     "UnitIds",
     "UnitOptions",
     "UnitReduction",
+    "check_max_norm",
     "compute_clip_factors",
     "describe_tried",
     "find_sides",

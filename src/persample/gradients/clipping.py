@@ -29,6 +29,18 @@ class Bound:
     keeps_rows: bool = False
 
 
+LEAST_BOUND = 1e-15  # of a row or a part of it; squares of smaller norms would vanish
+
+
+def check_max_norm(max_norm: float) -> None:
+    """Refuse a bound that is not positive, or so small that squares of norms near it vanish in float32."""
+    if not max_norm >= LEAST_BOUND:
+        raise PerSampleError(
+            f"max_norm must be positive and at least {LEAST_BOUND}, so that squares of norms do not vanish, got "
+            f"{max_norm}. Multiply the loss and max_norm by the same number."
+        )
+
+
 def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:
     """The factor for each row that makes its norm at most `max_norm`; 1 if it is small enough.
 
@@ -39,8 +51,7 @@ def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | Non
     >>> compute_clip_factors(torch.tensor([0.5, 4.0]), 1.0, stabiliser=0.5)
     tensor([1.0000, 0.2222])
     """
-    if not max_norm > 0:
-        raise PerSampleError(f"max_norm must be positive, got {max_norm}.")
+    check_max_norm(max_norm)
     if stabiliser is not None:
         return max_norm / (norms + stabiliser)
     return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)

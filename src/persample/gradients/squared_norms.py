@@ -12,6 +12,7 @@ from torch import Tensor
 
 from persample._internal import host
 from persample.errors import PerSampleError
+from persample.gradients.clipping import check_max_norm
 from persample.gradients.joined import JoinedRows
 
 # What happens to samples whose gradient is not finite.
@@ -150,8 +151,7 @@ class SquaredNorms:
 
     def compute_clip_weights(self, max_norm: float, scale: float) -> Tensor:
         """`(batch,)`: what bounds the norms of the rows by `max_norm`, after each was multiplied by `scale`."""
-        if not max_norm > 0:
-            raise PerSampleError(f"max_norm must be positive, got {max_norm}.")
+        check_max_norm(max_norm)
         inverse = self.compute_norms().reciprocal_() if self._settled else self.add_up().rsqrt()
         return inverse.mul_(max_norm).clamp_(max=scale)
 

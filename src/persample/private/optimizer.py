@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from persample import _torch
 from persample._internal.dtypes import widen
 from persample.errors import PerSampleError
-from persample.gradients import StreamedClip
+from persample.gradients import LEAST_BOUND, StreamedClip
 from persample.private.errors import PrivateTrainingError
 from persample.private.handed_out import HandedOut
 from persample.private.noise import Noise, add_noise_of
@@ -32,8 +32,6 @@ from persample.recording import Verify, Watch
 
 _CLIPPING = ("flat", "per_layer", "automatic")
 AUTOMATIC_STABILISER = 0.01  # from Bu et al. (2023); its value has little effect on their results
-
-_LEAST_BOUND = 1e-15  # of a gradient or a part of it; squares of smaller norms would vanish
 
 _log = logging.getLogger("persample.private")
 
@@ -48,9 +46,9 @@ class _Settings:
     noise_multiplier: float
 
     def __post_init__(self) -> None:
-        if not _LEAST_BOUND <= self.max_grad_norm < math.inf:
+        if not LEAST_BOUND <= self.max_grad_norm < math.inf:
             raise PrivateTrainingError(
-                f"max_grad_norm must be positive, finite and at least {_LEAST_BOUND}, so that squares of norms do not "
+                f"max_grad_norm must be positive, finite and at least {LEAST_BOUND}, so that squares of norms do not "
                 f"vanish, got {self.max_grad_norm}."
             )
         if not 0 <= self.noise_multiplier < math.inf:
@@ -223,8 +221,8 @@ class PrivateOptimizer(DPOptimizer):
                 "clipping='per_layer' requires a list as max_grad_norm, with one bound for each of the "
                 f"{len(self.params)} trainable parameters of the optimizer, got {bounds}"
             )
-        if not min(bounds, default=_LEAST_BOUND) >= _LEAST_BOUND:
-            raise PrivateTrainingError(f"Each of the bounds must be at least {_LEAST_BOUND}, got {min(bounds)}.")
+        if not min(bounds, default=LEAST_BOUND) >= LEAST_BOUND:
+            raise PrivateTrainingError(f"Each of the bounds must be at least {LEAST_BOUND}, got {min(bounds)}.")
         return {self._names[id(p)]: float(bound) for p, bound in zip(self.params, bounds, strict=True)}
 
     def _make_options(self) -> Mapping[str, Any]:

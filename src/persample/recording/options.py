@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from persample._internal.models import read_model
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction
+from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction, check_max_norm
 from persample.layouts import DivisorMode
 
 Keep = Literal["everything", "norms", "clip"]
@@ -205,8 +205,9 @@ class Options:
         if self.passes and self.keep != "clip":
             raise PerSampleError(f"passes must be 1 or 2 and requires keep='clip', got {self.passes}.")
         bounds = self.max_norm.values() if isinstance(self.max_norm, Mapping) else [self.max_norm]
-        if any(bound is not None and not bound > 0 for bound in bounds):
-            raise PerSampleError(f"max_norm must be positive, got {self.max_norm}.")
+        for bound in bounds:
+            if bound is not None:
+                check_max_norm(bound)
         if self.stabiliser is not None and not (self.keep == "clip" and self.stabiliser > 0):
             raise PerSampleError(f"stabiliser must be positive and requires keep='clip', got {self.stabiliser}.")
 
