@@ -20,14 +20,14 @@ from persample.layouts import (
     Layout,
     Lost,
     Reduced,
-    find_layout_of_ids,
     find_motion,
     join_samples,
     make_layout,
-    memo,
+    motion,
     place_rows,
     split_samples,
 )
+from persample.layouts.layout import find_layout_of_ids
 from tests.support.cases import B, D, T
 
 
@@ -165,7 +165,7 @@ def test_motions_are_cached_by_shape() -> None:
 
 
 def test_the_cache_of_motions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "_MAX_ENTRIES", 3)
+    monkeypatch.setattr(motion, "_MAX_ENTRIES", 3)
     for size in range(2, 12):
         find_layout(torch.sin, torch.randn(B, size), where={0: Layout(0)})
     assert len(MEMO) <= 3

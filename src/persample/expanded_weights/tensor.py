@@ -21,7 +21,7 @@ class ExpandedWeight(Tensor):
     Used by itself it knows no more than that the batch is in dim 0 of a function's first argument (dim 1 with
     `set_batch_first(False)`), so it takes part in the functions that have a rule and refuses all others.
 
-    >>> import persample, torch.nn.functional as F
+    >>> import persample, torch, torch.nn.functional as F
     >>> x, w = torch.ones(2, 3), torch.ones(4, 3, requires_grad=True)
     >>> F.linear(x, persample.ExpandedWeight(w, 2, "sum")).sum().backward()
     >>> w.grad_sample.shape

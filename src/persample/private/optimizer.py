@@ -275,7 +275,7 @@ class PrivateOptimizer(DPOptimizer):
         if isinstance(given, int) and "units" not in self._recording:
             self._handed_out.add(batch, batch_dim)
         if not self._is_released:
-            self._units.add(batch, self._watch.add_samples(get_content(batch), batch_dim))
+            self._units.add(batch, self._watch.declare(get_content(batch), batch_dim))
 
     def load(self, batches: Iterator[Any]) -> Any:
         """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""

@@ -186,7 +186,7 @@ class Watch(Calls):
         ):
             yield
 
-    def add_samples(self, batch: Any, batch_dim: int = 0) -> int:
+    def add_samples(self, batch: Any, batch_dim: int = 0) -> None:
         """Declare the tensors of a batch of data, such as targets and masks, before the model is called with it.
 
         A tensor of `batch` with the batch's size in dimension `batch_dim`, or else in dimension 0, has one row per
@@ -202,10 +202,11 @@ class Watch(Calls):
         ...     (model(x).squeeze(1) - y).square().sum(0).mean().backward()
         >>> found[0].loss_reduction
         'mean'
-
-        Returns:
-            In private training: the number of the batch among those that were declared.
         """
+        self.declare(batch, batch_dim)
+
+    def declare(self, batch: Any, batch_dim: int) -> int:
+        """`add_samples` for private training; returns the number of the batch among those that were declared."""
         declared = self.declared.add(batch, batch_dim)
         if self.is_inside and self._step is not None:
             self._step.recording.add_samples(declared)
