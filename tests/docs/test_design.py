@@ -54,7 +54,12 @@ CORE = "forward backward recording layouts rules terms gradients distributed com
 def find_state() -> Iterator[tuple[str, str]]:
     """The variables of modules of the core that hold something that can change: module and name."""
     for file in [*(file for package in CORE for file in (SOURCE / package).rglob("*.py")), *SOURCE.glob("*.py")]:
-        for node in ast.parse(file.read_text()).body:
+        body = ast.parse(file.read_text()).body
+        local = {
+            node.name for node in body if isinstance(node, ast.ClassDef)
+            and "threading.local" in map(ast.unparse, node.bases)
+        }  # fmt: skip
+        for node in body:
             if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
                 continue
             made = {
@@ -62,7 +67,7 @@ def find_state() -> Iterator[tuple[str, str]]:
             }
             is_empty = isinstance(node.value, (ast.Dict, ast.List)) and not ast.unparse(node.value)[1:-1]
             (target,) = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if is_empty or (made & STATE and not isinstance(node.value, (ast.Tuple, ast.Set))):
+            if is_empty or (made & (STATE | local) and not isinstance(node.value, (ast.Tuple, ast.Set))):
                 yield str(file.relative_to(SOURCE)), ast.unparse(target)
 
 
