@@ -159,6 +159,16 @@ def test_rounding_is_no_difference(make: Callable[[], nn.Module], precision: Any
     assert grads.verification == "verified with 2 samples" and "row 15 is" in grads.row_verification
 
 
+@pytest.mark.parametrize("seed", [37, 141, 147, 200, 275])  # with 1e-14 in place of zero
+def test_rounding_that_a_layer_enlarges_is_no_difference(seed: int) -> None:
+    """The norm of a single feature is zero but for rounding errors, divided by the root of eps."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 1), nn.LayerNorm(1), nn.Linear(1, 3)).double()
+    with record(model) as grads:
+        model(torch.randn(5, 4).double()).square().sum().backward()
+    assert grads.verification.startswith("verified")
+
+
 def test_several_calls_and_outputs_that_depend_on_each_other() -> None:
     def both(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = m.a(x).tanh()
