@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
 
 from persample import PerSampleError, SamplesMixed
 from persample.private import PrivateOptimizer
@@ -423,3 +424,80 @@ def test_the_error_names_the_read_and_the_call() -> None:
             training.train(attack, *make_data(1))
     finally:
         training.optimizer.release()
+
+
+# ---- models that verification sees in some steps only ----
+
+
+def mix_in_numpy(m: Model, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    return m.last(h + m.weight * torch.from_numpy(h.detach().numpy().mean(0, keepdims=True)))
+
+
+def mix_later(m: Model, x: Tensor) -> Tensor:
+    """The weight of the mixture grows with the calls, so that no run of the model can be repeated."""
+    m.calls += 1
+    m.weight = 5.0 * max(0, m.calls - 3)
+    return mix_in_numpy(m, x)
+
+
+def mix_with_noise(m: Model, x: Tensor) -> Tensor:
+    return mix_in_numpy(m, x + torch.randn_like(x))
+
+
+def average_padded(m: Model, x: Tensor) -> Tensor:
+    return m.last(torch.tanh(m.first(x)).mean(1))
+
+
+def average_packed(m: Model, x: Any) -> Tensor:
+    return average_padded(m, pad_packed_sequence(x, batch_first=True)[0])
+
+
+def average_cut(m: Model, x: Tensor, lengths: Tensor) -> Tensor:
+    return average_padded(m, x[:, : int(lengths.max())])
+
+
+def make_sequences(lengths: list[int], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, D, generator=generator) + 1 for length in lengths]
+
+
+def pad(lengths: list[int], seed: int) -> tuple[Tensor, ...]:
+    return pad_sequence(make_sequences(lengths, seed), batch_first=True), torch.tensor(lengths)
+
+
+MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[list[int], int], tuple[Any, ...]]]] = {
+    "numpy by a weight that grows": (mix_later, lambda lengths, seed: make_data(seed)[:1]),
+    "numpy and noise": (mix_with_noise, lambda lengths, seed: make_data(seed)[:1]),
+    "a mean over packed sequences": (
+        average_packed,
+        lambda lengths, seed: (pack_sequence(make_sequences(lengths, seed), enforce_sorted=False),),
+    ),
+    "a mean up to the longest": (average_cut, pad),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_mix_in_later_steps_are_refused(name: str) -> None:
+    """The first steps have sequences of one length, and a weight of zero."""
+    forward, make = MODELS[name]
+    training = Training(forward)
+    model = training.model
+    model.calls, model.weight = 0, 5.0 * (name == "numpy and noise")
+    model.forward = lambda *args: forward(model, *args)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(PerSampleError, match=r"cannot do so here|output of a sample"):
+            for step, lengths in enumerate(([3] * B, [3] * B, [12, 1, 1, 2, 1, 2])):
+                training.optimizer.add_samples(batch := make(lengths, step))
+                training.optimizer.zero_grad()
+                (model(*batch) - 3).square().sum().backward()
+                training.optimizer.step()
+    finally:
+        training.optimizer.release()
+
+
+def test_a_model_with_noise_that_computes_in_torch_alone_is_trained() -> None:
+    def forward(m: Model, x: Tensor) -> Tensor:
+        return m.last(torch.tanh(m.first(x + torch.randn_like(x))))
+
+    assert compute_sum(use(lambda losses, y: losses), 1, None, forward=forward).any()

@@ -550,7 +550,7 @@ def test_state_of_the_loop_is_refused() -> None:
                 loss.backward()
         else:
             loss.backward()
-        optimizer.step()
+            optimizer.step()
     optimizer.release()
     optimizer = make_optimizer(model)
     out = model(x)

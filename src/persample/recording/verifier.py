@@ -14,6 +14,8 @@ from persample._internal.copies import CannotCopy
 from persample._internal.tree import find_tensors
 from persample.backward import asked_sources
 from persample.batches import Arguments
+from persample.distributed import Processes
+from persample.errors import PerSampleError
 from persample.forward import CONTRIBUTIONS
 from persample.recording.verification import (
     NotVerified,
@@ -44,6 +46,7 @@ class Verifier:
         self._verified_before: tuple[nn.Module, Arguments, Hashable] | None = None
         self._has_status = False  # whether it is known if the calls so far are verified
         self._had_met = False  # whether samples of one unit were combined before the running call
+        self._reads_before = 0  # numbers of samples that Python had read before the running call
 
     # ---- calls of the model ----
 
@@ -65,10 +68,36 @@ class Verifier:
     def start_call(self) -> None:
         """Note that a call of the model runs from now on."""
         self._had_met = self._units_have_met
+        self._reads_before = self._tracker.path.number_of_reads
 
     def end_call(self, output: Any) -> None:
-        """Verify the output of the call that has ended; None if it has failed."""
+        """Verify the output of the call that has ended; None if it has failed.
+
+        Raises:
+            PerSampleError: steps are isolated, the call cannot be verified, and samples have left torch in it.
+        """
         verification, self._verification = self._verification, None
+        has_reads = self._tracker.path.number_of_reads > self._reads_before
+        verification = self._verify(verification, output)
+        is_telling = verification is None or verification.is_telling
+        if self._options.isolate and has_reads and is_telling and output is not None and self._tracker.batch > 1:
+            self._refuse_unverified()
+
+    def _refuse_unverified(self) -> None:
+        """Refuse a call that was not verified. If all of it runs in torch, the tracker has followed the samples."""
+        found = self._grads.verification
+        is_excluded = self._options.verify is False or type(self._processes) is not Processes
+        if found.startswith("not verified") and not is_excluded:
+            raise PerSampleError(
+                "The model reads values of samples as numbers or arrays (item, numpy), which cannot be followed. "
+                "Private training then runs samples alone and compares them with the batch, and cannot do so here: "
+                f"{found.partition(': ')[2]}. Compute with torch alone, or change what prevents it. Or pass "
+                "verify=False to make_private (recording={'verify': False} to PrivateOptimizer): then it is your part "
+                "that no sample influences others."
+            )
+
+    def _verify(self, verification: Verification | None, output: Any) -> Verification | None:
+        """Verify a call, and return its verification: that one, or one that is made now."""
         if self._verified_before is not None and output is not None:
             known = self._tracker.path.find_status(self._verified_before[-1])
             if known is None or self._options.is_tried_again(known):
@@ -81,7 +110,7 @@ class Verifier:
             verification = None
             self.note_status(describe(reason, self._options))
         if verification is None or output is None:
-            return
+            return verification
         with self._run():
             # A check compares all rows itself.
             verification.has_row = self._options.positions is None and asked_sources.get() is None
@@ -89,6 +118,7 @@ class Verifier:
         self._grads.note_row_verification(verification.no_row)
         if verification.row is not None:
             self._row_check.add(verification.row)
+        return verification
 
     def note_nested_call(self) -> None:
         """Give up the verification of a model that calls itself."""

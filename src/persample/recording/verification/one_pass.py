@@ -28,7 +28,7 @@ from persample.recording.verification.comparison import Comparison
 from persample.recording.verification.differences import Part, make_part
 from persample.recording.verification.rows import VerifiedCall, make_outputs
 from persample.recording.verification.runs import Runs, open_extra_passes
-from persample.recording.verification.sample_calls import Call, SampleCalls
+from persample.recording.verification.sample_calls import Call, SampleCalls, has_unequal_sizes
 from persample.recording.verification.status import (
     NotVerified,
     check_unnoticed_by_hooks,
@@ -289,4 +289,5 @@ def describe_environment(called: nn.Module, options: Options, arguments: Argumen
     call = ref(called), called.training, len(arguments.args), *arguments.kwargs
     graph = torch.is_grad_enabled()  # without, no row is compared
     dtypes = tuple([tensor.dtype for tensor in arguments.iterate_tensors()])
-    return options.verify, graph, call, repr(options.batch_dim), options.batch_size is None, *devices, dtypes
+    sizes = options.isolate and tracing.get_trace() is None and has_unequal_sizes(arguments)
+    return options.verify, graph, call, repr(options.batch_dim), options.batch_size is None, *devices, dtypes, sizes

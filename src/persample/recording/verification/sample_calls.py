@@ -140,3 +140,29 @@ def _has_list(value: Any, size: int) -> bool:
     if isinstance(getattr(value, "shape", None), tuple):
         return bool(value.shape) and value.shape[0] == size
     return has_attributes(value) and any(_has_list(part, size) for part in vars(value).values())
+
+
+def has_unequal_sizes(arguments: Arguments) -> bool:
+    """Whether the samples seem to have different sizes: lengths differ, or the padding at the end of ids and masks.
+
+    Only then does padding to the longest sample show that samples depend on others.
+    """
+    with _torch.DisableTorchFunction(), torch.no_grad():
+        return any(map(_differs_in_size, (leaf for leaf, dim in arguments.leaves if dim == 0)))
+
+
+def _differs_in_size(leaf: object) -> bool:
+    if isinstance(leaf, PackedSequence):
+        return bool(leaf.batch_sizes[0] != leaf.batch_sizes[-1])
+    if (
+        not isinstance(leaf, Tensor)
+        or leaf.is_floating_point()
+        or leaf.is_complex()
+        or leaf.is_nested
+        or leaf.dim() not in (1, 2)
+        or not leaf.numel()
+    ):
+        return False
+    if leaf.dim() == 2:  # the lengths of runs of one value at the end
+        leaf = (leaf == leaf[:, -1:]).flip(1).cumprod(1).sum(1)
+    return bool((leaf != leaf[0]).any())
