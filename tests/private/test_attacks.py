@@ -501,3 +501,21 @@ def test_a_model_with_noise_that_computes_in_torch_alone_is_trained() -> None:
         return m.last(torch.tanh(m.first(x + torch.randn_like(x))))
 
     assert compute_sum(use(lambda losses, y: losses), 1, None, forward=forward).any()
+
+
+def test_a_model_that_uses_what_it_has_kept_in_a_global_is_refused() -> None:
+    """The list has samples that the verification has run alone, which no step has followed."""
+    kept: list[Tensor] = []
+
+    def forward(m: Model, x: Tensor) -> Tensor:
+        h = torch.tanh(m.first(x))
+        alone = [tensor.mean() for tensor in kept if len(tensor) == 1]
+        kept.append(h.detach())
+        return m.last(h + 0.5 * sum(alone))
+
+    training = Training(forward)
+    try:
+        with pytest.raises(PerSampleError, match="outside of its modules"):
+            training.train(train_plainly, *make_data(0))
+    finally:
+        training.optimizer.release()

@@ -18,6 +18,7 @@ from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.forward import CONTRIBUTIONS
 from persample.recording.verification import (
+    NOT_REPEATABLE,
     NotVerified,
     Verification,
     describe,
@@ -80,12 +81,20 @@ class Verifier:
         has_reads = self._tracker.path.number_of_reads > self._reads_before
         verification = self._verify(verification, output)
         is_telling = verification is None or verification.is_telling
-        if self._options.isolate and has_reads and is_telling and output is not None and self._tracker.batch > 1:
-            self._refuse_unverified()
+        if self._options.isolate and is_telling and output is not None and self._tracker.batch > 1:
+            self._refuse_unverified(has_reads)
 
-    def _refuse_unverified(self) -> None:
+    def _refuse_unverified(self, has_reads: bool) -> None:
         """Refuse a call that was not verified. If all of it runs in torch, the tracker has followed the samples."""
         found = self._grads.verification
+        if found == f"not verified: {NOT_REPEATABLE}":
+            raise PerSampleError(
+                f"{NOT_REPEATABLE.capitalize()}: the model uses what it has kept outside of its modules (a global, "
+                "a closure), which may be samples. In private training a sample must not influence others: keep "
+                "nothing there that the model uses, or keep it in an attribute of the model, which is watched."
+            )
+        if not has_reads:
+            return
         is_excluded = self._options.verify is False or type(self._processes) is not Processes
         if found.startswith("not verified") and not is_excluded:
             raise PerSampleError(

@@ -11,9 +11,10 @@ from persample.recording.verification.one_pass import (
     start_verification,
 )
 from persample.recording.verification.rows import RowCheck
-from persample.recording.verification.status import NotVerified, describe
+from persample.recording.verification.status import NOT_REPEATABLE, NotVerified, describe
 
 __all__ = [
+    "NOT_REPEATABLE",
     "NotVerified",
     "RowCheck",
     "Verification",

@@ -18,7 +18,7 @@ from persample.layouts import has_equal_shares, take_sample
 from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
 from persample.recording.verification.runs import Runs
 from persample.recording.verification.sample_calls import Call
-from persample.recording.verification.status import NotVerified, shorten
+from persample.recording.verification.status import NOT_REPEATABLE, NotVerified, shorten
 
 if TYPE_CHECKING:
     from persample.recording.verification.one_pass import Verification
@@ -126,7 +126,7 @@ class Comparison:
         self._check_divided()
         again = self._run_batch().get(position)
         if again is None or abs(float(again) - totals[0]) > self._tight * abs(totals[0]):
-            raise NotVerified("a second run of the same batch gives other outputs")
+            raise NotVerified(NOT_REPEATABLE)
         raise SamplesMixed(
             f"An output of the model that should be a sum over the samples is none: it is {totals[0]:.6g} for the "
             f"batch, and {totals[1]:.6g} and {totals[2]:.6g} for two batches with half of the samples twice. "
@@ -217,7 +217,7 @@ class Comparison:
             return
         again = self._compare_batch(sample, self._run_batch())
         if again is None or again.relative > self._tight:
-            raise NotVerified("a second run of the same batch gives other outputs")
+            raise NotVerified(NOT_REPEATABLE)
         precise = self._compare_precisely(sample, call)
         if precise is not None and precise.relative <= self._tight:
             return
@@ -297,7 +297,7 @@ class Comparison:
     def _judge_rotation(self, sample: int, found: Difference) -> None:
         again = self._compare_batch(sample, self._run_batch())
         if again is None or again.relative > self._tight:
-            raise NotVerified("a second run of the same batch gives other outputs")
+            raise NotVerified(NOT_REPEATABLE)
         if self._calls.has_list():
             raise NotVerified("a list in the arguments may hold one item for each sample")
         raise SamplesMixed(

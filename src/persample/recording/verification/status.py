@@ -11,6 +11,8 @@ from persample.errors import PerSampleError
 from persample.forward import Audit, Tracker
 from persample.recording.options import Options
 
+NOT_REPEATABLE = "a second run of the same batch gives other outputs"
+
 
 class NotVerified(Exception):
     """The model cannot be verified; the message says why."""
