@@ -36,7 +36,7 @@ def restore_settings() -> Iterator[None]:
 def test_norms_and_sums_ignore_the_settings(setting: str, keep: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Any]] = []
     for term in (Outer, Patches):
-        for name in ("measure", "sum"):
+        for name in ("measure", "sum", "compact"):
             method = getattr(term, name)
 
             def note(*args: Any, method: Any = method, **options: Any) -> Any:
