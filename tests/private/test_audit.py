@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from persample.errors import PerSampleError
-from persample.gradients import streamed
 from persample.gradients.squared_norms import SquaredNorms
 from persample.private import AuditResult, AuditRun, PrivacyEngine, audit
 from persample.private.auditing import DirectTest, bounds
 from persample.private.auditing.canaries import GradientCanaries, make_samples
+from tests.support.planted_faults import plant_clip_factors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus
 
@@ -197,11 +197,11 @@ def test_two_worlds_of_a_right_training() -> None:
     assert not result.exceeds
 
 
-def keep_all(norms: Tensor, *args: Any) -> Tensor:
+def keep_all(norms: Tensor, max_norm: float) -> Tensor:
     return torch.ones_like(norms)
 
 
-def underestimate(norms: Tensor, max_norm: float, *args: Any) -> Tensor:
+def underestimate(norms: Tensor, max_norm: float) -> Tensor:
     """As norms of which rounding has lost most (105 times too small): `max_norm` is exceeded by this factor."""
     return (105 * max_norm / norms).clamp(max=1.0)
 
@@ -210,14 +210,14 @@ def underestimate(norms: Tensor, max_norm: float, *args: Any) -> Tensor:
 @pytest.mark.parametrize("compute", [keep_all, underestimate])
 def test_broken_clipping_is_found(compute: Any, reverse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(streamed, "compute_clip_factors", compute)
+    plant_clip_factors(monkeypatch, compute)
     result = audit(make_train(5.0, reverse=reverse), canaries=[OUTLIER], runs=60, seed=0)
     assert result.exceeds and result.epsilon > 1.2 * result.claimed, str(result)
 
 
 def test_broken_clipping_is_found_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    monkeypatch.setattr(streamed, "compute_clip_factors", keep_all)
+    plant_clip_factors(monkeypatch, keep_all)
     outliers = [(100 * torch.randn(10), torch.tensor(i % 4)) for i in range(24)]
     result = audit(make_train(15.0), canaries=outliers, delta=1e-5, seed=0)
     assert result.exceeds, str(result)

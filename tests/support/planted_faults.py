@@ -14,7 +14,7 @@ from opacus.accountants import RDPAccountant
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
-from persample.gradients import streamed
+from persample.gradients.squared_norms import SquaredNorms
 from persample.private import PrivateOptimizer
 from persample.private.noise import Noise
 from persample.private.units import BatchUnits
@@ -55,9 +55,20 @@ def change_bound(factor: float) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(PrivateOptimizer, "_make_options", make_changed)
 
 
+def plant_clip_factors(patch: Patch, compute: Callable[[Tensor, float], Tensor]) -> None:
+    """Have a flat bound clip rows with these norms by `compute(norms, max_norm)`."""
+
+    def compute_weights(squares: SquaredNorms, max_norm: float, scale: float) -> Tensor:
+        return compute(squares.compute_norms() * scale, max_norm) * scale
+
+    patch.setattr(SquaredNorms, "compute_clip_weights", compute_weights)
+
+
 def keep_large_batches(patch: Patch) -> None:
-    """Clip small batches only, whose arithmetic is another one."""
-    patch.setattr(streamed, "compute_clip_factors", lambda norms, *args: torch.ones_like(norms))
+    """Clip small batches only."""
+    plant_clip_factors(
+        patch, lambda norms, bound: torch.ones_like(norms) if len(norms) > 16 else (bound / norms).clamp(max=1)
+    )
 
 
 def change_batches(change: Callable[[Iterator[list[int]]], Iterator[list[int]]]) -> Callable[[Patch], None]:
