@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from persample import _torch
+from persample.recording.rows_before import RowsBefore
 from persample.rules.registry import FURTHER_RULES, HANDLED_FUNCTIONS
 from tests.support.processes import TwoProcesses
 
@@ -18,6 +20,15 @@ torch.set_warn_always(True)
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def end_private_loops() -> Iterator[None]:
+    """A loop that a test leaves with an unused batch follows its rows until the garbage collector frees the loop."""
+    yield
+    for mode in _torch.get_function_modes():
+        if isinstance(mode, RowsBefore):
+            mode.leave()
 
 
 @pytest.fixture(autouse=True)
