@@ -1,4 +1,4 @@
-"""The tables of docs/scan.md from `attribution.json`.
+"""The tables of docs/internals/scan_evidence.md from `attribution.json`.
 
 python -m benchmarks.attribution_tables
 """

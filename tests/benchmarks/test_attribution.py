@@ -16,5 +16,5 @@ from benchmarks.output import RESULTS
 @pytest.mark.parametrize("format_table", [format_lds, format_seconds, format_auc])
 def test_tables_in_the_docs_are_those_of_the_results(format_table: Callable[[Any], str]) -> None:
     tasks = json.loads((RESULTS / "attribution.json").read_text())["tasks"]
-    docs = (Path(__file__).parents[2] / "docs" / "scan.md").read_text()
+    docs = (Path(__file__).parents[2] / "docs" / "internals" / "scan_evidence.md").read_text()
     assert format_table(tasks) in docs, "python -m benchmarks.attribution_tables prints the tables"

@@ -6,22 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mkdocs.commands.build import build
-from mkdocs.config import load_config
 
 import persample
 from persample.private import PrivacyEngine
 from tests.support.paths import ROOT
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built documentation. Broken links and pages that are not in the menu fail the build."""
-    folder = tmp_path_factory.mktemp("site")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder)))
-    return folder
 
 
 def test_every_page_is_built(site: Path) -> None:

@@ -270,7 +270,7 @@ def _advise(checkpoints: list[str] | None) -> Iterator[str]:
         yield f"{count} checkpoints take as many passes. Evenly spaced ones are enough: {' '.join(chosen)}"
 
 
-_ENOUGH = 4  # checkpoints; see docs/scan.md
+_ENOUGH = 4  # checkpoints; see docs/internals/scan_evidence.md
 
 
 def _check_device(name: str | None) -> None:

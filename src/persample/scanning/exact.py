@@ -22,7 +22,7 @@ from persample.scanning.progress import choose_mode, show_progress
 from persample.scanning.source import Collate, Source
 from persample.terms import Dense, Term
 
-USUAL_DAMPING = 0.1  # of the mean eigenvalue of each parameter: docs/scan.md
+USUAL_DAMPING = 0.1  # of the mean eigenvalue of each parameter: docs/internals/scan_evidence.md
 SHARD_SIZE = 1024  # examples that are sorted by length together
 Compute = Callable[[str, Term], Any]  # from the name of a parameter and its term in a batch
 

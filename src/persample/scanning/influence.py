@@ -36,7 +36,7 @@ Method = Literal["tracin", "cosine", "whitened", "trak"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DAMPED: tuple[Method, ...] = ("whitened", "trak")
 
-GOOD_NUMBER = 4  # of checkpoints: more have not been measured, see docs/scan.md
+GOOD_NUMBER = 4  # of checkpoints: more have not been measured, see docs/internals/scan_evidence.md
 
 # The scores of two halves of the entries of each row are compared on this many examples. A mean correlation below the
 # bound means that the scores are on par with random ones.
