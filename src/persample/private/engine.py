@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
 from persample._internal.options import make_options, show_options
+from persample.private.accounting import make_event
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.auditing import AuditResult
 from persample.private.checkpoints import (
@@ -328,6 +329,10 @@ class PrivacyEngine(opacus.PrivacyEngine):
             parent, _, last = name.rpartition(".")
             setattr(module.get_submodule(parent), last, replacement)
         return module
+
+    def to_dp_accounting(self) -> Any:
+        """The steps so far as an event of dp-accounting, from which any of its accountants computes epsilon."""
+        return make_event(self.accountant.history)
 
     def write_statement(self, path: Any, delta: float, audit: AuditResult | None = None) -> None:
         """Write what the training guarantees, how, and what was checked, as JSON for others.

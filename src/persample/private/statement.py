@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import opacus
 import torch
 from opacus.accountants import create_accountant
 
 from persample._internal.files import write_atomically
 from persample._internal.text import format_table
 from persample._version import __version__
+from persample.private.accounting import describe_accountant, get_neighbours
 from persample.private.auditing import AuditResult
 from persample.private.errors import PrivateTrainingError
 from persample.private.optimizer import PrivateOptimizer
@@ -54,7 +54,7 @@ def make_statement(engine: PrivacyEngine, delta: float, audit: AuditResult | Non
             "epsilon": float(engine.get_epsilon(delta)),
             "delta": delta,
             "unit": _describe_unit(optimizers[0]),
-            "neighbours": "data sets of which one has one unit more than the other",
+            "neighbours": get_neighbours(engine.accountant),
             "released": "the weights after each step, and the noised gradients",
         },
         {
@@ -66,8 +66,7 @@ def make_statement(engine: PrivacyEngine, delta: float, audit: AuditResult | Non
             "steps": sum(int(steps[2]) for steps in history),
         },
         {
-            "accountant": engine.accountant.mechanism(),
-            "of": f"opacus {opacus.__version__}",
+            **describe_accountant(engine.accountant),
             "history": history,  # noise multiplier, sample rate, number of steps
         },
         _describe_implementation(engine),
