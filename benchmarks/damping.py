@@ -15,6 +15,7 @@ import argparse
 import json
 import statistics
 import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -108,30 +109,46 @@ def compare_kinds(tasks: dict[str, Results]) -> dict[str, list[float]]:
     return found
 
 
-def main() -> None:
-    """Measure all tasks, and print or write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/damping.json")
+def run_groups(
+    description: str | None,
+    file: str,
+    groups: Mapping[str, Mapping[str, Callable[[], Task]]],
+    measure: Callable[[Task], Results],
+    summarise: Callable[[dict[str, Results]], dict[str, Any]],
+) -> None:
+    """A command that measures the tasks of each group, and prints or writes the results after each task."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help=f"write benchmarks/results/{file}")
     parser.add_argument("--only", default="", metavar="TEXT", help="only tasks with TEXT in their name")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    path = RESULTS / "damping.json"
+    path = RESULTS / file
     results: dict[str, Any] = json.loads(path.read_text()) if options.only and path.exists() else {}
     results["machine"] = describe_machine()
-    for group, made in GROUPS.items():
+    for group, made in groups.items():
         tasks: dict[str, Results] = results.get(group, {}).get("tasks", {})
         for name, make_task in made.items():
-            if options.only in f"{group}: {name}":
-                tasks[name] = measure_task(make_task())
-                for kind, part in tasks[name].items():
-                    curve = "  ".join(f"{key} {value:.3f}" for key, value in part["lds"].items())
-                    print(f"{group}: {name}: {kind}: {curve} ({part['damping']:.2g})", flush=True)
+            if options.only not in f"{group}: {name}":
+                continue
+            tasks[name] = measure(make_task())
+            print(f"{group}: {name}: {json.dumps(tasks[name])}", flush=True)
+            results[group] = {**summarise(tasks), "tasks": tasks}
+            if options.write:
+                write_json(path, results)
         if tasks:
-            results[group] = {"summary": summarise(tasks), "gains": compare_kinds(tasks), "tasks": tasks}
-            print(json.dumps({**results[group], "tasks": None}, indent=1))
-        if options.write:
-            write_json(path, results)
+            print(json.dumps({group: {**results[group], "tasks": None}}, indent=1))
+
+
+def main() -> None:
+    """Measure all tasks, and print or write the results."""
+    run_groups(
+        __doc__,
+        "damping.json",
+        GROUPS,
+        measure_task,
+        lambda tasks: {"summary": summarise(tasks), "gains": compare_kinds(tasks)},
+    )
 
 
 if __name__ == "__main__":

@@ -9,11 +9,8 @@ The linear datamodeling score (LDS) on the tasks of `damping_tasks.py` that no c
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-import warnings
 from dataclasses import asdict
 from typing import Any
 
@@ -21,10 +18,8 @@ import torch
 from torch import Tensor
 
 import persample
-from benchmarks.damping import CHECKPOINTS, train_halves
+from benchmarks.damping import CHECKPOINTS, run_groups, train_halves
 from benchmarks.damping_tasks import HELD_OUT
-from benchmarks.machine import describe_machine
-from benchmarks.output import RESULTS, write_json
 from benchmarks.stacked_training import Stacked, StackedTraining, Task, split_models
 from persample.scanning import score
 from persample.scanning.statistics import estimate_lds
@@ -45,7 +40,7 @@ def compute_scores(task: Task, states: list[Stacked]) -> dict[str, tuple[Tensor,
     add("whitened, 512 numbers", scanned.scores(task.test))
     for damping in DAMPINGS:
         add(f"ekfac, {damping}", score(model, task.loss_fn, task.data, task.test, damping=damping, **options))
-    for method in ("kfac", "diagonal", "dot"):
+    for method in ("kfac", "block", "diagonal", "identity"):
         add(method, score(model, task.loss_fn, task.data, task.test, method=method, **options))  # type: ignore[arg-type]
     return found
 
@@ -74,30 +69,20 @@ def summarise(tasks: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
                 for key in ("value", "processor_seconds")
             }
             for name in methods
+            if all(name in results[kind] for results in tasks.values())
         }
     return found
 
 
 def main() -> None:
     """Measure all tasks, and print or write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/exact_influence.json")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only tasks with TEXT in their name")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    path = RESULTS / "exact_influence.json"
-    tasks = json.loads(path.read_text())["tasks"] if options.only and path.exists() else {}
-    for name, make_task in HELD_OUT.items():
-        if options.only in name:
-            tasks[name] = measure_task(make_task())
-            for kind, methods in tasks[name].items():
-                values = "  ".join(f"{method} {found['value']:.3f}" for method, found in methods.items())
-                print(f"{name}: {kind}: {values}", flush=True)
-            results = {"machine": describe_machine(), "summary": summarise(tasks), "tasks": tasks}
-            if options.write:
-                write_json(path, results)
-    print(json.dumps(summarise(tasks), indent=1))
+    run_groups(
+        __doc__,
+        "exact_influence.json",
+        {"held out": HELD_OUT},
+        measure_task,
+        lambda tasks: {"summary": summarise(tasks)},
+    )
 
 
 if __name__ == "__main__":

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.pytorch_utils import Conv1D
 
+import persample
 from persample.gradients import find_sides
 from persample.scanning import ScanError, preconditioners, score
 from persample.scanning.preconditioners import PRECONDITIONERS, Preconditioner
@@ -31,6 +35,19 @@ class Reader(nn.Module):
         return self.out(self.mixed(torch.tanh(self.mixed(hidden))).mean(1))
 
 
+class GPT2(nn.Module):
+    """A GPT-2 of Hugging Face: tied embeddings, attention, and layers whose weights are transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"vocab_size": 9, "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        dropout = {"attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+        self.gpt = GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.gpt(tokens).logits[:, -1]
+
+
 def make_images() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 4, 3, bias=False), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2),
@@ -42,6 +59,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), (5,)),
     "images": (make_images, (2, 5, 5)),
     "text": (Reader, (6,)),
+    "gpt2": (GPT2, (3,)),
 }
 
 
@@ -51,7 +69,7 @@ def make(name: str) -> tuple[nn.Module, Any, Any]:
     model = make_model().double()
     for p in model.parameters():
         p.data += 0.3 * torch.randn_like(p)
-    inputs = torch.randint(8, (N + 4, *shape)) if name == "text" else torch.randn(N + 4, *shape).double()
+    inputs = torch.randint(8, (N + 4, *shape)) if name in ("text", "gpt2") else torch.randn(N + 4, *shape).double()
     labels = torch.randint(3, (N + 4,))
     return model, (inputs[:N], labels[:N]), (inputs[N:], labels[N:])
 
@@ -73,6 +91,8 @@ def solve_dense(method: str, rows: Tensor, own: Tensor, moments: Any) -> Tensor:
     flat = rows.flatten(1)
     if method == "diagonal":
         moment = flat.square().mean(0).diag()
+    elif method == "block":
+        moment = flat.T @ flat / len(flat)
     else:
         left, right = moments
         vectors = torch.kron(torch.linalg.eigh(left)[1], torch.linalg.eigh(right)[1])
@@ -98,7 +118,7 @@ def compute_moments(model: nn.Module, rows: dict[str, Tensor], batch: Any) -> di
             torch.einsum("nab,nac->bc", matrices, matrices),
         )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, Conv1D)):
             module.register_forward_hook(
                 lambda _, args, out, name=name: (
                     inputs.setdefault(name, []).append(args[0]),
@@ -108,7 +128,8 @@ def compute_moments(model: nn.Module, rows: dict[str, Tensor], batch: Any) -> di
     F.cross_entropy(model(batch[0]), batch[1], reduction="sum").backward()
     for name in inputs.keys() - {"mixed"}:
         a, g = (torch.cat([part.detach().flatten(0, -2) for part in parts[name]]) for parts in (inputs, grads))
-        found[f"{name}.weight"] = (g.T @ g, a.T @ a)
+        is_transposed = isinstance(model.get_submodule(name), Conv1D)
+        found[f"{name}.weight"] = (a.T @ a, g.T @ g) if is_transposed else (g.T @ g, a.T @ a)
     return found
 
 
@@ -123,7 +144,7 @@ def test_scores_match_the_dense_computation(name: str, method: Any, monkeypatch:
     for parameter, part in rows.items():
         if part.any():
             direction = own[parameter]
-            if method != "dot":
+            if method != "identity":
                 direction = solve_dense(method, part, direction, moments[parameter])
             expected += direction.flatten(1) @ part.flatten(1).T
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
@@ -155,15 +176,44 @@ def test_battery(name: str, kind: type[Preconditioner]) -> None:
         whole.end_pass()
         parts.end_pass()
     rows = term.dense()
-    solved = whole.apply(rows, DAMPING)
-    torch.testing.assert_close(parts.apply(rows, DAMPING), solved)
-    torch.testing.assert_close(whole.apply(2 * rows[:1] + rows[1:2], DAMPING), 2 * solved[:1] + solved[1:2])
+    solved = whole.apply(term, DAMPING).values
+    torch.testing.assert_close(parts.apply(term, DAMPING).values, solved)
+    combined = whole.apply(Dense(2 * rows[:1] + rows[1:2]), DAMPING).values
+    torch.testing.assert_close(combined, 2 * solved[:1] + solved[1:2])
+    squares = whole.compute_squares(term, DAMPING)
+    torch.testing.assert_close(squares, (solved * rows).reshape(7, -1).sum(1))
     gram = solved.reshape(7, -1) @ rows.reshape(7, -1).T
     torch.testing.assert_close(gram, gram.T)
     assert float(torch.linalg.eigvalsh(gram).min()) > -1e-9 * float(gram.trace())
     if kind.passes:
         mean = rows.square().mean()  # of the eigenvalues
-        torch.testing.assert_close(whole.apply(rows, 1e9), rows / (1e9 * mean), rtol=1e-6, atol=1e-15)
+        torch.testing.assert_close(whole.apply(term, 1e9).values, rows / (1e9 * mean), rtol=1e-6, atol=1e-15)
+
+
+def test_blocks_of_low_rank_are_exact_for_moments_of_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preconditioners, "LARGEST_RANK", 7)
+    term = make_terms()["matrix"]  # 7 gradients of 12 entries
+    found, rows = preconditioners.Block(term.shape), term.dense().flatten(1)
+    found.fit(term)
+    found.end_pass()
+    expected = solve_dense("block", rows, rows, None)
+    torch.testing.assert_close(found.apply(term, DAMPING).values.flatten(1), expected)
+
+
+def test_compressed_gradients() -> None:
+    """Exact for matrices of the rank, close to the best approximation for others, unchanged if nothing is saved."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    low = Dense((draw(3, 9, 2) @ draw(3, 2, 8)).view(3, 9, 4, 2))
+    found = preconditioners.compress(low, 2)
+    assert isinstance(found, Outer)
+    torch.testing.assert_close(found.dense().view(3, 9, 4, 2), low.values)
+    full = draw(3, 9, 8)
+    error = (preconditioners.compress(Dense(full), 3).dense() - full).square().sum((1, 2))
+    best = torch.linalg.svdvals(full)[:, 3:].square().sum(1)
+    assert bool((error < 1.2 * best).all())
+    for kept in (Dense(draw(3, 9)), Dense(draw(3)), Dense(draw(3, 4, 4))):
+        assert preconditioners.compress(kept, 2) is kept
 
 
 def test_large_sides_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +230,7 @@ def test_large_sides_are_not_rotated(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = term.dense().flatten(1)
     values = (rows @ vectors).square().mean(0)
     expected = rows @ vectors / (values + DAMPING * values.mean()) @ vectors.T
-    torch.testing.assert_close(found.apply(term.dense(), DAMPING).flatten(1), expected)
+    torch.testing.assert_close(found.apply(term, DAMPING).values.flatten(1), expected)
 
 
 def test_checkpoints_measures_and_parameters() -> None:
@@ -198,12 +248,54 @@ def test_checkpoints_measures_and_parameters() -> None:
         model, loss_fn, data, queries, measure=lambda m, b: 2 * F.cross_entropy(m(b[0]), b[1], reduction="none")
     )
     torch.testing.assert_close(twice, 2 * score(model, loss_fn, data, queries))
+    whole = score(model, loss_fn, data, queries, query_rank=100)
+    torch.testing.assert_close(whole, score(model, loss_fn, data, queries))
     assert all(p.grad is None for p in model.parameters()) and model.training
+
+
+def test_contrasts_are_differences_of_scores() -> None:
+    model, data, queries = make("text")
+    others = (queries[0], (queries[1] + 1) % 3)
+    expected = score(model, F.cross_entropy, data, queries) - score(model, F.cross_entropy, data, others)
+    torch.testing.assert_close(score(model, F.cross_entropy, data, queries, rather_than=others), expected)
+    with pytest.raises(ScanError, match="rather_than has 3 samples, not one for each of the 4 queries"):
+        score(model, F.cross_entropy, data, queries, rather_than=(others[0][:3], others[1][:3]))
+
+
+def test_scans_score_whole_gradients(tmp_path: Path) -> None:
+    """With their own model, checkpoints, parameters and data."""
+    model, data, queries = make("linear")
+    states = [{name: scale * p for name, p in model.state_dict().items()} for scale in (0.5, 1.0)]
+    loss_fn, names = nn.CrossEntropyLoss(), ["0.weight", "2.weight"]
+    options: Any = {"parameters": names, "checkpoints": states, "progress": False}
+    found = persample.scan(model, loss_fn, data, out=tmp_path, **options)
+    expected = score(model, loss_fn, data, queries, **options)
+    torch.testing.assert_close(found.scores(queries, exact=True), expected)
+    answer = found.influence(queries, 3, "kfac", exact=True, damping=0.3, parameters=["0.weight"])
+    options["parameters"] = ["0.weight"]
+    expected = score(model, loss_fn, data, queries, method="kfac", damping=0.3, **options)
+    torch.testing.assert_close(answer.for_scores, expected.topk(3).values)
+    assert torch.equal(answer.against_ids, expected.topk(3, largest=False).indices)
+
+    opened = persample.Scan(tmp_path, model, loss_fn, states, data=data)
+    torch.testing.assert_close(opened.scores(queries, exact=True), found.scores(queries, exact=True))
+    for wrong, message in ((None, "needs the data"), ((data[0] + 1, data[1]), "The data differs")):
+        opened = persample.Scan(tmp_path, model, loss_fn, states, data=wrong)
+        with pytest.raises(ScanError, match=message):
+            opened.scores(queries, exact=True)
+    with pytest.raises(ScanError, match="need exact=True"):
+        found.scores(queries, "ekfac")
+    with pytest.raises(ScanError, match="method must be one of 'ekfac'"):
+        found.scores(queries, "whitened", exact=True)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"method": "hessian"}, "method must be one of 'ekfac'"), ({"damping": 0.0}, "damping must be a positive number")],
+    [
+        ({"method": "hessian"}, "method must be one of 'ekfac'"),
+        ({"damping": 0.0}, "damping must be a positive number"),
+        ({"query_rank": 0}, "query_rank must be a positive number"),
+    ],
 )
 def test_wrong_arguments(options: Any, message: str) -> None:
     model, data, queries = make("linear")

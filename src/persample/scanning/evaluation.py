@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from persample._internal.text import format_table
 from persample.losses import LossFunction
 from persample.scanning.errors import ScanError
+from persample.scanning.exact import check_exact_method
 from persample.scanning.influence import METHODS, check_method
 from persample.scanning.progress import choose_bar
 from persample.scanning.results import Scan
@@ -126,8 +127,8 @@ def evaluate(
         test_batch: samples with their targets, as the loss takes them.
         loss_fn: the loss, as for `scan`.
         methods: methods of `Scan.influence`. A dict gives names to methods, to options of `Scan.scores`, such as
-            `{"method": "whitened", "damping": 0.3}`, or to functions of a `Trained` and the test batch that return
-            scores `(tests, examples)`.
+            `{"method": "whitened", "damping": 0.3}` or `{"exact": True}`, or to functions of a `Trained` and the test
+            batch that return scores `(tests, examples)`.
         rankings: columns of the scan, or "METHOD self-influence". A dict gives names to them, or to functions of a
             `Scan` that return a score for each example.
         subsets: the number of random subsets.
@@ -147,7 +148,9 @@ def evaluate(
         raise ScanError("evaluate needs at least 3 subsets, 1 repeat and 1 model.")
     for method in _name_all(methods).values():  # before hours of training
         if not callable(method):
-            check_method(method if isinstance(method, str) else method.get("method", METHODS[0]))
+            options = {"method": method} if isinstance(method, str) else method
+            check = check_exact_method if options.get("exact") else check_method
+            check(options.get("method", "ekfac" if options.get("exact") else METHODS[0]))
     generator = torch.Generator().manual_seed(seed)
     members = draw_subsets(examples, subsets, part, generator)
     flips = flip_labels(data, flipped, generator) if flipped and rankings else None

@@ -27,6 +27,7 @@ from persample.scanning.damping import (
 )
 from persample.scanning.errors import ScanError
 from persample.scanning.notebook import format_html_table
+from persample.scanning.preconditioners import PRECONDITIONERS
 from persample.scanning.steps import read_steps
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
@@ -152,6 +153,12 @@ class InfluenceScores:
         return Influence(best.ids, best.scores, worst.ids, worst.scores)
 
 
+def rank_scores(scores: Tensor, k: int) -> Influence:
+    """The `k` largest and the `k` smallest of each row of scores."""
+    best, worst = scores.topk(k), scores.topk(k, largest=False)
+    return Influence(best.indices, best.values, worst.indices, worst.values)
+
+
 class StoredModel:
     """The stored gradients of one checkpoint with what the methods derive from them, computed once.
 
@@ -274,10 +281,12 @@ def compute_self_influence(
     return total
 
 
-def check_method(method: str) -> None:
-    """Raise unless there is such a method."""
+def check_method(method: str) -> Method:
+    """The method with this name; an error if there is none."""
     if method not in METHODS:
-        raise ScanError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.")
+        advice = " Other methods need exact=True." if method in PRECONDITIONERS else ""
+        raise ScanError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.{advice}")
+    return method
 
 
 def check_trak_loss(name: str) -> None:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from persample.gradients import find_sides
-from persample.terms import Sides, Term, split_shape
+from persample.terms import Dense, Outer, Sides, Term, split_shape, widen_factors
 
 # A side with more entries, such as a vocabulary, is not rotated: its eigenvectors are taken to be the unit vectors.
 LARGEST_SIDE = 4096
 
 BLOCK_SIZE = 2**24  # entries of gradients that are rotated at once
+
+# The rank of `Block`, which is exact for parameters with no more entries; and the most entries of its vectors.
+LARGEST_RANK, LARGEST_BASIS = 1024, 2**26
 
 
 class Preconditioner(ABC):
@@ -26,6 +29,12 @@ class Preconditioner(ABC):
 
     For each of `passes` passes over the data, call `fit` with the term of each batch, and `end_pass`. Then `apply`
     multiplies gradients by `(M + D)⁻¹`, where `D` is `damping` times the mean eigenvalue of `M`.
+
+    >>> found = Diagonal(torch.Size([2]))
+    >>> found.fit(Dense(torch.tensor([[1.0, 2.0], [1.0, 4.0]])))
+    >>> found.end_pass()  # M has the diagonal 1, 10
+    >>> found.apply(Dense(torch.ones(1, 2)), damping=1.0).dense()
+    tensor([[0.1538, 0.0645]])
     """
 
     passes = 1
@@ -33,7 +42,7 @@ class Preconditioner(ABC):
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape
         self._sums: list[Tensor] = []
-        self._count = 0
+        self._count = 0.0
 
     def fit(self, term: Term) -> None:
         """Add the gradients of some samples."""
@@ -43,24 +52,36 @@ class Preconditioner(ABC):
     def measure(self, term: Term) -> Sequence[Tensor]:
         """What this pass needs of some samples, summed over them."""
 
-    def add(self, sums: Sequence[Tensor], count: int) -> None:
-        """Add what `measure` returned for `count` samples; nothing for samples without a gradient."""
-        if sums:
-            self._sums = [own + part for own, part in zip(self._sums, sums, strict=True)] if self._sums else list(sums)
-        self._count += count
+    def add(self, sums: Sequence[Tensor], count: int, weight: float = 1.0) -> None:
+        """Add what `measure` returned for `count` samples of this weight; nothing for samples without a gradient."""
+        parts = [weight * part for part in sums]
+        if parts:
+            self._sums = [own + part for own, part in zip(self._sums, parts, strict=True)] if self._sums else parts
+        self._count += weight * count
 
     def end_pass(self) -> None:
         """Read the means over all samples of the pass."""
-        self.read_means([part.double() / max(1, self._count) for part in self._sums])
-        self._sums, self._count = [], 0
+        self.read_means([part.double() / (self._count or 1.0) for part in self._sums])
+        self._sums, self._count = [], 0.0
 
     @abstractmethod
     def read_means(self, means: Sequence[Tensor]) -> None:
         """Read the means over the samples of what `measure` returned."""
 
+    def apply(self, term: Term, damping: float) -> Dense:
+        """Gradients times `(M + D)⁻¹`."""
+        rows = widen_factors(term).dense()
+        return Dense(self.solve(rows.double(), damping).to(rows))
+
     @abstractmethod
-    def apply(self, rows: Tensor, damping: float) -> Tensor:
-        """`(count, *shape)`: gradients times `(M + D)⁻¹`."""
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
+        """`(count, *shape)`: dense gradients in float64 times `(M + D)⁻¹`."""
+
+    def compute_squares(self, term: Term, damping: float) -> Tensor:
+        """`(batch,)`: `g (M + D)⁻¹ g` for the gradient `g` of each sample."""
+        step = max(1, BLOCK_SIZE // max(1, self.shape.numel()))
+        parts = [term.some(start, min(start + step, term.batch)) for start in range(0, term.batch, step)]
+        return torch.cat([self.apply(part, damping).inner(part) for part in parts])
 
 
 class Identity(Preconditioner):
@@ -74,8 +95,11 @@ class Identity(Preconditioner):
     def read_means(self, means: Sequence[Tensor]) -> None:
         pass
 
-    def apply(self, rows: Tensor, damping: float) -> Tensor:
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
         return rows
+
+    def compute_squares(self, term: Term, damping: float) -> Tensor:
+        return term.squared_norms()
 
 
 class Diagonal(Preconditioner):
@@ -87,8 +111,46 @@ class Diagonal(Preconditioner):
     def read_means(self, means: Sequence[Tensor]) -> None:
         (self._eigenvalues,) = means
 
-    def apply(self, rows: Tensor, damping: float) -> Tensor:
-        return rows / damp(self._eigenvalues, damping).to(rows)
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
+        return rows / damp(self._eigenvalues, damping)
+
+
+class Block(Preconditioner):
+    """`M` itself for up to `LARGEST_RANK` entries, and for more its approximation of that rank.
+
+    With random vectors as the columns of `V`, the approximation is `M V (Vᵀ M V)⁺ Vᵀ M` (Nyström): exact if the rank of
+    `M` is no larger. All directions outside of it have the damping alone.
+    """
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__(shape)
+        size = shape.numel()
+        self._drawn: Tensor | None = None
+        if size > LARGEST_RANK:
+            rank = max(1, min(LARGEST_RANK, LARGEST_BASIS // size))
+            self._drawn = torch.randn(rank, size, generator=torch.Generator().manual_seed(0))
+
+    def measure(self, term: Term) -> Sequence[Tensor]:
+        products, trace = torch.zeros(()), torch.zeros(())
+        for _, (block,) in term.iterate_samples():
+            rows = block.reshape(len(block), self.shape.numel())
+            drawn = rows if self._drawn is None else rows @ self._drawn.to(rows).mT
+            products, trace = products + drawn.mT @ rows, trace + rows.square().sum()
+        return [products, trace]
+
+    def read_means(self, means: Sequence[Tensor]) -> None:
+        products, trace = means
+        self._mean = trace / max(1, self.shape.numel())
+        inner = products if self._drawn is None else products @ self._drawn.to(products).mT
+        root = _find_inverse_roots(inner) @ products  # M is approximately rootᵀ root
+        self._vectors = _find_inverse_roots(root @ root.mT) @ root
+        self._eigenvalues = (self._vectors @ root.mT).square().sum(1)
+
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
+        flat, added = rows.reshape(len(rows), self.shape.numel()), (damping * self._mean).clamp(min=_TINY)
+        inside = flat @ self._vectors.mT
+        outside = flat - inside @ self._vectors
+        return (inside / (self._eigenvalues + added) @ self._vectors + outside / added).reshape(rows.shape)
 
 
 class KFAC(Preconditioner):
@@ -123,15 +185,15 @@ class KFAC(Preconditioner):
         rows, columns = spectra
         self._eigenvalues = rows[:, None] * columns * (trace / (rows.sum() * columns.sum()).clamp(min=_TINY))
 
-    def apply(self, rows: Tensor, damping: float) -> Tensor:
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
         left, right = self._vectors
-        values = rows.double().reshape(len(rows), self._rows, self._columns)
+        values = rows.reshape(len(rows), self._rows, self._columns)
         values = values if left is None else left.T @ values
         values = values if right is None else values @ right
         values = values / damp(self._eigenvalues, damping)
         values = values if left is None else left @ values
         values = values if right is None else values @ right.T
-        return values.reshape(rows.shape).to(rows)
+        return values.reshape(rows.shape)
 
 
 class EKFAC(KFAC):
@@ -162,12 +224,13 @@ class EKFAC(KFAC):
         self._sides = Sides(left, right, self._rows, self._columns)
 
 
-Name = Literal["ekfac", "kfac", "diagonal", "dot"]
+Name = Literal["ekfac", "kfac", "block", "diagonal", "identity"]
 PRECONDITIONERS: Mapping[Name, type[Preconditioner]] = {
     "ekfac": EKFAC,
     "kfac": KFAC,
+    "block": Block,
     "diagonal": Diagonal,
-    "dot": Identity,
+    "identity": Identity,
 }
 
 
@@ -182,4 +245,31 @@ def multiply_own(vectors: Tensor) -> Tensor:
     return flat.square().sum(0) if flat.shape[1] > LARGEST_SIDE else flat.mT @ flat
 
 
+def compress(term: Dense, rank: int) -> Term:
+    """The gradients as matrices of this rank; those that would not become smaller stay as they are.
+
+    Three steps of subspace iteration give nearly the best approximation.
+
+    >>> compress(Dense(torch.ones(1, 8, 8)), 2).dense().allclose(torch.ones(1, 8, 8), atol=1e-5)
+    True
+    """
+    rows, columns = split_shape(term.shape)
+    if rank * (rows + columns) >= rows * columns or rows != term.shape[0]:
+        return term
+    matrices = term.values.reshape(-1, rows, columns)
+    right = torch.randn(columns, rank, generator=torch.Generator().manual_seed(0)).to(matrices)
+    for _ in range(3):
+        left = torch.linalg.qr(matrices @ right)[0]
+        right = matrices.mT @ left
+    return Outer(right.mT, left.mT)
+
+
+def _find_inverse_roots(matrix: Tensor) -> Tensor:
+    """`λ^(-1/2) vᵀ` for each eigenvalue and eigenvector of a positive matrix that is no rounding error."""
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = values > _ROUNDING * values[-1]
+    return (vectors[:, kept] / values[kept].sqrt()).mT
+
+
+_ROUNDING = 1e-10
 _TINY = torch.finfo(torch.float64).tiny ** 0.5

@@ -13,18 +13,21 @@ from torch import Tensor, nn
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
-from persample.recording import Selection
+from persample.recording import Options, Selection
 from persample.scanning import influence, queries, rankings
 from persample.scanning.checkpoints import State, check_weights, load_last
 from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
 from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
+from persample.scanning.exact import USUAL_DAMPING, check_exact_method, score
 from persample.scanning.examples import Examples
 from persample.scanning.export_rows import write_rows
 from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
 from persample.scanning.notebook import format_html_table
+from persample.scanning.preconditioners import Name as ExactMethod
 from persample.scanning.probe import Adam, Probe
 from persample.scanning.queries import Ranking
+from persample.scanning.source import Source
 from persample.scanning.store import Array, Store
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column, read_table
@@ -40,7 +43,7 @@ class Scan:
     """A finished scan in a directory.
 
     `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
-    and the checkpoints that were scanned.
+    and the checkpoints that were scanned, and with `exact=True` the data.
 
     >>> from persample import scan
     >>> found = scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.randn(20, 3), torch.randint(2, (20,))), project=8)
@@ -56,6 +59,7 @@ class Scan:
         checkpoints: Sequence[State | str | Path] | None = None,
         *,
         batch_dim: BatchDim = 0,
+        data: Any = None,
         kept_by: Any = None,
     ) -> None:
         self.store = Store(directory)
@@ -69,6 +73,7 @@ class Scan:
         if shards != self.summary["shards"]:
             raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
+        self._data = data
         self._stored_models: list[StoredModel] = []
         self._kept_by = kept_by  # an object that removes the directory when it is collected
 
@@ -252,7 +257,7 @@ class Scan:
         >>> len(found.self_influence("whitened", k=5))
         5
         """
-        self._check_method(method)
+        self._check_method(influence.check_method(method))
         scores = influence.compute_self_influence(self._get_models(), self.settings["learning_rates"], method, damping)
         order = scores.argsort(descending=True, stable=True)[:k]
         return Ranking(order, scores[order])
@@ -261,8 +266,9 @@ class Scan:
         self,
         test_batch: Any,
         k: int = 10,
-        method: Method = "whitened",
+        method: Method | ExactMethod | None = None,
         *,
+        exact: bool = False,
         damping: Damping = "auto",
         measure: LossFunction | None = None,
         parameters: Selection | None = None,
@@ -279,21 +285,26 @@ class Scan:
         >>> found.influence((x[:2], y[:2]), k=3, measure=logit, parameters=["bias"]).for_ids.shape
         torch.Size([2, 3])
 
-        All methods compare projected gradients: the error of an inner product is about |g| |g'| / sqrt(project).
+        Without `exact`, projected gradients are compared: the error of an inner product is about
+        |g| |g'| / sqrt(project).
 
         Args:
             test_batch: samples with their targets, as the loss of the scan takes them.
             k: the number of examples for and against each sample.
-            method: "tracin" is the inner product of the two gradients times the learning rate, summed over the
-                checkpoints (Pruthi et al., 2020). "cosine" is their cosine, averaged over the checkpoints with the
-                learning rates as weights. "whitened" is the inner product after whitening with the second moment
-                of the training gradients, averaged over the checkpoints, so that common directions count less, as in
-                influence functions. "trak" is the same with gradients of the margin log(p / (1 - p)), where each
-                training example counts with 1 - p (Park et al., 2023); the loss must be -log p of one label per sample,
-                or a squared error, whose root takes the place of the margin. Scan several checkpoints of one training.
+            method: "whitened" by default, with `exact` "ekfac". "tracin" is the inner product of the two gradients
+                times the learning rate, summed over the checkpoints (Pruthi et al., 2020). "cosine" is their cosine,
+                averaged over the checkpoints with the learning rates as weights. "whitened" is the inner product
+                after whitening with the second moment of the training gradients, averaged over the checkpoints, so
+                that common directions count less, as in influence functions. "trak" is the same with gradients of the
+                margin log(p / (1 - p)), where each training example counts with 1 - p (Park et al., 2023); the loss
+                must be -log p of one label per sample, or a squared error, whose root takes the place of the margin.
+                Scan several checkpoints of one training.
+            exact: pass over the data again, and compare whole gradients; `method` is then one of
+                `persample.scanning.score`. Open the scan with its data, or use the one that `scan` returned.
             damping: what "whitened" and "trak" add to the second moment, relative to its mean eigenvalue for each
                 parameter (for all together unless the projection is "kronecker"). "auto" chooses it by the steps of
-                the training between the checkpoints, or is 3 if there are none; docs/scan.md explains how.
+                the training between the checkpoints, or is 3 if there are none; docs/scan.md explains how. With
+                `exact`, it is that of `score`.
             measure: a function of the model and the batch, called as the loss, that returns one number per sample. It
                 replaces the loss: a training step on an example with a positive score lowers this number.
             parameters: only these parameters of the test gradients count, as in `scan`. The scores of groups of
@@ -304,19 +315,25 @@ class Scan:
         Warns:
             RandomScores: the scores are on par with random: the projection is too coarse for this model.
         """
+        if exact:
+            scores = self._score_exactly(test_batch, method, damping, measure, parameters, adam)
+            return influence.rank_scores(scores, min(k, len(self)))
         return self._make_scores(test_batch, method, damping, measure, parameters, adam).rank(min(k, len(self)))
 
     def scores(
         self,
         test_batch: Any,
-        method: Method = "whitened",
+        method: Method | ExactMethod | None = None,
         *,
+        exact: bool = False,
         damping: Damping = "auto",
         measure: LossFunction | None = None,
         parameters: Selection | None = None,
         adam: Adam | None = None,
     ) -> Tensor:
         """`(samples, examples)`: the scores that `influence` ranks, with the same arguments."""
+        if exact:
+            return self._score_exactly(test_batch, method, damping, measure, parameters, adam)
         return self._make_scores(test_batch, method, damping, measure, parameters, adam).compute()
 
     def export_rows(
@@ -373,12 +390,13 @@ class Scan:
     def _make_scores(
         self,
         test_batch: Any,
-        method: Method,
+        method: str | None,
         damping: Damping,
         measure: LossFunction | None,
         parameters: Selection | None,
         adam: Adam | None,
     ) -> InfluenceScores:
+        method = influence.check_method("whitened" if method is None else method)
         self._check_method(method)
         if adam is not None and method != "tracin":
             raise ScanError(f"adam can be combined with method='tracin' only, not with {method!r}.")
@@ -390,8 +408,43 @@ class Scan:
         influence.warn_if_random(models, tests, method, damping)
         return influence.make_scores(models, tests, method, damping, of_loss=measure is None)
 
-    def _check_method(self, method: Method) -> None:
-        influence.check_method(method)
+    def _score_exactly(
+        self,
+        test_batch: Any,
+        method: str | None,
+        damping: Damping,
+        measure: LossFunction | None,
+        parameters: Selection | None,
+        adam: Adam | None,
+    ) -> Tensor:
+        """`score` with the model and the data of this scan."""
+        method = check_exact_method("ekfac" if method is None else method)
+        self._check_method()
+        if adam is not None:
+            raise ScanError("adam cannot be combined with exact=True.")
+        if self._model is None or self._loss_fn is None or self._data is None:
+            raise ScanError("exact=True needs the data: open the scan as Scan(path, model, loss_fn, data=data).")
+        source = self._data if isinstance(self._data, Source) else Source(self._data)
+        if source.compute_digest() != self.settings["data"]:
+            raise ScanError("The data differs from the scanned data.")
+        check_weights(self.settings, self._model, self._checkpoints)
+        weights = dict(self._model.named_parameters())
+        scanned: dict[str, Tensor] = {name: weights[name] for name in self.settings["parameters"]}
+        return score(
+            self._model,
+            self._loss_fn,
+            source,
+            test_batch,
+            method=method,
+            damping=USUAL_DAMPING if damping == "auto" else damping,
+            checkpoints=self._checkpoints,
+            measure=measure,
+            parameters=list(Options(parameters=parameters).select(scanned)),
+            batch_dim=self._batch_dim,
+            loss_reduction=self.settings["loss_reduction"],
+        )
+
+    def _check_method(self, method: Method = "whitened") -> None:
         if self.settings.get("coupled") is not None:
             raise ScanError(
                 "Influence is not available: the scan has contributions of examples to the gradients of their batches "

@@ -176,7 +176,7 @@ def scan(
                 for checkpoint in loaded:
                     run.scan_checkpoint(checkpoint)
             run.finish(states)
-    return Scan(store.directory, model, loss_fn, checkpoints, batch_dim=batch_dim, kept_by=temporary)
+    return Scan(store.directory, model, loss_fn, checkpoints, batch_dim=batch_dim, data=source, kept_by=temporary)
 
 
 class _Run:

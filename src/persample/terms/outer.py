@@ -188,10 +188,26 @@ class Outer(Term):
         return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
-        if not isinstance(other, Outer) or self.positions != 1 or other.positions != 1:
+        if not isinstance(other, Outer) or not self._prefers_positions(other):
             return super().gram(other, block_size)
-        a, g, b, h = (t.squeeze(1) for t in self._widen_factors(other.input, other.grad))
-        return (multiply(a, b.mH) * multiply(g.conj(), h.mT)).real
+        size = self.positions * other.batch * other.positions
+        step = max(1, block_size // max(1, size))
+        if step < self.batch:
+            starts = range(0, self.batch, step)
+            return torch.cat([self.some(i, min(i + step, self.batch)).gram(other, block_size) for i in starts])
+        a, g, b, h = (t.flatten(0, 1) for t in self._widen_factors(other.input, other.grad))
+        products = (multiply(a, b.mH) * multiply(g.conj(), h.mT)).real
+        if self.positions == other.positions == 1:
+            return products
+        return products.view(self.batch, self.positions, other.batch, other.positions).sum((1, 3))
+
+    def _prefers_positions(self, other: Outer) -> bool:
+        """Whether all products of positions of two terms take fewer operations than the dense forms."""
+        own, others = self.batch * self.positions, other.batch * other.positions
+        if self.positions == other.positions == 1:
+            return True
+        dense = (own + others + self.batch * other.batch) * self.shape.numel()
+        return own * others * sum(self.shape) < dense
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
         if self.positions != 1:  # the square of a sum over positions is not the sum of the squares
