@@ -267,10 +267,16 @@ def test_images_from_a_folder(tasks: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["report", "out"]) == 0
     assert "data:image" in Path("out/report.html").read_text()
 
-    Path("photos/dogs/3.png").write_bytes(b"no picture")
+    for name in ("cats/0", "dogs/3"):
+        Path(f"photos/{name}.png").write_bytes(b"no picture")
     capsys.readouterr()
-    assert main(["scan", "tasks:image_net", *files, "--out", "other", *QUICK]) == 2
-    assert "Image 8, photos/dogs/3.png, cannot be read" in capsys.readouterr().err
+    assert main(["scan", "tasks:image_net", *files, "--out", "other", *QUICK]) == 1
+    message = capsys.readouterr().err
+    assert "2 examples cannot be scanned; cannot be read: 0 (cats/0.png, cannot" in message and "--skip-bad" in message
+    assert main(["scan", "tasks:image_net", *files, "--out", "other", *QUICK, "--skip-bad", "--report"]) == 1
+    assert "2 examples skipped:\n  0  cats/0.png  cannot be read: cannot" in capsys.readouterr().out
+    assert Scan("other").skipped.keys() == {0, 8} and "data:image" in Path("other/report.html").read_text()
+    assert main(["report", "other"]) == 0
 
 
 TEXTS = [("good film", "up"), ("bad film", "down"), ("what a story", "up"), ("dull", "down"), ("I slept", "down")]

@@ -23,8 +23,8 @@ import persample
 from persample.gradients.projection import METHODS
 from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum, store
 from persample.scanning.measure import ALL_QUANTITIES, group_parameters
+from persample.scanning.packing import pack_shard
 from persample.scanning.queries import StoredGradients
-from persample.scanning.run import _pack_shard
 from persample.scanning.store import Store
 from tests.support.modules import flatten_rows
 from tests.support.paths import ROOT
@@ -102,7 +102,7 @@ def test_rows_of_extreme_lengths_are_stored_with_length_1(dtype: str, scale: flo
     rows = torch.rand(5, 64, generator=torch.Generator().manual_seed(0)).add(1).to(getattr(torch, dtype)) * scale
     rows[2] = 0
     rows[3] = torch.nan
-    columns, stored = _pack_shard([{"id": torch.arange(5), "projection": rows}], "float16")
+    columns, stored = pack_shard([{"id": torch.arange(5), "projection": rows}], "float16")
     lengths = rows.double().norm(dim=1).nan_to_num()
     np.testing.assert_allclose(columns["length"], lengths)
     expected = (rows.double() / lengths[:, None]).nan_to_num()

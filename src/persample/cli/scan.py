@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from persample._internal.text import format_table
+from persample._internal.text import format_count, format_table
 from persample.cli.command import (
     Command,
     format_json,
@@ -72,7 +72,8 @@ To resume a scan that was stopped, run the same command again. Several processes
 
 _EXIT_CODES = {
     0: "done",
-    1: "some examples are bad: their loss is not finite, or their label or shape is wrong (the message names them)",
+    1: "some examples are bad: they cannot be read, their loss is not finite, or their label or shape is wrong (the "
+    "message names them; with --skip-bad all others are scanned)",
     2: "wrong arguments, or the model, the data or the loss fails",
     3: "the model is refused (the message names the place)",
     4: "the disk is full; run the command again to resume",
@@ -133,6 +134,11 @@ def _add_arguments(parser: ArgumentParser) -> None:
         help="whether NaN and infinity are an error, or kept in the table (default: raise)",
     )
     parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="scan all other examples if some cannot be read or scanned, list these, and end with exit code 1",
+    )
+    parser.add_argument(
         "--shard-size", type=parse_positive, default=1024, metavar="N", help="examples between saves (default: 1024)"
     )
     parser.add_argument("--device", metavar="NAME", help="device, such as cuda:0 (default: of the model)")
@@ -162,7 +168,7 @@ def _run(args: Namespace) -> int:
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
     print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
-    return 0
+    return 1 if found.skipped else 0
 
 
 def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
@@ -182,6 +188,7 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
         table=args.table,
         coupled=args.coupled,
         nonfinite=args.nonfinite,
+        skip_bad=args.skip_bad,
         device=args.device,
         resume=not args.restart,
         collate=task.collate,
@@ -224,6 +231,11 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     summary = found.summary
     again = f", {summary['measured_again']} of them measured again" if "measured_again" in summary else ""
     yield f"{summary['examples']} examples{again}"
+    if found.skipped:
+        yield f"{format_count(len(found.skipped), 'example')} skipped:"
+        names = found.describe(found.skipped)
+        for (i, reason), example in zip(found.skipped.items(), names, strict=True):
+            yield "  ".join(filter(None, [f"  {i}", example.get("name"), reason]))
     if summary["columns"]:
         header = ["", "median", "99 %", "most"]
         rows = [

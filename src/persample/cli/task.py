@@ -167,7 +167,8 @@ def check_data(found: Any, data: Any, origin: Mapping[str, Any]) -> None:
     """
     from persample.scanning import Source
 
-    if Source(data).compute_digest() != found.settings["data"]:
+    source = Source(data, skip_bad=found.settings.get("skip_bad", False))
+    if source.compute_digest() != found.settings["data"]:
         where = origin["images"] or origin["text"]
         raise UsageError(f"{where} is not the data of this scan, or has changed: use --no-data")
 
@@ -254,7 +255,8 @@ def convert_scan_errors(subject: str) -> Iterator[None]:
         except NotFinite as error:
             raise UsageError(join_lines(error).replace("nonfinite='keep'", "--nonfinite keep"), code=1) from error
         except BadExamples as error:
-            raise UsageError(f"{subject}: {join_lines(error)}", code=1) from error
+            message = join_lines(error).replace("skip_bad=True", "--skip-bad")
+            raise UsageError(f"{subject}: {message}", code=1) from error
         except DiskFull as error:
             raise UsageError(join_lines(error), code=4) from error
         except ScanError as error:

@@ -31,7 +31,7 @@ def choose_batch_size(measurement: Measurement, source: Source, shard_size: int)
         return DEFAULT_BATCH_SIZE
     try:
         with prepare_model(measurement, None):
-            saved = _count_saved_bytes(measurement, source.collate(list(source.read_examples([0]).values())))
+            saved = _count_saved_bytes(measurement, source.collate(source.read_first()))
     except Exception:  # the scan raises it again, and says which example it is about
         return DEFAULT_BATCH_SIZE
     size = DEFAULT_BATCH_SIZE

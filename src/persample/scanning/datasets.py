@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from persample._internal.text import format_count
 from persample.losses import call_model
-from persample.scanning.errors import ScanError
+from persample.scanning.errors import ScanError, UnreadableExample
 from persample.scanning.labels import choose_classes, read_labels
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
@@ -70,7 +70,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             with Image.open(path) as image:
                 pixels = np.asarray(image.convert(self._mode).resize(self._size), dtype=np.float32) / 255
         except Exception as error:
-            raise ScanError(f"Image {i}, {path}, cannot be read: {error}") from error
+            raise UnreadableExample(f"Image {i}, {path}, cannot be read: {error}") from error
         picture = torch.from_numpy(pixels)
         return (picture[None] if picture.dim() == 2 else picture.permute(2, 0, 1)), label
 

@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from persample import _torch
 from persample.errors import PerSampleError
 from persample.losses import get_ignored_label, get_name, takes_outputs
-from persample.scanning.errors import BadExamples, NotFinite, ScanError
+from persample.scanning.errors import BadExamples, NotFinite, ScanError, UnreadableExample
 from persample.scanning.measure import Measurement
 from persample.scanning.predictions import Outputs, find_targets
+from persample.scanning.screening import UNREADABLE, Screen, Unreadable, describe_shapes, say_why_unreadable
 from persample.scanning.source import Source
 
 SECONDS = 60.0  # for the search of bad examples, which reads all data once
@@ -37,10 +38,12 @@ def explain_failure(source: Source, measurement: Measurement) -> Iterator[None]:
         yield
     except NotFinite as error:
         raise _find_all_nonfinite(source, measurement, error) from error
-    except PerSampleError:
-        raise
     except Exception as error:
-        if reasons := _find_bad_examples(source, measurement):
+        if isinstance(error, PerSampleError) and not isinstance(error, UnreadableExample):
+            raise
+        reasons = _find_bad_examples(source, _make_label_screen(source, measurement))
+        is_of_all = len(reasons.get(UNREADABLE, ())) == source.size  # then the dataset is wrong, not an example
+        if reasons and (isinstance(error, UnreadableExample) or not is_of_all):
             raise BadExamples(reasons, source.names.get) from error
         if hint := _find_hint(source, measurement):
             raise ScanError(f"{type(error).__name__}: {' '.join(str(error).split())}. {hint}") from error
@@ -50,27 +53,37 @@ def explain_failure(source: Source, measurement: Measurement) -> Iterator[None]:
 # ---- bad examples ----
 
 
-def _find_bad_examples(source: Source, measurement: Measurement) -> dict[str, dict[int, str]]:
+def make_screen(source: Source, measurement: Measurement) -> Screen:
+    """What the examples of a scan that skips the bad ones must be like: as most of some examples from first to last."""
+    shape = None
+    if source.collate is default_collate:
+        sample = [example for example in source.read_sample().values() if not isinstance(example, Unreadable)]
+        shape = _find_usual(Counter(map(describe_shapes, sample)))
+    source.screen = replace(source.screen or Screen(), shape=shape)  # the first good example has that shape
+    return replace(_make_label_screen(source, measurement), shape=shape)
+
+
+def _make_label_screen(source: Source, measurement: Measurement) -> Screen:
+    return Screen(_count_classes(source, measurement), get_ignored_label(measurement.loss_fn))
+
+
+def _find_usual(counts: Counter[str]) -> str | None:
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _find_bad_examples(source: Source, screen: Screen) -> dict[str, dict[int, str]]:
     """Reasons, each with the bad examples and what is wrong with them. Reads all examples, without the model."""
-    classes, ignored = _count_classes(source, measurement), get_ignored_label(measurement.loss_fn)
-    shapes: dict[int, Any] = {}
+    shapes: dict[int, str] = {}
     reasons: dict[str, dict[int, str]] = {}
-    wanted = f"the label is not from 0 to {classes - 1}" if classes else ""
     for i, example in _read_in_time(source):
-        if isinstance(example, Exception):
-            reasons.setdefault("cannot be read", {})[i] = " ".join(str(example).split())[:200]
-            continue
-        shapes[i] = _describe_shapes(example)
-        if not _is_finite(example):
-            reasons.setdefault("the inputs contain NaN or infinity", {})[i] = ""
-        labels = _find_labels(source, example)
-        if classes is not None and labels is not None:
-            bad = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
-            if len(bad):
-                reasons.setdefault(wanted, {})[i] = str(int(bad[0]))
+        if not isinstance(example, Unreadable):
+            shapes[i] = describe_shapes(example)
+        labels = None if screen.classes is None else _find_labels(source, example)
+        if (fault := screen.find_fault(example, labels)) is not None:
+            reasons.setdefault(fault[0], {})[i] = fault[1]
     if source.collate is default_collate and len(counts := Counter(shapes.values())) > 1:
-        usual = counts.most_common(1)[0][0]
-        others = {i: str(shape) for i, shape in shapes.items() if shape != usual}
+        usual = _find_usual(counts)
+        others = {i: shape for i, shape in shapes.items() if shape != usual}
         reasons[f"the shape differs from the usual {usual}"] = others
     return reasons
 
@@ -89,31 +102,34 @@ def _find_all_nonfinite(source: Source, measurement: Measurement, error: NotFini
 
 
 def _read_in_time(source: Source) -> Iterator[tuple[int, Any]]:
-    """All examples, or an error for one that cannot be read, for at most `SECONDS`."""
+    """All examples, or why one cannot be read, for at most `SECONDS`; of a stream, the first one."""
     stop = time.monotonic() + SECONDS
+    if source.size is None:
+        yield from source.read_examples([0]).items()
     for i in range(source.size or 0):
         if time.monotonic() > stop:
             return
         try:
             yield i, source.read_examples([i])[i]
         except Exception as error:
-            yield i, error
+            yield i, Unreadable(say_why_unreadable(error))
 
 
 def _count_classes(source: Source, measurement: Measurement) -> int | None:
     """The number of classes that the model scores: the second dimension of its outputs. None if it cannot be run."""
-    for batch in source.iterate_batches(1, lambda shard: shard == 0):
-        outputs = Outputs(1, 0)
-        try:
-            with outputs.capture(measurement.model):
-                measurement.compute_any_loss(batch.batch)
-        except Exception:  # the loss fails, but the outputs are there
-            pass
-        found = outputs.get()
-        targets = find_targets(batch.batch, 1)
-        is_scored = found is not None and targets is not None and not targets.is_floating_point()
-        return int(found.shape[1]) if is_scored and found is not None and found.dim() >= 2 else None
-    return None
+    screen = source.screen or Screen()
+    example = next((found for _, found in _read_in_time(source) if screen.find_fault(found) is None), None)
+    if example is None:
+        return None
+    batch, outputs = source.collate([example]), Outputs(1, 0)
+    try:
+        with outputs.capture(measurement.model):
+            measurement.compute_any_loss(batch)
+    except Exception:  # the loss fails, but the outputs are there
+        pass
+    found, targets = outputs.get(), find_targets(batch, 1)
+    is_scored = found is not None and targets is not None and not targets.is_floating_point()
+    return int(found.shape[1]) if is_scored and found is not None and found.dim() >= 2 else None
 
 
 def _find_labels(source: Source, example: Any) -> Tensor | None:
@@ -123,18 +139,6 @@ def _find_labels(source: Source, example: Any) -> Tensor | None:
         return None
     is_label = targets is not None and not targets.is_floating_point() and targets.dtype != torch.bool
     return targets.flatten() if is_label and targets is not None else None
-
-
-def _describe_shapes(example: Any) -> str:
-    """The shapes of all tensors of an example."""
-    tensors = [part for part in _torch.pytree.tree_leaves(example) if hasattr(part, "shape")]
-    shapes = [str(tuple(part.shape)) for part in tensors if len(part.shape)]
-    return ", ".join(shapes)
-
-
-def _is_finite(example: Any) -> bool:
-    tensors = [part for part in _torch.pytree.tree_leaves(example) if isinstance(part, Tensor)]
-    return all(bool(part.isfinite().all()) for part in tensors if part.is_floating_point())
 
 
 # ---- usual mistakes ----

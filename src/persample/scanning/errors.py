@@ -30,6 +30,10 @@ class NotFinite(ScanError):
         )
 
 
+class UnreadableExample(ScanError):
+    """An example cannot be read from its file."""
+
+
 class BadExamples(ScanError):
     """Examples that cannot be scanned. `ids` are all of them, `reasons` maps what is wrong to ids with details."""
 
@@ -41,7 +45,9 @@ class BadExamples(ScanError):
             listed = [_describe_example(i, get_name(i), detail) for i, detail in examples.items()]
             parts.append(f"{reason}: {format_list(listed, _SHOWN)}")
         count = "1 example" if len(self.ids) == 1 else f"{len(self.ids):,} examples"
-        super().__init__(f"{count} cannot be scanned; {'; '.join(parts)}. Correct or remove them.")
+        super().__init__(
+            f"{count} cannot be scanned; {'; '.join(parts)}. Correct or remove them, or skip them with skip_bad=True."
+        )
 
 
 _SHOWN = 50  # ids in a message

@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from persample._internal.text import describe_value
 from persample.scanning.errors import ScanError
+from persample.scanning.screening import Unreadable
 from persample.scanning.store import Array
 
 Ids = Sequence[Any] | str
@@ -114,6 +115,8 @@ def _make_texts(names: Any) -> list[str]:
 
 
 def _get_name(example: Any, key: Any) -> str:
+    if isinstance(example, Unreadable):
+        return ""
     if not isinstance(example, Mapping) or key not in example:
         raise ScanError(f"ids={key!r} is not a key of each example: one is {describe_value(example)}.")
     return str(example[key])

@@ -94,6 +94,7 @@ class ScanOptions:
             "parameters": {name: list(p.shape) for name, p in measurement.parameters.items()},
             "loss": get_name(measurement.loss_fn),
             "loss_reduction": self.loss_reduction,
+            "skip_bad": source.skips_bad,
             "nonfinite": self.nonfinite,
             "code": compute_digest(*code),
             "labelled": measurement.has_labels,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from persample._internal.host import copy_to_host
 from persample.losses import LossFunction, get_function, is_class_loss, takes_outputs
 from persample.recording import ModuleHook, is_paused
-from persample.scanning.source import LABEL_KEYS, find_labels
+from persample.scanning.screening import LABEL_KEYS
+from persample.scanning.source import find_labels
 
 Kind = Literal["classes", "binary", "labels", "numbers"]
 
@@ -87,7 +88,7 @@ class Predictions:
             self._columns = {name: column[:0] for name, column in columns.items()}
         if columns and all(columns[name].shape[1:] == first.shape[1:] for name, first in self._columns.items()):
             return columns
-        return {name: _make_missing(len(losses), first) for name, first in self._columns.items()}
+        return {name: make_missing(len(losses), first) for name, first in self._columns.items()}
 
     def _describe(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         if self._kind is None:
@@ -213,7 +214,8 @@ def _is_distance(outputs: Tensor, targets: Tensor, losses: Tensor) -> bool:
     return False
 
 
-def _make_missing(count: int, like: Tensor) -> Tensor:
+def make_missing(count: int, like: Tensor) -> Tensor:
+    """Entries of a column for examples without it: NaN, or -1."""
     return like.new_full((count, *like.shape[1:]), torch.nan if like.is_floating_point() else -1)
 
 

@@ -15,11 +15,11 @@ from persample.batches import BatchDim
 from persample.losses import LossFunction
 from persample.scanning.alignment import average_rows, get_last_checkpoint, write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
-from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 from persample.scanning.gradient_sum import get_mean_file
 from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.names import Ids
+from persample.scanning.packing import SKIPPED
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
 from persample.scanning.source import Collate, Source
@@ -74,8 +74,9 @@ def rescan(
     if "coupled" in settings:
         raise ScanError("A scan of coupled samples cannot take other data: its rows depend on the batches.")
     batch_size, shard_size = settings["batch_size"], settings["shard_size"]
-    old = Source(before, batch_size, collate)
-    new = Source(data, batch_size, collate, ids)
+    skip_bad = settings.get("skip_bad", False)
+    old = Source(before, batch_size, collate, skip_bad=skip_bad)
+    new = Source(data, batch_size, collate, ids, skip_bad)
     if old.size is None or new.size is None:
         raise ScanError("A stream cannot be rescanned: its examples cannot be read by number.")
     if old.compute_digest() != settings["data"]:
@@ -103,6 +104,7 @@ def rescan(
         nonfinite=settings["nonfinite"],
         collate=new.collate,
         classes=classes or new.classes or settings["classes"],
+        skip_bad=skip_bad,
         progress=progress,
     )
     _check_same(settings, part.settings)
@@ -123,12 +125,17 @@ def rescan(
             origins = [(1, rows[j]) if places[j] < 0 else (0, int(places[j])) for j in wanted]
             packed, gradients = _join(readers, origins)
             packed["id"] = np.arange(wanted.start, wanted.stop)
+            if skip_bad:
+                reasons = [(base, part)[which].skipped.get(at, "") for which, at in origins]
+                packed[SKIPPED] = np.array([reason.encode("utf-8", "replace") for reason in reasons])
             if new.names.exist:
                 packed["name"] = new.names.encode(wanted)
             store.write_shard(checkpoint, shard, packed, gradients)
     has_mean = base.store.has_arrays(get_mean_file(get_last_checkpoint(base.store)))
     if "noise_scale" in quantities and (has_mean or not settings["project"]):  # else it is estimated from the rows
         added, removed = _find_changes(*digests)
+        added = [j for j in added if (rows[j] not in part.skipped if places[j] < 0 else places[j] not in base.skipped)]
+        removed = [i for i in removed if i not in base.skipped]
         measurement = Measurement(
             model,
             loss_fn,
@@ -210,7 +217,7 @@ def _count_finite(store: Store, checkpoint: int) -> int:
 
 def _compute_digests(source: Source) -> Iterator[str]:
     for i in range(source.size or 0):
-        yield compute_digest(source.read_examples([i])[i])
+        yield source.compute_digest_of(i)
 
 
 class _Chosen(Dataset[Any]):
@@ -235,9 +242,10 @@ def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
 def _choose_columns(base: Store, part: Store, checkpoints: int) -> list[str]:
     """The columns that both scans have, which are all of the new one."""
     stored, own = base.list_columns(checkpoints - 1, 0), part.list_columns(checkpoints - 1, 0)
-    if missing := set(own) - set(stored) - {"name"}:
+    left_out = {"id", "name", SKIPPED}
+    if missing := set(own) - set(stored) - left_out:
         raise ScanError(f"The earlier scan has no column {sorted(missing)[0]!r}: scan all data anew.")
-    return [name for name in own if name not in ("id", "name")]
+    return [name for name in own if name not in left_out]
 
 
 def _check_numbers(base: Store, part: Store, places: Sequence[int]) -> None:

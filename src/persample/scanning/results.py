@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from persample.batches import BatchDim
 from persample.losses import LossFunction
 from persample.recording import Options, Selection
-from persample.scanning import influence, queries, rankings
+from persample.scanning import influence, queries
 from persample.scanning.checkpoints import State, check_weights, load_last
 from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
-from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
 from persample.scanning.exact import USUAL_DAMPING, check_exact_method, score
-from persample.scanning.examples import Examples
 from persample.scanning.export_rows import write_rows
 from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
 from persample.scanning.notebook import format_html_table
 from persample.scanning.preconditioners import Name as ExactMethod
 from persample.scanning.probe import Adam, Probe
 from persample.scanning.queries import Ranking
+from persample.scanning.scanned_examples import ScannedExamples
 from persample.scanning.source import Source
-from persample.scanning.store import Array, Store
 from persample.scanning.stored_gradients import StoredGradients
-from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column, read_table
+from persample.scanning.table import DESCRIPTIONS
 
 if TYPE_CHECKING:
-    import pyarrow
+    pass
 
 
 _SHOWN_IN_NOTEBOOKS = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
 
 
-class Scan:
+class Scan(ScannedExamples):
     """A finished scan in a directory.
 
     `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
@@ -62,38 +58,11 @@ class Scan:
         data: Any = None,
         kept_by: Any = None,
     ) -> None:
-        self.store = Store(directory)
-        self.settings = self.store.read_settings()
-        shards = self.store.count_shards(len(self.settings["checkpoints"]) - 1)
-        if not self.store.is_complete:
-            raise ScanError(
-                f"The scan in {directory} is not finished ({shards} shards of its last checkpoint are complete). Run "
-                "it again to continue."
-            )
-        if shards != self.summary["shards"]:
-            raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
+        super().__init__(directory)
         self._model, self._loss_fn, self._checkpoints, self._batch_dim = model, loss_fn, checkpoints, batch_dim
         self._data = data
         self._stored_models: list[StoredModel] = []
         self._kept_by = kept_by  # an object that removes the directory when it is collected
-
-    @property
-    def directory(self) -> Path:
-        """The directory of the scan."""
-        return self.store.directory
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """The dataset as a whole: quantiles of each column, the noise scale, and a suggested batch size."""
-        return self.store.read_json("summary.json")
-
-    @property
-    def columns(self) -> list[str]:
-        """The names of the columns."""
-        return get_column_names(self.store)
-
-    def __len__(self) -> int:
-        return self.summary["examples"]
 
     def __repr__(self) -> str:
         columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
@@ -116,99 +85,6 @@ class Scan:
             for i, example, score in zip(found.ids.tolist(), known, found.scores.tolist(), strict=True)
         ]
         return format_html_table(["id", *names, self.default_ranking], rows, caption)
-
-    def table(self) -> pyarrow.Table:
-        """All columns, with one row per example."""
-        return read_table(self.store)
-
-    def column(self, name: str) -> Array:
-        """One column, with one entry per example."""
-        if name not in self.columns:
-            raise ScanError(f"The scan has no column '{name}'. It has {', '.join(self.columns)}.")
-        return read_column(self.store, name)
-
-    def describe(self, ids: Iterable[int]) -> list[dict[str, Any]]:
-        """What the scan knows about some examples: name, label, what the model predicts and suggests."""
-        examples, ids = Examples(self.store), [int(i) for i in ids]
-        for i in ids:
-            self._check_id(i)
-        return [examples.describe(i) for i in ids]
-
-    # ---- rankings ----
-
-    @property
-    def rankings(self) -> list[str]:
-        """What `ranked` can rank by: the measured columns, and scores that are computed from them."""
-        return rankings.list_rankings(self.store, self._measured)
-
-    def ranked(self, by: str | None = None, k: int | None = None) -> Ranking:
-        """The `k` examples that come first by a column or another of `rankings`, most suspicious first.
-
-        That is the largest value, for "alignment" and "estimated_alignment" the smallest. The default is the mean loss
-        over the checkpoints, or the loss if there is one checkpoint: `benchmarks/results/rankings.json` compares the
-        rankings.
-        """
-        by = by or self.default_ranking
-        if by is None:
-            raise ScanError("The scan has no column to rank by.")
-        scores = torch.from_numpy(self.scores_by(by)).nan_to_num(nan=torch.inf)
-        order = scores.argsort(descending=True, stable=True)[:k]
-        return Ranking(order, -scores[order] if by in rankings.SMALLEST_FIRST else scores[order])
-
-    def scores_by(self, by: str) -> Array:
-        """One score per example, large for the examples that `ranked` puts first."""
-        return rankings.compute_scores(self.store, by, self._measured)
-
-    @property
-    def default_ranking(self) -> str | None:
-        """What `ranked` ranks by unless told; None if nothing was measured."""
-        return rankings.choose_ranking(self._measured)
-
-    def suspects(self, by: str | None = None) -> Ranking:
-        """The examples of a ranking before its cut: as many as labels are estimated to be wrong.
-
-        If the model is no classifier, the cut is behind the examples whose score lies far above all others: three
-        interquartile ranges above the third quartile. Clean data may have no suspects.
-        """
-        return self.ranked(by, self.count_suspects(by))
-
-    def count_suspects(self, by: str | None = None) -> int:
-        """The number of `suspects`."""
-        estimate = self.estimate_wrong_labels()
-        by = by or self.default_ranking
-        if estimate is not None or by is None:
-            return estimate.count if estimate else 0
-        return count_far_out(self.scores_by(by))
-
-    def estimate_wrong_labels(self) -> WrongLabels | None:
-        """How many labels are wrong, with an interval; None if the model is no classifier.
-
-        It is too low if the model has memorised its labels and no earlier checkpoint was scanned, and too high if the
-        classes overlap or the model is not trained yet; `warning` says so as far as the scan can tell.
-        """
-        return read_estimate(self.summary)
-
-    def compare_rankings(self, k: int | None = None) -> dict[str, float]:
-        """For each of `rankings`, the share of its first `k` examples that are among the first `k` by default.
-
-        `k` is the number of suspects, or at least a hundredth of the examples. A small share means that the rankings
-        disagree: look at both.
-        """
-        if self.default_ranking is None:
-            return {}
-        k = max(1, self.count_suspects(), len(self) // 100) if k is None else k
-        own = set(self.ranked(k=k).ids.tolist())
-        names = [name for name in self.rankings if not name.startswith("norm/") and name != self.default_ranking]
-        return {name: len(own & set(self.ranked(name, k).ids.tolist())) / len(own) for name in names}
-
-    @property
-    def _measured(self) -> list[str]:
-        return [name for name in self.columns if name not in DESCRIPTIONS]
-
-    @property
-    def table_path(self) -> Path:
-        """The file of the table."""
-        return self.directory / f"table.{self.settings['table']}"
 
     def report(self, path: str | Path | None = None, *, data: Any = None, **options: Any) -> Path:
         """Write an HTML report, by default `report.html` in the directory of the scan, and return its path.
@@ -424,6 +300,8 @@ class Scan:
             raise ScanError("adam cannot be combined with exact=True.")
         if self._model is None or self._loss_fn is None or self._data is None:
             raise ScanError("exact=True needs the data: open the scan as Scan(path, model, loss_fn, data=data).")
+        if self.skipped:
+            raise ScanError("exact=True is not available: the scan has skipped examples of its data.")
         source = self._data if isinstance(self._data, Source) else Source(self._data)
         if source.compute_digest() != self.settings["data"]:
             raise ScanError("The data differs from the scanned data.")
@@ -452,7 +330,3 @@ class Scan:
             )
         if method == "trak":
             influence.check_trak_loss(self.settings["loss"])
-
-    def _check_id(self, i: int) -> None:
-        if not 0 <= i < len(self):
-            raise ScanError(f"There is no example {i}. The scan has examples 0 to {len(self) - 1}.")

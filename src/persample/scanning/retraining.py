@@ -16,7 +16,8 @@ from persample._internal.text import describe_value
 from persample.losses import LossFunction, compute_sample_losses
 from persample.scanning.checkpoints import State
 from persample.scanning.errors import ScanError
-from persample.scanning.source import LABEL_KEYS, Source
+from persample.scanning.screening import LABEL_KEYS
+from persample.scanning.source import Source
 
 Train = Callable[[Any, int], Any]
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from persample._internal.dtypes import widen
 from persample.batches import BatchDim
@@ -22,13 +22,14 @@ from persample.recording import Coupled, Selection, Verify
 from persample.scanning.alignment import average_rows, write_alignment
 from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
-from persample.scanning.diagnosis import explain_failure
+from persample.scanning.diagnosis import explain_failure, make_screen
 from persample.scanning.errors import ScanError
 from persample.scanning.gradient_sum import GradientSum, get_mean_file
 from persample.scanning.labels import check_classes
 from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
 from persample.scanning.names import Ids
 from persample.scanning.options import ScanOptions
+from persample.scanning.packing import pack_shard
 from persample.scanning.progress import Mode, choose_mode, say, show_progress
 from persample.scanning.results import Scan
 from persample.scanning.source import Collate, ShardBatch, Source
@@ -66,6 +67,7 @@ def scan(
     table: TableKind = "parquet",
     verify: Verify = "first",
     coupled: Coupled = None,
+    skip_bad: bool = False,
     resume: bool = True,
     device: torch.device | str | None = None,
     progress: bool | None = None,
@@ -127,6 +129,10 @@ def scan(
     The model is in evaluation mode during the scan, on `device` if given, and is restored afterwards. An example with a
     loss or gradient that is not finite raises an error, or is kept in the table with `nonfinite="keep"`.
 
+    An example that cannot be read, that has another shape than the others, NaN in its inputs or a label that is no
+    class raises `BadExamples`, which names all of them. With `skip_bad=True` these examples are not measured: they keep
+    their ids, `Scan.skipped` says what is wrong with them, and `nonfinite` is "keep".
+
     Results are stored in shards of `shard_size` examples. A scan that was stopped continues with the first missing
     shard and gives the same result; `resume=False` starts over. The processes of torch.distributed share the work.
     `table` is the format of the table, `classes` are the names of the classes (default: `data.classes`), and `progress`
@@ -146,28 +152,31 @@ def scan(
         parameters=parameters,
         batch_dim=batch_dim,
         loss_reduction=loss_reduction,
-        nonfinite=nonfinite,
+        nonfinite="keep" if skip_bad else nonfinite,
         classes=classes,
         shard_size=shard_size,
         table=table,
         coupled=coupled,
     )
-    source = Source(data, batch_size, collate, ids)
+    source = Source(data, batch_size, collate, ids, skip_bad)
     if source.size == 0:
         raise ScanError("The data has no examples.")
     check_classes(source.classes if classes is None else classes, model)
-    measurement = options.make_measurement(model, loss_fn, source, verify)
-    states = Checkpoints(model, checkpoints, learning_rates)
     temporary = tempfile.TemporaryDirectory(prefix="persample-") if out is None else None
     store = Store(temporary.name if temporary else str(out))
     before = store.read_settings() if store.exists and resume else {}
-    if source.has_default_batch_size:
-        stored = before.get("batch_size")
-        if isinstance(stored, int) and stored > 0:
-            source.batch_size = stored
-        else:
-            source.batch_size = choose_batch_size(measurement, source, shard_size)
-    settings = options.make_settings(source, measurement, states, before.get("products", choose_library().library))
+    measurement = options.make_measurement(model, loss_fn, source, verify)
+    states = Checkpoints(model, checkpoints, learning_rates)
+    with explain_failure(source, measurement):
+        if skip_bad:
+            source.screen = make_screen(source, measurement)
+        if source.has_default_batch_size:
+            stored = before.get("batch_size")
+            if isinstance(stored, int) and stored > 0:
+                source.batch_size = stored
+            else:
+                source.batch_size = choose_batch_size(measurement, source, shard_size)
+        settings = options.make_settings(source, measurement, states, before.get("products", choose_library().library))
     run = _Run(store, source, measurement, settings, progress)
     with prepare_model(measurement, None if device is None else torch.device(device)):
         if run.start(resume):
@@ -193,6 +202,7 @@ class _Run:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
         self._workers = ScanWorkers()
         self._is_first_pass = True
+        self._like: Columns = {}  # the columns of a batch, without entries
         self._mode: Mode = choose_mode(progress) if self._workers.is_first else "none"
 
     def start(self, resume: bool) -> bool:
@@ -244,16 +254,21 @@ class _Run:
         """Measure the missing shards of this process, and those that are missing in the sum of gradients."""
         done = sys.maxsize if total is None else total.shards
         batches = self._iterate_batches(title, lambda s: s >= done or not self._store.has_shard(checkpoint, s))
+        skips_bad = self._source.skips_bad
         for shard, part in groupby(batches, key=lambda batch: batch.shard):
-            columns = []
+            columns = [self._like] if skips_bad else []
+            skipped: dict[int, str] = {}
             for batch in part:
+                skipped |= batch.skipped
+                if not batch.ids:
+                    continue
                 if total is None:
                     found = self._measurement.measure_batch(batch.ids, batch.batch, direction)
                 else:
                     found, gradient, count = self._measurement.measure_and_sum(batch.ids, batch.batch)
                     total.add(gradient, count)
                 columns.append(found)
-            packed, rows = _pack_shard(columns, self._settings["dtype"])
+            packed, rows = pack_shard(columns, self._settings["dtype"], skipped if skips_bad else None)
             if self._source.names.exist:
                 packed["name"] = self._source.names.encode(range(packed["id"][0], packed["id"][-1] + 1))
             self._store.write_shard(checkpoint, shard, packed, rows)
@@ -283,11 +298,17 @@ class _Run:
         or the model may not show in any digest.
         """
         self._is_first_pass = False
-        for batch in self._source.iterate_batches(self._settings["shard_size"], lambda shard: shard == 0):
+        can_be_later = self._source.skips_bad
+        for batch in self._source.iterate_batches(self._settings["shard_size"], lambda s: s == 0 or can_be_later):
+            if not batch.ids:
+                continue
             columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
+            self._like = {name: column[:0] for name, column in columns.items()}
+            if self._measurement.needs_direction:
+                self._like["alignment"] = self._like["norm"]
             if not self._store.has_shard(0, 0):
                 self._measurement.check_losses_alone(batch.ids, batch.batch, columns["loss"])
-            if self._store.has_shard(checkpoint, 0):
+            if batch.shard == 0 and self._store.has_shard(checkpoint, 0):
                 stored, rows = self._store.read_columns(checkpoint, 0), list(batch.ids)
                 pairs = [(columns[name].numpy(), stored[name][rows]) for name in ("loss", "norm")]
                 if not all(_is_close(now, before) for now, before in pairs):
@@ -297,6 +318,8 @@ class _Run:
                         "resume=False."
                     )
             return
+        if can_be_later:
+            raise ScanError("Not one of the examples can be scanned. Run it without skip_bad to see what is wrong.")
 
     # ---- mean gradient ----
 
@@ -309,7 +332,8 @@ class _Run:
             batches = self._iterate_batches(title, lambda shard: shard >= total.shards)
             for shard, part in groupby(batches, key=lambda batch: batch.shard):
                 for batch in part:
-                    total.add(*self._measurement.sum_gradients(batch.ids, batch.batch))
+                    if batch.ids:
+                        total.add(*self._measurement.sum_gradients(batch.ids, batch.batch))
                 total.end_shard(shard)
             mean = self._write_mean(checkpoint, total)
         parameters = self._measurement.parameters
@@ -350,36 +374,10 @@ class _Run:
         with show_progress(title, total, done, mode) as update:
             for batch in self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s)):
                 yield batch
-                update(len(batch.ids))
+                update(len(batch.ids) + len(batch.skipped))
 
 
 def _is_close(now: Array, before: Array) -> bool:
     """Whether numbers are equal up to rounding, which depends on the machine and the number of threads."""
     largest = np.abs(before[np.isfinite(before)]).max(initial=0.0)
     return np.allclose(now, before, rtol=1e-3, atol=1e-3 * largest, equal_nan=True)
-
-
-def _pack_shard(batches: Sequence[Columns], dtype: str) -> tuple[dict[str, Array], Array | None]:
-    """The columns of a shard, and its projected gradients.
-
-    Projected gradients are scaled to length 1, so that float16 neither overflows nor underflows. Their lengths become a
-    column; it is 0 for gradients that are not finite, which then influence nothing.
-    """
-    columns = {name: torch.cat([part[name] for part in batches]) for name in batches[0]}
-    order = columns["id"].argsort()  # batches may have been sorted by length
-    columns = {name: column[order] for name, column in columns.items()}
-    rows: Array | None = None
-    if (projected := columns.pop("projection", None)) is not None:
-        lengths = torch.linalg.vector_norm(projected, dim=1, dtype=torch.float64).nan_to_num(nan=0.0, posinf=0.0)
-        rows = _scale_to_unit_length(projected, lengths).to(getattr(torch, dtype)).numpy()
-        columns["length"] = lengths
-    return {name: column.numpy() for name, column in columns.items()}, rows
-
-
-def _scale_to_unit_length(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Divide each row by its length. A row with the length 0 becomes zeros, also if it is not finite."""
-    limits = torch.finfo(rows.dtype)
-    if bool(((lengths > limits.max) | ((lengths > 0) & (lengths < limits.tiny / limits.eps))).any()):
-        rows = rows.double()
-    scaled = rows / lengths[:, None].to(rows.dtype)
-    return scaled if bool((lengths > 0).all()) else torch.where(lengths[:, None] > 0, scaled, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, groupby, islice
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from persample._internal.text import describe_value
 from persample.scanning.digest import compute_digest
 from persample.scanning.errors import ScanError
 from persample.scanning.names import Ids, Names, find_classes
+from persample.scanning.screening import LABEL_KEYS, Screen, Sieve, Sifted, Unreadable, say_why_unreadable
 
 Collate = Callable[[list[Any]], Any]
 
@@ -27,16 +28,19 @@ Collate = Callable[[list[Any]], Any]
 _LOADER_OPTIONS = ("num_workers", "worker_init_fn", "pin_memory", "timeout", "multiprocessing_context")
 _EXAMPLES_IN_DIGEST = 32
 DEFAULT_BATCH_SIZE = 64
-LABEL_KEYS = ("label", "labels", "target", "targets", "y")
 
 
 @dataclass(frozen=True)
 class ShardBatch:
-    """A collated batch with the ids of its examples and the shard that they belong to."""
+    """A collated batch with the ids of its examples and the shard that they belong to.
+
+    `skipped` says why examples between them are left out. The batch is None if it has no other examples.
+    """
 
     shard: int
     ids: Sequence[int]
     batch: Any
+    skipped: Mapping[int, str] = field(default_factory=dict)
 
 
 class Source:
@@ -44,11 +48,20 @@ class Source:
 
     `data` is a Dataset or another sequence of examples; a tensor, or a tuple or dict of tensors, with the examples in
     dimension 0; a DataLoader; or an iterable that can be iterated several times.
+
+    With `skip_bad`, an example that cannot be read is `Unreadable`, and batches have no examples that do not pass the
+    `screen`, which is to be set before batches are read.
     """
 
     def __init__(
-        self, data: Any, batch_size: int | None = None, collate: Collate | None = None, ids: Ids | None = None
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        collate: Collate | None = None,
+        ids: Ids | None = None,
+        skip_bad: bool = False,
     ) -> None:
+        self.skips_bad, self.screen = skip_bad, Screen() if skip_bad else None
         self._loader_options: dict[str, Any] = {}
         if isinstance(data, DataLoader):
             _check_loader(data)
@@ -104,15 +117,15 @@ class Source:
             return
         by_length = self.is_sorted_by_length
         loader: DataLoader[Any] = DataLoader(
-            _SeededDataset(self._data),
+            _SeededDataset(self._data, self.skips_bad),
             batch_sampler=cast(Any, [ids for _, ids in ranges]),  # typed as lists, but ranges work
-            collate_fn=list if by_length else self.collate,
+            collate_fn=list if by_length else self._sieve if self.skips_bad else self.collate,
             **self._loader_options,
         )
         batches = zip(ranges, loader, strict=True)
         if not by_length:
             for (shard, ids), batch in batches:
-                yield ShardBatch(shard, ids, batch)
+                yield _make_batch(shard, ids, batch) if self.skips_bad else ShardBatch(shard, ids, batch)
             return
         for shard, parts in groupby(batches, key=lambda item: item[0][0]):
             numbered = [pair for (_, ids), examples in parts for pair in zip(ids, examples, strict=True)]
@@ -132,7 +145,7 @@ class Source:
                 at += len(numbered)
                 yield from self._sort_and_collate(shard, numbered)
             while at < stop and (part := list(islice(examples, min(self.batch_size, stop - at)))):
-                yield ShardBatch(shard, range(at, at + len(part)), self.collate(part))
+                yield _make_batch(shard, range(at, at + len(part)), self._sieve(part))
                 at += len(part)
             if at < stop:
                 return
@@ -142,7 +155,11 @@ class Source:
         ordered = sorted(numbered, key=lambda pair: -(find_length(pair[1]) or 0))
         for start in range(0, len(ordered), self.batch_size):
             ids, examples = zip(*ordered[start : start + self.batch_size], strict=True)
-            yield ShardBatch(shard, ids, self.collate(list(examples)))
+            yield _make_batch(shard, ids, self._sieve(examples))
+
+    @property
+    def _sieve(self) -> Sieve:
+        return Sieve(self.collate, self.screen)
 
     @property
     def is_sorted_by_length(self) -> bool:
@@ -152,8 +169,7 @@ class Source:
         """
         if self.collate is default_collate:  # it pads nothing
             return False
-        first = list(self.read_examples([0]).values())
-        return any(find_length(example) is not None and _is_sequence(example) for example in first)
+        return any(find_length(example) is not None and _is_sequence(example) for example in self.read_first())
 
     @property
     def has_equal_shapes(self) -> bool:
@@ -164,30 +180,53 @@ class Source:
     def _can_slice(self) -> bool:
         """Whether a batch is a slice of tensors, which saves the time to read and collate single examples."""
         # A subclass may return other examples than its tensors contain.
-        return type(self._data) in (Tensor, TensorDataset, _TensorDict) and self.collate is default_collate
+        is_plain = type(self._data) in (Tensor, TensorDataset, _TensorDict) and self.collate is default_collate
+        return is_plain and not self.skips_bad
 
     def read_examples(self, ids: Iterable[int]) -> dict[int, Any]:
-        """Single examples by id, as the dataset returns them."""
+        """Single examples by id, as the dataset returns them, or `Unreadable` if bad examples are skipped."""
         wanted = set(ids)
         with preserve_rng():
             if _is_indexable(self._data):
-                seeded = _SeededDataset(self._data)
+                seeded = _SeededDataset(self._data, self.skips_bad)
                 return {i: seeded[i] for i in sorted(wanted)}
             seed_all(0)
             last = max(wanted, default=-1)
             return {i: example for i, example in enumerate(islice(self._data, last + 1)) if i in wanted}
 
+    def read_first(self) -> list[Any]:
+        """The first example that can be read, and that passes the screen, in a list; an empty list if there is none."""
+        screen, failed = self.screen or Screen(), None
+        for i in range(len(self._data) if _is_indexable(self._data) else 1):
+            try:
+                found = list(self.read_examples([i]).values())
+            except Exception as error:
+                failed = failed or error
+                continue
+            if self.screen is None or not found or screen.find_fault(found[0]) is None:
+                return found
+        if failed is not None:
+            raise failed
+        return []
+
+    def read_sample(self) -> dict[int, Any]:
+        """At most 32 or so examples from first to last by id; of a stream, the first one."""
+        step = 1 if self.size is None else max(1, self.size // _EXAMPLES_IN_DIGEST)
+        return self.read_examples([0] if self.size is None else range(0, self.size, step))
+
     def compute_digest(self) -> str:
         """Digest of the data: of everything for tensors, of some examples from first to last for other datasets."""
         if isinstance(self._data, (Tensor, TensorDataset, _TensorDict)):
             return compute_digest(getattr(self._data, "tensors", self._data))
-        if self.size is None:
-            return compute_digest(self.read_examples([0]))
-        return compute_digest(self.read_examples(range(0, self.size, max(1, self.size // _EXAMPLES_IN_DIGEST))))
+        return compute_digest({i: _hide_reason(example) for i, example in self.read_sample().items()})
+
+    def compute_digest_of(self, i: int) -> str:
+        """Digest of one example."""
+        return compute_digest(_hide_reason(self.read_examples([i])[i]))
 
     def has_labels(self) -> bool:
         """Whether the first example has a class label."""
-        first = list(self.read_examples([0]).values())
+        first = self.read_first()
         return bool(first) and find_labels(self.collate(first), 1) is not None
 
 
@@ -264,15 +303,34 @@ def format_as_torch(data: Any) -> Any:
     return data if kind is not None else data.with_format("torch")
 
 
-class _SeededDataset(Dataset[Any]):
-    """A dataset that seeds each example by its index, so that random augmentation is the same in every run."""
+def _hide_reason(example: Any) -> Any:
+    """An example without the reason why it cannot be read, which may contain a path."""
+    return None if isinstance(example, Unreadable) else example
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+
+def _make_batch(shard: int, ids: Sequence[int], sifted: Sifted) -> ShardBatch:
+    """The batch of the good ones among the examples `ids`."""
+    kept = ids if len(sifted.kept) == len(ids) else [ids[k] for k in sifted.kept]
+    return ShardBatch(shard, kept, sifted.batch, {ids[k]: reason for k, reason in sifted.faults.items()})
+
+
+class _SeededDataset(Dataset[Any]):
+    """A dataset that seeds each example by its index, so that random augmentation is the same in every run.
+
+    An example that cannot be read raises an error, or is `Unreadable`.
+    """
+
+    def __init__(self, data: Any, keeps_unreadable: bool) -> None:
+        self._data, self._keeps_unreadable = data, keeps_unreadable
 
     def __getitem__(self, i: int) -> Any:
         seed_all(i)
-        return self._data[i]
+        try:
+            return self._data[i]
+        except Exception as error:
+            if not self._keeps_unreadable:
+                raise
+            return Unreadable(say_why_unreadable(error))
 
 
 class _TensorDict(Dataset[dict[str, Any]]):

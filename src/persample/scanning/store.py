@@ -89,13 +89,21 @@ class Store:
         return (self.directory / "summary.json").is_file()
 
     def start(self, settings: Mapping[str, Any], resume: bool) -> None:
-        """Start a scan, or check that the scan that is here has the same settings. Remove unfinished files."""
-        if not self.exists or not resume:
+        """Start a scan, or check that the scan that is here has the same settings. Remove unfinished files.
+
+        A scan that has measured nothing yet starts over. One that raised at bad examples may go on and skip them.
+        """
+        if not self.exists or not resume or not self._has_results:
             self._clear()
             self.write_json("scan.json", {"format": FORMAT, **settings})
-        else:
-            self._check_settings(settings)
+        elif self._check_settings(settings):
+            self.write_json("scan.json", {"format": FORMAT, **settings})
         remove_unfinished(self.directory)
+
+    @property
+    def _has_results(self) -> bool:
+        """Whether anything was measured."""
+        return any(path.is_file() for pattern in _RESULTS for path in self.directory.glob(pattern))
 
     def read_settings(self) -> dict[str, Any]:
         """The settings that the scan was started with."""
@@ -115,16 +123,22 @@ class Store:
             self._kept[path] = settings
         return settings
 
-    def _check_settings(self, settings: Mapping[str, Any]) -> None:
+    def _check_settings(self, settings: Mapping[str, Any]) -> bool:
+        """Raise if a setting that the results depend on has changed. Return whether bad examples do not raise now."""
         before = self.read_settings()
         now = json.loads(json.dumps(settings))
+        is_looser = False
         for key, value in now.items():
-            if before.get(key) != value and key != "about":
+            old = before.get(key, False if key == "skip_bad" else None)  # which older scans do not have
+            if old != value and (old, value) == _LOOSER.get(key):
+                is_looser = not self.is_complete
+            elif old != value and key != "about":
                 raise ScanError(
                     f"{_SETTINGS.get(key, f'The option {key!r}')} changed since the scan in {self.directory} was "
-                    f"started: {_shorten(before.get(key))} -> {_shorten(value)}. Choose another `out`, or start over "
+                    f"started: {_shorten(old)} -> {_shorten(value)}. Choose another `out`, or start over "
                     "with resume=False."
                 )
+        return is_looser
 
     def _clear(self) -> None:
         """Remove the files of an earlier scan, and no other files."""
@@ -284,6 +298,11 @@ _FILES = (
     "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz",
     "alignment.npz", "steps.npz", "scan.json",
 )  # fmt: skip
+
+_RESULTS = ("summary.json", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz")
+
+# Changes of settings that leave what was measured so far as it is.
+_LOOSER = {"skip_bad": (False, True), "nonfinite": ("raise", "keep")}
 
 _SETTINGS = {
     "batch_size": "The batch size",

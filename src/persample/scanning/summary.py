@@ -13,7 +13,14 @@ from persample.scanning.estimates import estimate_wrong_labels
 from persample.scanning.gradient_sum import get_mean_file
 from persample.scanning.store import Array, Store
 from persample.scanning.suggestions import compute_confidence
-from persample.scanning.table import DESCRIPTIONS, check_shards, get_column_names, read_column, read_opinion
+from persample.scanning.table import (
+    DESCRIPTIONS,
+    check_shards,
+    get_column_names,
+    read_column,
+    read_opinion,
+    read_skipped,
+)
 
 MAX_CLASSES = 1000  # with more labels, they are not taken for classes
 
@@ -29,10 +36,11 @@ def summarise(store: Store, projected_mean: Tensor | None = None) -> dict[str, A
     summary: dict[str, Any] = {"examples": check_shards(store), "shards": store.count_shards(last), "columns": {}}
     norms = read_column(store, "norm")
     is_in_mean = np.isfinite(norms) & np.isfinite(read_column(store, "loss"))  # both are of the last checkpoint
+    skipped = read_skipped(store)
     is_finite = is_in_mean.copy()
     for name in get_column_names(store):
         if name == "label":
-            labels, counts = np.unique(read_column(store, name), return_counts=True)
+            labels, counts = np.unique(np.delete(read_column(store, name), list(skipped)), return_counts=True)
             if len(labels) <= MAX_CLASSES:
                 summary["labels"] = {str(label): int(count) for label, count in zip(labels, counts, strict=True)}
         elif name not in DESCRIPTIONS:
@@ -46,7 +54,10 @@ def summarise(store: Store, projected_mean: Tensor | None = None) -> dict[str, A
         }
         summary["fits"] = fits
         summary["wrong_labels"] = asdict(estimate_wrong_labels(labels, opinion, fits))
+    is_finite[list(skipped)] = True
     summary["not_finite"] = np.flatnonzero(~is_finite)[:100].tolist()
+    if skipped:
+        summary["skipped"] = {str(i): reason for i, reason in skipped.items()}
     if "noise_scale" in settings["quantities"]:
         mean = store.read_arrays(get_mean_file(last))
         if mean is None and projected_mean is not None:

@@ -15,6 +15,7 @@ from pyarrow import csv, parquet
 
 from persample.scanning.alignment import read_alignment
 from persample.scanning.errors import ScanError
+from persample.scanning.packing import SKIPPED
 from persample.scanning.store import Array, Store, write_file
 from persample.scanning.suggestions import (
     Opinion,
@@ -84,6 +85,20 @@ def read_opinion(store: Store) -> tuple[Array, Opinion, list[float]] | None:
     fields = ("other", "other_probability", "given_probability")
     opinion = Opinion(*(np.concatenate([getattr(part, name) for part in parts]) for name in fields))
     return read_column(store, "label"), opinion, shards.fits
+
+
+def read_skipped(store: Store) -> dict[int, str]:
+    """What is wrong with the examples that were not measured, by id."""
+    if not store.read_settings().get("skip_bad"):
+        return {}
+    last = len(store.read_settings()["checkpoints"]) - 1
+    found: dict[int, str] = {}
+    for shard in range(store.count_shards(last)):
+        if SKIPPED in store.list_columns(last, shard):  # not if it was stored before the user chose to skip
+            part = store.read_columns(last, shard, ["id", SKIPPED])
+            reasons = np.char.decode(part[SKIPPED], "utf-8", "replace").tolist()
+            found |= {i: reason for i, reason in zip(part["id"].tolist(), reasons, strict=True) if reason}
+    return found
 
 
 def check_shards(store: Store) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from persample.scanning.report.charts import PALETTE
 from persample.scanning.report.images import convert_mode, to_array, to_pixels
-from persample.scanning.source import LABEL_KEYS
+from persample.scanning.screening import LABEL_KEYS
 from persample.scanning.store import Array
 
 _MASK_KEYS = ("mask", "masks", "segmentation", *LABEL_KEYS)

@@ -168,7 +168,7 @@ class Page:
     @cached_property
     def not_finite(self) -> int:
         """The number of examples with a value that is not finite."""
-        is_finite = [np.isfinite(column) for column in self.columns.values()]
+        is_finite = [np.isfinite(np.delete(column, list(self.scan.skipped))) for column in self.columns.values()]
         return int((~np.all(is_finite, axis=0)).sum()) if is_finite else 0
 
     @cached_property

@@ -13,7 +13,7 @@ from PIL import Image
 
 from persample.scanning.report.images import convert_mode, to_array, to_pixels
 from persample.scanning.report.masks import MaskedImage, find_masked_image
-from persample.scanning.source import LABEL_KEYS
+from persample.scanning.screening import LABEL_KEYS
 from persample.scanning.store import Array
 
 MAX_SIDE = 96  # pixels of a thumbnail

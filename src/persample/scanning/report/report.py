@@ -53,7 +53,7 @@ def write_report(
     """
     if k is not None and k < 0:
         raise ScanError(f"k must be a number of suspects, got {k}.")
-    source = None if data is None else Source(data)
+    source = None if data is None else Source(data, skip_bad=bool(scan.skipped))
     if source is not None and source.size not in (None, len(scan)):
         raise ScanError(f"The scan has {len(scan)} examples, but `data` has {source.size}.")
     path = scan.directory / "report.html" if path is None else Path(path)
