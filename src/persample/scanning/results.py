@@ -41,6 +41,7 @@ class Scan(ScannedExamples):
     `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
     and the checkpoints that were scanned, and with `exact=True` the data.
 
+    >>> import torch
     >>> from persample import scan
     >>> found = scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (torch.randn(20, 3), torch.randint(2, (20,))), project=8)
     >>> Scan(found.directory).column("loss").shape
@@ -127,7 +128,7 @@ class Scan(ScannedExamples):
 
         With "tracin" this is the column `self_influence` of the table, up to the error of the projection.
 
-        >>> import persample
+        >>> import persample, torch
         >>> data = torch.randn(80, 3), torch.randint(2, (80,))
         >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16)
         >>> len(found.self_influence("whitened", k=5))
@@ -152,7 +153,7 @@ class Scan(ScannedExamples):
     ) -> Influence:
         """The `k` training examples with the most influence on each sample of a test batch, for and against it.
 
-        >>> import persample
+        >>> import persample, torch
         >>> x, y = torch.randn(80, 3), torch.randint(2, (80,))
         >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), (x, y), project=16)
         >>> found.influence((x[:2], y[:2]), k=3).for_ids.shape
@@ -221,7 +222,7 @@ class Scan(ScannedExamples):
         `numpy.load(..., mmap_mode="r")` maps; `ids.npy`, the ids of the examples; and `lengths.npy`, the original
         lengths. The inner product of two rows is the cosine that `neighbours` ranks.
 
-        >>> import persample, numpy, tempfile
+        >>> import persample, torch, numpy, tempfile
         >>> data = torch.randn(80, 3), torch.randint(2, (80,))
         >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16)
         >>> directory = tempfile.TemporaryDirectory()
