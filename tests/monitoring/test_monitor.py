@@ -142,7 +142,8 @@ def test_dead_and_exploding_layers_are_named() -> None:
             model.scale = scale
             model(x).square().mean().backward()
     warnings = [found.warnings for found in watching.history]
-    assert not any(warnings[:5]) and warnings[5] == ["other: no sample has a gradient here"]
+    assert not any(warnings[:5]) and warnings[5][0] == "other.bias, other.weight: no sample has had a gradient here"
+    assert warnings[6:8] == [[], []]  # each cause once
     assert any("other: the largest norm is" in text for text in warnings[-1])
 
 

@@ -62,33 +62,9 @@ def advise(
     delta: float | None,
 ) -> Advice:
     """See `Monitor.advise`."""
-    reasons = []
-    size = None
-    if noise_scale is None or noise_scale.value is None or math.isinf(noise_scale.high):
-        low = 0.0 if noise_scale is None else noise_scale.low
-        known = f"It is above {low:.3g}: use batches at least as large." if low > 0 else "Measure more steps."
-        reasons.append(
-            f"The mean gradient cannot be told from noise yet, so the noise scale has no upper bound. {known}"
-        )
-    else:
-        size = 2 ** max(0, round(math.log2(max(1.0, noise_scale.value))))
-        reasons.append(
-            f"The noise scale is {noise_scale}. Below this batch size, twice the batch needs almost half the steps; "
-            "above it, larger batches save few steps (McCandlish et al., 2018). It grows during training."
-        )
-    last = [found.norms for found in history[-_LAST:] if math.isfinite(found.norms["median"])]
-    bounds = (
-        {name: statistics.median(norms[name] for norms in last) for name in ("25%", "median", "75%", "90%")}
-        if last
-        else {}
-    )
-    if bounds:
-        reasons.append(
-            f"Half of the gradient norms of the last {format_count(len(last), 'measured step')} are below "
-            f"{bounds['median']:.3g}, 90 % below {bounds['90%']:.3g}. A bound at the median clips half of the samples. "
-            "Noise grows with the bound, bias shrinks with it; values between the 25 % quantile and the median are "
-            "common in private training."
-        )
+    size, about_size = _choose_size(noise_scale)
+    bounds, about_bounds = _find_bounds(history)
+    reasons = [about_size, *about_bounds]
     if history and history[-1].coupled:
         reasons.append(
             "The figures are of contributions to the batch's gradient: the samples influence each other. Private "
@@ -104,6 +80,32 @@ def advise(
             f"{examples:,} examples, at delta {delta or 1 / examples:.2g}. It does not depend on the bound."
         )
     return Advice(size, bounds.get("median"), bounds, epsilons, reasons)
+
+
+def _choose_size(noise_scale: NoiseScale | None) -> tuple[int | None, str]:
+    """The batch size, and the reason."""
+    if noise_scale is None or noise_scale.value is None or math.isinf(noise_scale.high):
+        low = 0.0 if noise_scale is None else noise_scale.low
+        known = f"It is above {low:.3g}: use batches at least as large." if low > 0 else "Measure more steps."
+        return None, f"The mean gradient cannot be told from noise yet, so the noise scale has no upper bound. {known}"
+    return 2 ** max(0, round(math.log2(max(1.0, noise_scale.value)))), (
+        f"The noise scale is {noise_scale}. Below this batch size, twice the batch needs almost half the steps; "
+        "above it, larger batches save few steps (McCandlish et al., 2018). It grows during training."
+    )
+
+
+def _find_bounds(history: Sequence[Measurement]) -> tuple[dict[str, float], list[str]]:
+    """Quantiles of the norms of the last steps, and what they mean."""
+    last = [found.norms for found in history[-_LAST:] if math.isfinite(found.norms["median"])]
+    if not last:
+        return {}, []
+    bounds = {name: statistics.median(norms[name] for norms in last) for name in ("25%", "median", "75%", "90%")}
+    return bounds, [
+        f"Half of the gradient norms of the last {format_count(len(last), 'measured step')} are below "
+        f"{bounds['median']:.3g}, 90 % below {bounds['90%']:.3g}. A bound at the median clips half of the samples. "
+        "Noise grows with the bound, bias shrinks with it; values between the 25 % quantile and the median are "
+        "common in private training."
+    ]
 
 
 def compute_epsilon(examples: int, batch_size: int, epochs: float, noise_multiplier: float, delta: float) -> float:

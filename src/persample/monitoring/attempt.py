@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakMethod
 
 from torch import Tensor, nn
@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients
-from persample.monitoring.measurement import ExampleId, Measurement
+from persample.monitoring.measurement import ExampleId
 from persample.recording import Options, Watch, find_watch, get_trainable
 
 Ids = Sequence[ExampleId] | Tensor | None
 
-# Computes the measurement of a step from its gradients.
-Measure = Callable[[RecordedGradients, "Attempt"], Measurement | None]
+T = TypeVar("T")
+
+# Computes what is kept of a step from its gradients.
+Measure = Callable[[RecordedGradients, "Attempt[T]"], T | None]
 
 
 class State(Enum):
@@ -29,7 +31,7 @@ class State(Enum):
     REFUSED = "refused: the step cannot be measured"
 
 
-class Attempt:
+class Attempt(Generic[T]):
     """Measures a step by a recording of its own, or by one that something else (private training) makes anyway.
 
     The result counts when the next step begins: a second backward pass through the same graph would make it wrong.
@@ -42,11 +44,11 @@ class Attempt:
         options: those of the recording.
     """
 
-    def __init__(self, model: nn.Module, step: int, ids: Ids, measure: Measure, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: nn.Module, step: int, ids: Ids, measure: Measure[T], options: Mapping[str, Any]) -> None:
         self.step, self.ids = step, ids
         self.names = _list_names(model, options)  # of the parameters that are measured
         self.state = State.WAITING
-        self.found: Measurement | None = None
+        self.found: T | None = None
         self.refusal: PerSampleError | None = None
         self._measure = measure
         self._processes = find_processes(model)

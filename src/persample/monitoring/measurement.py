@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from persample._internal.host import copy_to_host, read_numbers
 from persample._internal.text import replace_nonfinite
 from persample.errors import PerSampleError
-from persample.gradients import RecordedGradients, StreamedNorms
+from persample.gradients import PerSampleGradients, RecordedGradients, StreamedNorms
 from persample.monitoring.noise_scale import NoiseScale, compute_parts
 
 # Of the norms of a step.
@@ -22,7 +22,7 @@ QUANTILES = {"least": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "90%": 0.9, 
 ExampleId = int | str
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measurement:
     """One step: gradients of single samples, and how they relate to the mean gradient.
 
@@ -40,6 +40,8 @@ class Measurement:
         clipped: by bound, the share of samples that it would clip.
         hardest: the samples with the largest norms, as (id, norm).
         warnings: what is unusual.
+        zero: how many samples have the gradient zero.
+        silent: the names of the parameters in which no sample has a gradient.
         coupled: "contributions" if the figures are of contributions to the batch's gradient, not of gradients of the
             samples' own losses.
     """
@@ -58,6 +60,8 @@ class Measurement:
     hardest: list[tuple[ExampleId, float]]
     warnings: list[str]
     coupled: str | None = None
+    zero: int = 0
+    silent: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The measurement for JSON. NaN and infinity become None, also an infinite end of an interval."""
@@ -95,26 +99,15 @@ def measure(
     Raises:
         PerSampleError: something else recorded the step, and not what is needed.
     """
-    if not isinstance(grads, RecordedGradients) or not {*names} <= {*grads.names}:
-        raise PerSampleError(
-            "The step was recorded by something else (persample.watch, or private training), with several losses or "
-            "without some of the monitored parameters. Pass the parameters that are recorded: monitor(parameters=...)."
-        )
-    by_parameter = grads.norms(per_parameter=True)
-    squares_on_host = copy_to_host(torch.stack([by_parameter[name].double().square() for name in names]))
-    by_name = dict(zip(names, squares_on_host.unbind(), strict=True))
+    by_name = _read_squares(grads, names)
     total = torch.stack(list(by_name.values())).sum(0)  # not of the groups: they may overlap, or leave parameters out
-    squares = {
-        group: sum((by_name[name] for name in names if name in by_name), torch.zeros_like(total))  # others are frozen
-        for group, names in groups.items()
-    }
     is_finite = total.isfinite()
     is_finite[grads.list_nonfinite()] = False  # private training has set them to zero
     count = int(is_finite.sum())
     norms = total.sqrt().masked_fill(~is_finite, torch.inf)
     finite = norms[is_finite]
     noise, signal, with_mean, between = None, None, None, None
-    if isinstance(grads, StreamedNorms) and len(names) == len(grads.names):  # else it has no sum of these rows
+    if isinstance(grads, (StreamedNorms, PerSampleGradients)) and len(names) == len(grads.names):  # else no such sum
         noise, signal, with_mean, between = _compare_with_mean(grads, total, count)
     order = norms.argsort(descending=True)[:hardest].tolist()
     return Measurement(
@@ -122,7 +115,7 @@ def measure(
         samples=len(norms),
         not_finite=len(norms) - count,
         norms={name: _compute_quantile(finite, at) for name, at in QUANTILES.items()},
-        layers={group: _describe_layer(part[is_finite], total[is_finite]) for group, part in squares.items()},
+        layers={name: _describe_layer(part, by_name, total, is_finite) for name, part in groups.items()},
         noise=noise,
         signal=signal,
         noise_scale=None,
@@ -132,15 +125,32 @@ def measure(
         hardest=[(n if ids is None else ids[n], float(norms[n])) for n in order],
         warnings=[],
         coupled=grads.coupled,
+        zero=int((total == 0).sum()),
+        silent=[name for name, part in by_name.items() if not part.any()],
     )
 
 
-def _compare_with_mean(grads: StreamedNorms, squares: Tensor, finite: int) -> tuple[float | None, ...]:
+def _read_squares(grads: RecordedGradients, names: Sequence[str]) -> dict[str, Tensor]:
+    """The squared norms of some parameters' parts of the rows, on the host."""
+    if not isinstance(grads, RecordedGradients) or not {*names} <= {*grads.names}:
+        raise PerSampleError(
+            "The step was recorded by something else (persample.watch, or private training), with several losses or "
+            "without some of the monitored parameters. Pass the parameters that are recorded: monitor(parameters=...)."
+        )
+    by_parameter = grads.norms(per_parameter=True)
+    squares = copy_to_host(torch.stack([by_parameter[name].double().square() for name in names]))
+    return dict(zip(names, squares.unbind(), strict=True))
+
+
+def _compare_with_mean(
+    grads: StreamedNorms | PerSampleGradients, squares: Tensor, finite: int
+) -> tuple[float | None, ...]:
     """tr(Σ), |G|², and the mean cosines with the mean gradient and between samples; None if they cannot be computed."""
     size = len(squares)
     if size < 2 or finite < size:  # the sum contains the rows that are not finite
         return None, None, None, None
-    of_mean = read_numbers(grads.norm_of_sum())[0] ** 2 / size**2
+    of_sum = grads.norm_of_sum() if isinstance(grads, StreamedNorms) else measure_direction(grads.sum(own=True))
+    of_mean = read_numbers(of_sum)[0] ** 2 / size**2
     mean_square, mean_norm = float(squares.mean()), float(squares.sqrt().mean())
     noise, signal = compute_parts(mean_square, of_mean, size)
     if mean_norm == 0:
@@ -151,9 +161,18 @@ def _compare_with_mean(grads: StreamedNorms, squares: Tensor, finite: int) -> tu
     return noise, signal, math.sqrt(of_mean) / mean_norm, between
 
 
-def _describe_layer(squares: Tensor, total: Tensor) -> dict[str, float]:
+def measure_direction(direction: Mapping[str, Tensor]) -> Tensor:
+    """The norm of a direction `{name: shape}`."""
+    return torch.stack([part.norm(dtype=torch.float64) for part in direction.values()]).norm()
+
+
+def _describe_layer(
+    part: Sequence[str], by_name: Mapping[str, Tensor], total: Tensor, is_finite: Tensor
+) -> dict[str, float]:
+    squares = sum((by_name[name] for name in part if name in by_name), torch.zeros_like(total))  # others are frozen
+    squares = squares[is_finite]
     norms = squares.sqrt()
-    whole = float(total.sum())
+    whole = float(total[is_finite].sum())
     share = float(squares.sum()) / whole if whole else 0.0
     return {"median": _compute_quantile(norms, 0.5), "most": _compute_quantile(norms, 1.0), "share": share}
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakSet
 
 if TYPE_CHECKING:
-    from persample.monitoring.run import Monitor
+    from persample.monitoring.steps import AnySteps
 
 
 class Turns:
@@ -17,25 +17,25 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._last: WeakKeyDictionary[Monitor, int] = WeakKeyDictionary()  # the number of the last turn of each
-        self._waiting: WeakKeyDictionary[Monitor, WeakSet[Monitor]] = WeakKeyDictionary()  # and who has given way to it
+        self._last: WeakKeyDictionary[AnySteps, int] = WeakKeyDictionary()  # the number of the last turn of each
+        self._waiting: WeakKeyDictionary[AnySteps, WeakSet[AnySteps]] = WeakKeyDictionary()  # and who gave way to it
         self._count = 0
 
-    def wait(self, monitor: Monitor) -> None:
+    def wait(self, monitor: AnySteps) -> None:
         """Note that a monitor could not measure a step."""
         self._waiting[monitor] = WeakSet()
 
-    def leave(self, monitor: Monitor) -> None:
+    def leave(self, monitor: AnySteps) -> None:
         """Note that a monitor has ended."""
         self._waiting.pop(monitor, None)
 
-    def take(self, monitor: Monitor) -> None:
+    def take(self, monitor: AnySteps) -> None:
         """Note that a monitor measures a step."""
         self._count += 1
         self._last[monitor] = self._count
         self.leave(monitor)
 
-    def must_give_way(self, monitor: Monitor) -> bool:
+    def must_give_way(self, monitor: AnySteps) -> bool:
         """Whether another monitor has waited for longer."""
         own = self._last.get(monitor, 0)
         longer = [
