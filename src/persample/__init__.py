@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         release_memory,
         sample_labels,
     )
-    from persample.monitoring import ImportanceSampler, Monitor, monitor
+    from persample.monitoring import ImportanceSampler, Monitor, Values, monitor, value
     from persample.penalties import differentiable_norms
     from persample.recording import Watch, record, rows, watch
     from persample.rules import register_rule
@@ -35,6 +35,7 @@ __all__ = [
     "Scan",
     "StreamedClip",
     "StreamedNorms",
+    "Values",
     "Watch",
     "__version__",
     "call_for_per_sample_grads",
@@ -50,6 +51,7 @@ __all__ = [
     "rows",
     "sample_labels",
     "scan",
+    "value",
     "watch",
 ]
 
@@ -67,6 +69,7 @@ _MODULES = {
     "Scan": "scanning",
     "StreamedClip": "gradients",
     "StreamedNorms": "gradients",
+    "Values": "monitoring",
     "Watch": "recording",
     "call_for_per_sample_grads": "expanded_weights",
     "check": "checking",
@@ -81,6 +84,7 @@ _MODULES = {
     "rows": "recording",
     "sample_labels": "gradients",
     "scan": "scanning",
+    "value": "monitoring",
     "watch": "recording",
 }
 

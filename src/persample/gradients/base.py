@@ -360,6 +360,11 @@ class RecordedGradients(ABC):
         """ "contributions" if the rows are contributions of samples that may influence each other, else None."""
         return "contributions" if self.verification == CONTRIBUTIONS else None
 
+    @property
+    def processes(self) -> Processes:
+        """The processes that share the batch."""
+        return self._processes
+
     def samples(self) -> int:
         """The number of samples of all processes; with one process, the `batch_size`."""
         return self._processes.count(self.batch_size)

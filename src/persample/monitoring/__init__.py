@@ -12,6 +12,7 @@ from persample.monitoring.advice import Advice
 from persample.monitoring.importance import ImportanceSampler
 from persample.monitoring.noise_scale import NoiseScale
 from persample.monitoring.run import Monitor, monitor
+from persample.monitoring.values import StepValues, Values, value
 
 if TYPE_CHECKING:
     from persample.monitoring.page import read_run as read_run
@@ -19,4 +20,4 @@ if TYPE_CHECKING:
 
 __getattr__ = find_lazily(__name__, {"page": "read_run write_page"})
 
-__all__ = ["Advice", "ImportanceSampler", "Monitor", "NoiseScale", "monitor"]
+__all__ = ["Advice", "ImportanceSampler", "Monitor", "NoiseScale", "StepValues", "Values", "monitor", "value"]

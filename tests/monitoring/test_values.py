@@ -1,0 +1,260 @@
+"""value(): sums equal the first-order change of the validation loss, and values are Shapley values."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import persample
+from persample import PerSampleError
+from persample.testing import loop_gradients
+
+pytestmark = pytest.mark.quick
+
+SIZE, CLASSES, RATE = 5, 3, 0.1
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=RATE, weight_decay=0.1),
+    "maximized": lambda p: torch.optim.SGD(p, lr=RATE, maximize=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9, dampening=0.3),
+    "Nesterov": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+}
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, CLASSES)).double()
+
+
+def make_batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    torch.manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(SIZE, 4).double(), torch.randint(CLASSES, (SIZE,))
+
+
+X, Y = torch.randn(7, 4, generator=torch.Generator().manual_seed(2)).double(), torch.arange(7) % CLASSES
+
+
+def validate(model: Any) -> Tensor:
+    return F.cross_entropy(model(X), Y)
+
+
+def differentiate(model: nn.Module) -> Tensor:
+    model = copy.deepcopy(model)  # whose calls are not measured
+    return flatten(torch.autograd.grad(validate(model), list(model.parameters())))
+
+
+def flatten(parts: Any) -> Tensor:
+    return torch.cat([part.detach().flatten() for part in parts])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sums_equal_the_first_order_change_of_the_validation_loss(name: str, reduction: str) -> None:
+    """The change by the whole step, less the change by a step with the same normalisation and the gradient zero."""
+    model = make_model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with persample.value(model, validation=validate, optimizer=optimizer) as values:
+        for x, y in make_batches(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y, reduction=reduction).backward()
+            gradient, before = differentiate(model), flatten(model.parameters())
+            rest = compute_rest(optimizer, model)
+            optimizer.step()
+            change = float(gradient @ (flatten(model.parameters()) - before - rest))
+            assert values.latest is not None and change
+            torch.testing.assert_close(-float(values.latest.values.sum()), change, rtol=1e-9, atol=0)
+
+
+def compute_rest(optimizer: Any, model: nn.Module) -> Tensor:
+    """What a step does without the gradient of the batch: momentum of earlier steps, weight decay."""
+    found = []
+    (group,) = optimizer.param_groups
+    for p in model.parameters():
+        state = optimizer.state.get(p, {})
+        decay, rate = group["weight_decay"] * p.detach(), group["lr"]
+        if isinstance(optimizer, torch.optim.SGD):
+            old = state.get("momentum_buffer")
+            old = torch.zeros_like(p) if old is None else group["momentum"] * old
+            found.append(-rate * ((group["momentum"] * old if group["nesterov"] else old) + decay))
+            continue
+        (beta1, beta2), step = group["betas"], float(state.get("step", 0)) + 1
+        is_decoupled = isinstance(optimizer, torch.optim.AdamW)
+        grad = p.grad if is_decoupled else p.grad + decay
+        squares = beta2 * state.get("exp_avg_sq", torch.zeros_like(p)) + (1 - beta2) * grad.square()
+        squares = torch.maximum(squares, state.get("max_exp_avg_sq", squares)) if group["amsgrad"] else squares
+        scale = (squares / (1 - beta2**step)).sqrt() + group["eps"]
+        moment = beta1 * state.get("exp_avg", torch.zeros_like(p)) + (0 if is_decoupled else (1 - beta1) * decay)
+        found.append(-rate * moment / (1 - beta1**step) / scale - (rate * decay if is_decoupled else 0))
+    return flatten(found)
+
+
+def test_muon_has_a_matrix_form() -> None:
+    """torch runs the iteration in bfloat16, so its update differs by that much."""
+    model = make_model()
+    weights = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = torch.optim.Muon(weights, lr=RATE, weight_decay=0.0, momentum=0.5)
+    with persample.value(model, validation=validate, optimizer=optimizer) as values:
+        ((x, y),) = make_batches(1)
+        F.cross_entropy(model(x), y).backward()
+        gradient, before = differentiate(model), flatten(model.parameters())
+        optimizer.step()
+    change = float(gradient @ (flatten(model.parameters()) - before))
+    assert values.latest is not None
+    torch.testing.assert_close(-float(values.latest.values.sum()), change, rtol=0.03, atol=0)
+
+
+def compute_shapley(count: int, play: Callable[[tuple[int, ...]], float]) -> list[float]:
+    """The Shapley values of a game, by its definition."""
+    found = []
+    for i in range(count):
+        others, total = [j for j in range(count) if j != i], 0.0
+        for size in range(count):
+            weight = math.factorial(size) * math.factorial(count - 1 - size) / math.factorial(count)
+            for group in itertools.combinations(others, size):
+                total += weight * (play((*group, i)) - play(group))
+        found.append(total)
+    return found
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_values_are_shapley_values(order: Any) -> None:
+    """Efficiency, symmetry and the dummy player follow, and are tested on their own."""
+    model = make_model()
+    ((x, y),) = make_batches(1)
+    x[1], y[1] = x[0], y[0]
+    weights = torch.ones(SIZE).double()
+    weights[2] = 0.0  # a player without an effect
+    rows = loop_gradients(
+        model, (x, y, weights), lambda m, b: (F.cross_entropy(m(b[0]), b[1], reduction="none") * b[2]).sum()
+    )
+    matrix = torch.cat([part.flatten(1) for part in rows.values()], 1) * RATE / SIZE
+    gradient = differentiate(model)
+    parameters = list(model.parameters())
+    parts = torch.autograd.grad(validate(model), parameters, create_graph=True)
+    flat = torch.cat([part.flatten() for part in parts])
+    hessian = torch.stack([flatten(torch.autograd.grad(one, parameters, retain_graph=True)) for one in flat])
+
+    def play(group: tuple[int, ...]) -> float:
+        step = matrix[list(group)].sum(0)
+        curved = 0.5 * step @ hessian @ step if order == 2 else 0.0
+        return float(gradient @ step - curved)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with persample.value(model, validation=validate, optimizer=optimizer, order=order) as values:
+        (F.cross_entropy(model(x), y, reduction="none") * weights).mean().backward()
+    assert values.latest is not None
+    found = values.latest.values
+    expected = torch.tensor(compute_shapley(SIZE, play), dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-15)
+    assert float(found.sum()) == pytest.approx(play(tuple(range(SIZE))), rel=1e-9)
+    assert float(found[0]) == pytest.approx(float(found[1]), rel=1e-9) and float(found[2]) == 0.0
+
+
+def train(values_of: Any = None, steps: int = 6, model: nn.Module | None = None, **options: Any) -> Any:
+    """Train on 15 examples in batches of 5, twice; returns the weights and the values."""
+    model = make_model() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    batches = list(make_batches(3)) * 2
+    with persample.value(model, validation=validate, optimizer=optimizer, **options) as values:
+        if values_of is not None:
+            values.load_state_dict(values_of)
+        for t, (x, y) in enumerate(batches[:steps]):
+            values.ids = [f"{t % 3}/{n}" for n in range(SIZE)]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    return flatten(model.parameters()), values
+
+
+def test_totals_equal_a_loop_and_the_run_stays_as_it_is() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    expected: dict[str, float] = {}
+    for t, (x, y) in enumerate(list(make_batches(3)) * 2):
+        own = RATE
+        gradient = differentiate(model)
+        for n in range(SIZE):
+            parts = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters()))
+            key = f"{t % 3}/{n}"
+            expected[key] = expected.get(key, 0.0) + own * float(gradient @ flatten(parts)) / SIZE
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    weights, values = train()
+    torch.testing.assert_close(weights, flatten(model.parameters()), rtol=1e-12, atol=1e-14)
+    assert values.totals() == pytest.approx(expected, rel=1e-9)
+    assert set(values.counts().values()) == {2}
+    worst = min(expected, key=lambda key: expected[key])
+    assert values.ranked(1)[0][0] == worst
+
+
+def test_checkpoints_keep_the_totals() -> None:
+    model = make_model()
+    _, first = train(steps=3, model=model)
+    state = first.state_dict()
+    _, second = train(values_of=state, steps=0, model=model)
+    assert second.totals() == first.totals() and second.step == 3
+
+
+def test_one_gradient_of_the_validation_loss_serves_several_steps() -> None:
+    calls = []
+
+    def count(model: Any) -> Tensor:
+        calls.append(model.training)
+        return validate(model)
+
+    model = make_model()
+    with persample.value(model, validation=count, refresh=3) as values:
+        for x, y in make_batches(6):
+            F.cross_entropy(model(x), y).backward()
+            assert model.training and all(module.training for module in model.modules())
+    assert calls == [False, False] and values.latest is not None and values.latest.ids is None and not values.totals()
+
+
+def test_values_share_the_recording_of_a_monitor() -> None:
+    for first in (True, False):
+        model = make_model()
+        watching = persample.monitor(model, every=2) if first else None
+        values = persample.value(model, validation=validate)
+        watching = watching or persample.monitor(model, every=2)
+        for x, y in make_batches(4):
+            F.cross_entropy(model(x), y).backward()
+        watching.stop(), values.stop()
+        assert [found.step for found in watching.history] == [0, 2] and values.latest.step == 3
+        assert all(found.noise is not None for found in watching.history)
+        assert not model._forward_pre_hooks and all(not p._backward_hooks for p in model.parameters())
+
+
+def test_attention_has_a_second_order() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    x = torch.randn(3, 4, 8)
+    with persample.value(model, validation=lambda m: m(x).square().mean(), order=2) as values:
+        model(x).square().mean().backward()
+    assert values.latest is not None and bool(values.latest.values.isfinite().all())
+
+
+def test_refusals() -> None:
+    model = make_model()
+    with pytest.raises(PerSampleError, match="The update of Adagrad is not known"):
+        persample.value(model, validation=validate, optimizer=torch.optim.Adagrad(model.parameters()))
+    with pytest.raises(PerSampleError, match="order must be 1 or 2"):
+        persample.value(model, validation=validate, order=2, refresh=2)
+
+
+def test_a_validation_that_returns_no_loss_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    with persample.value(model, validation=lambda m: m(X)):
+        ((x, y),) = make_batches(1)
+        F.cross_entropy(model(x), y).backward()
+    assert "validation must return a loss without dimensions" in caplog.text
