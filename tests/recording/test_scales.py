@@ -39,9 +39,8 @@ LOOP: dict[str, Loss] = {
     "distillation, 4 squared": lambda m, b: F.mse_loss(m(b[0]), b[2]) * 4**2,
     "half of a sum": lambda m, b: (m(b[0]) - b[2]).square().sum() / 2,
     "a sum over a number": lambda m, b: (m(b[0]) - b[2]).square().sum() / 12,
-    "a sum over a number, by code that reads sizes": lambda m, b: (
-        (m(b[0]) - b[2])[: len(b[0])].square().sum() / (2 * T)
-    ),
+    "a sum over the positions of a sample": lambda m, b: (m(b[0]) - b[2]).square().sum() / b[0].size(1),
+    "half of a sum, by a method": lambda m, b: (m(b[0]) - b[2]).square().sum().div(2),
     "a number times the batch size": lambda m, b: (m(b[0]) - b[2]).square().sum() / (len(b[0]) * 7),
     "distillation, 4 squared, by a model that reads sizes": lambda m, b: F.mse_loss(m(b[0]), b[2][: len(b[0])]) * 4**2,
     "mean times the batch size": lambda m, b: F.mse_loss(m(b[0]), b[2]) * len(b[0]),
@@ -121,18 +120,107 @@ def test_shares_in_steps_of_several_sizes(name: str) -> None:
         assert grads.loss_reduction.startswith("mean")  # without a number if the samples have equal parts of it
 
 
-def test_a_literal_that_equals_the_batch_size_is_noticed_later() -> None:
+NUMBERS = {
+    "the batch size": lambda size: size,
+    "its multiples": lambda size: 3 * size,
+    "others": lambda size: 7 * size + 1,
+    "one": lambda size: 1,
+    "tokens": lambda size: (12, 5, 6, 4)[size % 4],  # also a size of each sample, or the batch's
+    "a float": lambda size: 7.25 * size,
+    "one number": lambda size: 12,
+}
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 12, 6), (12, 6, 2), (3, 5, 4)], ids=str)
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_sum_is_divided_by_a_count_whatever_its_value(name: str, as_tensor: bool, sizes: tuple[int, ...]) -> None:
+    """The number was computed before the block, so that nothing is known of it."""
+    model = make_model()
+    for size in sizes:
+        batch, number = make_batch(size), NUMBERS[name](size)
+        count: Any = torch.tensor(float(number)) if as_tensor else number
+        for given, scale in ((None, size), ("sum", 1), ("mean", size)):
+            if as_tensor and given == "sum" and number % size == 0:
+                continue  # a tensor may hold the batch size
+            with record(model, loss_reduction=given) as grads:
+                loss = squares(model, batch).sum() / count
+                loss.backward()
+            expected = loop_gradients(model, batch, lambda m, b, n=number: squares(m, b).sum() / n)
+            assert_rows_close(grads.dense(), {key: scale * rows for key, rows in expected.items()})
+            assert grads.loss_reduction.startswith(given or "mean")
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (12, 2, 4), (4, 6, 12)], ids=str)
+def test_a_number_of_the_source_code_is_a_factor_whatever_the_batch_size(sizes: tuple[int, ...]) -> None:
+    losses: list[Loss] = [
+        lambda m, b: squares(m, b).sum() / 2,
+        lambda m, b: squares(m, b).sum() / (2 * 6),
+        lambda m, b: squares(m, b).sum().div_(4.0),
+        lambda m, b: torch.div(squares(m, b).sum(), 12),
+        lambda m, b: squares(m, b).sum() / 2 + 0.5 * m(b[0]).sum(),
+    ]
+    for loss in losses:
+        model = make_model()
+        for size in sizes:
+            batch = make_batch(size)
+            with record(model) as grads:
+                loss(model, batch).backward()
+            assert grads.loss_reduction == "sum"
+            assert_rows_close(grads.dense(), loop_gradients(model, batch, loss))
+
+
+OTHER_PARTS: dict[str, tuple[str, Callable[[Any, Any, Any, float], Tensor]]] = {
+    "a sum over a number beside a sum": ("sum", lambda m, b, s, n: s.sum() / n + m(b[0]).sum()),
+    "a sum beside a sum over a number": ("sum", lambda m, b, s, n: m(b[0]).sum() + s.sum() / n),
+    "a sum over a number beside a sum with a factor": ("sum", lambda m, b, s, n: s.sum() / n + n * m(b[0]).sum()),
+    "two sums over numbers": ("mean", lambda m, b, s, n: s.sum() / n + m(b[0]).sum() / (2 * n)),
+    "a mean beside a sum times a number": (
+        "mean",
+        lambda m, b, s, n: m(b[0]).mean() + 6 * (1 / (0 * n + len(b[0]))) * s.sum(),
+    ),
+    "TRADES": (
+        "mean",
+        lambda m, b, s, n: (
+            entropy(m, b) + 6.0 * ((1.0 / (0 * n + len(b[0]))) * F.l1_loss(m(b[0]), b[2], reduction="sum"))
+        ),
+    ),
+    "three parts": ("sum", lambda m, b, s, n: s.sum() / n + n * m(b[0]).sum() + s.square().sum()),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_PARTS)
+def test_other_parts_of_the_loss_decide_what_a_number_is(name: str) -> None:
+    model, (kind, loss) = make_model(), OTHER_PARTS[name]
+    for size in (4, 3, 6):
+        batch, number = make_batch(size), 7.5 * size
+        with record(model) as grads:
+            loss(model, batch, squares(model, batch), number).backward()
+        expected = loop_gradients(model, batch, lambda m, b, n=number: loss(m, b, squares(m, b), n))
+        scale = size if name == "two sums over numbers" else 1
+        assert_rows_close(grads.dense(), {key: scale * rows for key, rows in expected.items()})
+        assert grads.loss_reduction.split()[0] == kind
+
+
+def test_a_plain_sum_beside_a_mean_is_refused() -> None:
+    model, batch = make_model(), make_batch(4)
+    for part in (lambda s: s.sum() / 7, lambda s: s.sum()):
+        with pytest.raises(PerSampleError, match="combines a sum over the samples"), record(model):
+            (part(squares(model, batch)) + squares(model, batch).mean()).backward()
+
+
+def test_a_size_of_each_sample_that_equals_the_batch_size_is_noticed_later() -> None:
     model = make_model()
 
     def loss(m: Any, b: Any) -> Tensor:
-        return (m(b[0]) - b[2]).square().sum() / 2
+        return (m(b[0]) - b[2]).square().sum() / T
 
-    batch = make_batch(2)
     with record(model) as grads:
-        loss(model, batch).backward()
+        loss(model, make_batch(T)).backward()
     assert grads.loss_reduction == "mean"
     batch = make_batch(3)
-    with pytest.warns(UserWarning, match="taken for the batch size in an earlier step"), record(model) as grads:
+    message = "taken for the batch size, so that rows differ by a factor of 6"
+    with pytest.warns(UserWarning, match=message), record(model) as grads:
         loss(model, batch).backward()
     assert_rows_close(grads.dense(), loop_gradients(model, batch, loss))
 

@@ -27,6 +27,7 @@ from persample.layouts import (
     Call,
     Layout,
     Lost,
+    SizesRead,
     Totals,
     Where,
     find_listed_total,
@@ -177,12 +178,18 @@ class OutsideTensors:
             return True
         return any(_holds(module, base) for module in _torch.iterate_running_modules())
 
-    def note_size(self, found: Any) -> frozenset[int]:
-        """Note what a function has returned that reads the shape of a tensor outside the model; returns the sizes."""
-        found = frozenset((found,) if type(found) is int else found if isinstance(found, tuple) else ())
+    def note_size(self, func: Any, args: Any, found: Any, known: TensorMap[tuple[Where | None, bool]]) -> SizesRead:
+        """Note what a function has returned that reads the shape of a tensor outside the model; returns the sizes.
+
+        `known` has the layouts of tensors.
+        """
+        sizes = frozenset((found,) if type(found) is int else found if isinstance(found, tuple) else ())
         if self.sizes is not None:
-            self.sizes |= found
-        return found
+            self.sizes |= sizes
+        entry = known.get(args[0]) if func is Tensor.size and len(args) == 2 else None
+        where = entry[0] if entry is not None else None
+        is_own = isinstance(where, Layout) and args[1] % args[0].dim() != where.dim
+        return SizesRead(own=sizes) if is_own else SizesRead(sizes)
 
     # ---- calls without samples and weights ----
 

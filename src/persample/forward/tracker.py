@@ -68,6 +68,7 @@ from persample.layouts import (
     Reduced,
     SampleUnits,
     Scattered,
+    SizesRead,
     Summed,
     Where,
     add_samples_to_layout,
@@ -87,6 +88,8 @@ RunBackward = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 # Called with an op that combines weights with other tensors, none of which is known to depend on the batch, outside of
 # calls of modules; returns whether some are samples, as the tracker knows then.
 StartByUse = Callable[[Call], bool]
+
+_NOTHING_READ = SizesRead()
 
 _DIFFERENTIATING = all_with("differentiates")
 
@@ -185,7 +188,7 @@ class Tracker(TorchFunctionMode):
         self.counted = CountedSizes(divisors, scales, loss_reduction, is_held)
         self._module_names: WeakKeyDictionary[nn.Module, str] | None = None
         self._depth = 0
-        self._sizes_read: frozenset[int] = frozenset()  # right before the next call, by the code around the model
+        self._sizes_read = SizesRead()  # right before the next call, by the code around the model
         self._whole_modules: WholeModules | None = None
         self._modules = modules  # until `start`: the tracker must not keep its model
         self.summed: TensorMap[Summed] = TensorMap()  # sums over the samples
@@ -515,11 +518,11 @@ class Tracker(TorchFunctionMode):
         if func in WITHOUT_TENSORS:
             result = func(*args, **kwargs)
             if self.progress.stage is not Stage.INSIDE and self.outside is not None:
-                self._sizes_read = self.outside.note_size(result)
+                self._sizes_read = self.outside.note_size(func, args, result, self._known)
             if self.loss_code is not None and not self.has_ended:
                 return self._note_attribute(func, args, result)
             return result
-        self.counted.read_last, self._sizes_read = self._sizes_read, frozenset()
+        self.counted.read_last, self._sizes_read = self._sizes_read, _NOTHING_READ
         if not self.progress.is_following:
             if func is torch.autograd.grad and self.complain is not None and not self.progress.is_paused:
                 return self._run_autograd_grad(args, kwargs)

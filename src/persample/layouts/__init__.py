@@ -25,6 +25,7 @@ from persample.layouts.call import HAS_PARAMETERS, HAS_SAMPLES, Call, Key, make_
 from persample.layouts.counts import (
     CountedSizes,
     Scale,
+    SizesRead,
     Totals,
     find_listed_total,
     find_read_total,
@@ -87,6 +88,7 @@ __all__ = [
     "SampleUnits",
     "Scale",
     "Scattered",
+    "SizesRead",
     "Summed",
     "Totals",
     "Where",

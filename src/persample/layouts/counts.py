@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +43,13 @@ class PackedOrder:
         return self.samples[: len(rows)] == rows
 
 
+class SizesRead(NamedTuple):
+    """Sizes that the calling code has read."""
+
+    sizes: frozenset[int] = frozenset()  # which may be the batch size
+    own: frozenset[int] = frozenset()  # of dimensions that are not the samples'
+
+
 @dataclass(frozen=True)
 class Scale:
     """How a number was read by which a place in the code scales a sum over the samples."""
@@ -50,6 +57,7 @@ class Scale:
     is_factor: bool  # else a size or a count
     number: float
     batch: int
+    may_be_own: bool  # whether it was also a size that each sample has, in all steps
 
 
 class CountedSizes:
@@ -69,7 +77,7 @@ class CountedSizes:
         self.sites = {} if sites is None else sites  # by places in the code, from earlier steps of the model
         self.given_reduction = given_reduction  # how the loss combines the samples, if the user has said so
         self.sizes: set[int] | None = None  # of tensors, that the calling code may have read; None: any
-        self.read_last: frozenset[int] = frozenset()  # the sizes that the calling code has read right before a call
+        self.read_last = SizesRead()  # the sizes that the calling code has read right before a call
         self.wholes: set[int] = set()  # sizes of tensors, of which calls of the model have got parts
         self.given_integers: set[int] = set()  # among the arguments of the model
         self.is_held = is_held or (lambda tensor: True)  # whether a tensor is a part of the model
@@ -96,6 +104,11 @@ class CountedSizes:
     def is_sum(self) -> bool:
         """Whether the user has said that the loss is a sum."""
         return self.given_reduction == "sum"
+
+    @property
+    def can_assume(self) -> bool:
+        """Whether other parts of the loss can show what a number means of which nothing is known."""
+        return self.divisors == "batch" and self.given_reduction is None
 
     @property
     def is_open(self) -> bool:

@@ -91,6 +91,8 @@ class Reduced:
         place: the module where it happened, in words.
         kind: "sum", or "mean" if the sum was divided by the batch size; "unclear" if it may be either; "mixed" if it is
             a sum in one part and a mean in another. `cause` says why.
+        is_assumed: the sum was scaled by a number of which nothing is known, so that other parts of the loss may show
+            that `kind` is the other one.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.
         sizes: the sizes of what was added up, without that of the dimension of the samples.
         uneven: if samples had different numbers of rows in the sum: each sample's number of rows, and of entries.
@@ -111,6 +113,7 @@ class Reduced:
     counts: bool = False
     is_share: bool = False
     divisors: tuple[Divisor, ...] = field(default=(), compare=False)
+    is_assumed: bool = False
 
     @property
     def is_clear(self) -> bool:

@@ -249,6 +249,7 @@ def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
     A part that may be a sum or a mean is what the other parts are.
     """
     single = [Reduced("the loss of a single sample", kind="sum") for where in call.where if isinstance(where, Layout)]
+    sums = _correct_assumed(sums, bool(single))
     kinds = {where.kind: where for where in reversed([*sums, *single])}
     unclear = kinds.pop("unclear", None)
     if "mixed" in kinds:
@@ -260,10 +261,21 @@ def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
         has_same_entries = not single and len({where.entries for where in sums}) == 1
         entries = sums[0].entries if has_same_entries else 0
         combined = {"uneven": _combine_uneven_rows(sums), **_combine_divisors(sums, bool(single))}
+        combined["is_assumed"] = not single and all(where.is_assumed for where in sums)
         return replace(sums[0], kind=kind, entries=entries, **combined)
     one, other = kinds["sum"], kinds["mean"]
     cause = f"{get_op_name(call.func)} combines a sum over the samples ({one.cause}) with a mean ({other.cause})"
     return Reduced(cause, other.place or one.place, "mixed")
+
+
+def _correct_assumed(sums: Sequence[Reduced], has_single: bool) -> Sequence[Reduced]:
+    """The parts of a loss, each of the kind that the others have if its own kind was only assumed."""
+    known = {where.kind for where in sums if not where.is_assumed} | ({"sum"} if has_single else set())
+    kind = next(iter(known)) if len(known) == 1 else "sum"
+    if len({where.kind for where in sums}) == 1 and not has_single:
+        return sums
+    change: dict[str, Any] = {"kind": kind, "is_share": False, "divisors": (), "is_assumed": False}
+    return [replace(w, **change) if w.is_assumed and w.kind != kind else w for w in sums]
 
 
 def _combine_divisors(sums: Sequence[Reduced], has_single: bool) -> dict[str, Any]:

@@ -1,24 +1,23 @@
 """What a number means that a sum over the samples is multiplied by or divided by: a size, a count, or a factor.
 
 A sum that is divided by the batch size is a mean, and so is one that is divided by a number of all samples, such as the
-number of tokens. Any other number is a factor of each sample's loss. A number may equal a size by coincidence, in one
-step and not in the next. So the first reading of a place in the code is kept for the steps that follow. If the size was
-read right before the call, as in `loss.sum() / x.size(0)`, the number comes from it.
+number of tokens. A number of which nothing is known counts, too: `loss.sum() / num_tokens`. A number in the source code
+(`loss.sum() / 2`) is a factor of each sample's loss, and so is a size that each sample has, such as its number of
+positions. That size may equal the batch's by coincidence, in one step and not in the next. So the first reading of a
+place in the code is kept for the steps that follow. If the size was read right before the call, as in
+`loss.sum() / x.size(0)`, the number comes from it.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-import torch
-
 from persample._internal import tracing
+from persample._internal.calling_code import find_calling_frame, is_written_out
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.counts import Scale
@@ -38,6 +37,7 @@ ADVICE = "so its divisor depends on the batch (use reduction='sum', or take the 
 class _Reading:
     meaning: Meaning
     divisor: Divisor | None = None  # of a count
+    is_assumed: bool = False
 
 
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
@@ -45,11 +45,12 @@ def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     number, depends_on_values = _read_number(call, found)
     if number is None or call.batch < 2 or not found.is_clear:
         return found, depends_on_values
-    if call.counted.holds_divisors:
-        reading = _find_size(call, found, number)
-        reading = reading or _compare_with_earlier(call, found, number, _read(call, found, number))
-    else:
+    if not call.counted.holds_divisors:
         reading = _read(call, found, number)
+    elif call.facts.is_division and not depends_on_values and is_written_out(number, find_calling_frame()):
+        reading = _Reading("factor")
+    else:
+        reading = _compare_with_earlier(call, found, number)
     return _apply(call, found, number, reading), depends_on_values
 
 
@@ -62,7 +63,11 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
         cause = f"{found.cause}, and {name} divides by {divisor:g}, which was counted over all samples"
         if reading.divisor is None or not call.counted.holds_divisors:
             return Lost(f"{cause}, {ADVICE}")
-        return replace(found, cause=cause, kind="mean", is_share=True, divisors=(reading.divisor,))
+        assumed = reading.is_assumed and call.counted.can_assume
+        divided = {"kind": "mean", "is_share": True, "divisors": (reading.divisor,), "is_assumed": assumed}
+        return replace(found, cause=cause, **divided)  # type: ignore[arg-type]
+    if reading.meaning == "factor" and found.kind == "sum" and not call.facts.is_division:
+        return replace(found, is_assumed=call.counted.can_assume)  # `(6 / batch_size) * loss.sum()`
     if reading.meaning == "size":
         kind, verb = ("sum", "multiplies") if found.kind == "mean" else ("mean", "divides")
         return replace(found, cause=f"{found.cause}, and {name} {verb} by {number:g}", kind=kind, divisors=())  # type: ignore[arg-type]
@@ -86,15 +91,18 @@ def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
     Such a number is the batch size or a multiple of it that was read last. A sum is also divided by the size of a
     tensor of which the calls of the model get parts.
     """
-    is_division, read, wholes = call.facts.is_division, call.counted.read_last, call.counted.wholes
+    is_division, read, wholes = call.facts.is_division, call.counted.read_last.sizes, call.counted.wholes
     if found.kind == "mean":
         is_size = not is_division and number in (call.batch, found.entries) and number in read
         return _Reading("size") if is_size and not describe_divisors(found.divisors, call.batch) else None
+    if is_division and number in call.counted.read_last.own:
+        return _Reading("factor")
     size = number if is_division else 1 / number
     ratio = round(size / call.batch)
     is_multiple = ratio > 0 and math.isclose(size, ratio * call.batch, rel_tol=1e-12)
     if is_multiple and not read.isdisjoint((call.batch, ratio * call.batch)):
-        return _Reading("size")
+        is_own = call.batch not in read and _is_product_of_sizes(found, size)
+        return None if is_own else _Reading("size")
     is_long = number != round(number, 3)  # 0.25 may be a weight, 0.03125 is the inverse of 32
     if is_multiple and ratio == 1 and not is_division and is_long:
         return _Reading("size")
@@ -108,7 +116,8 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
     is_division, sizes = call.facts.is_division, (call.batch, found.entries)
     divisor = number if is_division else 1 / number
     is_size = number in sizes or (call.counted.holds_divisors and _is_product_of_sizes(found, number / call.batch))
-    is_item_count = call.counted.is_sum and divisor in call.counted.given_integers
+    is_given = divisor in call.counted.given_integers
+    is_item_count = call.counted.is_sum and (is_given or (call.counted.holds_divisors and len(call.tensors) == 1))
     if is_division and found.kind == "sum" and is_size and not is_item_count:
         return _Reading("size")
     if found.kind == "sum" and divisor != 1:
@@ -116,11 +125,13 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
         if total:
             is_short = not is_division and number == round(number, 1)  # 0.1 may be a weight, or the inverse of 10
             return _Reading("unclear") if is_short else _Reading("count", total[0])
-        if is_division and call.counted.holds_divisors and _is_given_count(call, divisor):
-            return _Reading("count", Divisor("items", divisor))
     statistics = [n for n, of in call.counted.totals.items() if not (float(n).is_integer() or of)]
-    if _is_close_to_any(number, statistics) or _is_close_to_any(divisor, statistics):
+    if not is_given and (_is_close_to_any(number, statistics) or _is_close_to_any(divisor, statistics)):
         return _Reading("statistic")
+    if is_given and is_division and found.kind == "sum":
+        return _Reading("count", Divisor("items", divisor))
+    if _may_count(call, found) and (divisor == 1 or not _is_product_of_sizes(found, divisor)):
+        return _Reading("count", Divisor("items", divisor), is_assumed=True)
     return _Reading("unclear" if _may_be_size(call, found, number) else "factor")
 
 
@@ -148,12 +159,12 @@ def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | No
     return []
 
 
-def _is_given_count(call: Call, divisor: float) -> bool:
-    """Whether a divisor is an integer that the model was given, or one in a tensor that is no part of the model."""
-    if divisor in call.counted.given_integers:
-        return True
+def _may_count(call: Call, found: Reduced) -> bool:
+    """Whether a call divides a sum by a number that may count something: one that is no part of the model."""
+    if not (call.facts.is_division and found.kind == "sum" and call.counted.divisors == "batch"):
+        return False
     numbers = [tensor for tensor, where in zip(call.tensors, call.where, strict=True) if where is None]
-    return bool(numbers) and float(divisor).is_integer() and not any(map(call.counted.is_held, numbers))
+    return not any(map(call.counted.is_held, numbers))
 
 
 def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
@@ -201,43 +212,43 @@ def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
 # ---- the readings of earlier steps ----
 
 
-def _compare_with_earlier(call: Call, found: Reduced, number: float, reading: _Reading) -> _Reading:
-    """The reading of the same place in an earlier step, unless this step shows that it was wrong."""
-    if reading.meaning == "statistic" or (not call.facts.is_division and found.kind == "sum"):
+def _compare_with_earlier(call: Call, found: Reduced, number: float) -> _Reading:
+    """The reading of a number, or that of its place in an earlier step, unless this step shows that it was wrong."""
+    known, is_sum = _find_size(call, found, number), found.kind == "sum"
+    reading = known or _read(call, found, number)
+    if reading.meaning == "statistic" or (is_sum and not call.facts.is_division):
         return reading
     sites, site = call.counted.sites, _find_site(call)
-    before = sites.get(site)
-    if before is not None:
-        reading = _decide(call, before, number, reading)
+    before, may_be_own = sites.get(site), is_sum and _is_product_of_sizes(found, number)
+    if before is not None and (known is None or (before.is_factor and may_be_own)):
+        reading = _decide(call, before, number, reading, may_be_own or not is_sum)
+        may_be_own &= before.may_be_own
     if reading.meaning != "unclear":
         if len(sites) >= _MAX_SITES:
             sites.pop(next(iter(sites)))
-        sites[site] = Scale(reading.meaning == "factor", number, call.batch)
+        sites[site] = Scale(reading.meaning == "factor", number, call.batch, may_be_own)
     return reading
 
 
-def _decide(call: Call, before: Scale, number: float, reading: _Reading) -> _Reading:
-    if before.is_factor:
-        return _Reading("factor")
-    if reading.meaning != "factor":
+def _decide(call: Call, before: Scale, number: float, reading: _Reading, may_be_factor: bool) -> _Reading:
+    is_factor = reading.meaning == "factor"
+    if before.is_factor == is_factor:
         return reading
-    if before.number != number:  # it changes with the batch
-        return _Reading("count", Divisor("items", number))
+    if before.is_factor and may_be_factor:
+        return _Reading("factor")
+    if is_factor and not before.may_be_own:  # it was no size of each sample before, and is one by coincidence
+        return _Reading("count", Divisor("items", number), is_assumed=True)
+    taken, rows = ("a size of each sample", call.batch) if before.is_factor else ("the batch size", before.batch)
     warnings.warn(
-        f"A sum over the samples is divided by {number:g} for batches of {before.batch} and of {call.batch} samples. "
-        f"It was taken for the batch size in an earlier step, in which the rows were {before.batch} times as large. "
-        "From now on it is a factor. Pass loss_reduction='sum' or 'mean' to record().",
+        f"A sum over the samples is divided by {number:g} for a batch of {call.batch} samples, and by "
+        f"{before.number:g} for {before.batch} samples in an earlier step. There it was taken for {taken}, so that "
+        f"rows differ by a factor of {rows}. Pass loss_reduction='sum' or 'mean' to record().",
         stacklevel=2,
     )
     return reading
 
 
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-
-
 def _find_site(call: Call) -> tuple[object, ...]:
     """The place in the user's code that calls a function."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
+    frame = find_calling_frame()
     return call.func, frame.f_code, frame.f_lasti
