@@ -150,7 +150,10 @@ def test_dead_and_exploding_layers_are_named() -> None:
 def test_samples_that_are_not_finite_are_counted_and_left_out() -> None:
     model, ((x, y),) = make_model(), make_batches(1)
     x[2] = torch.inf
-    with persample.monitor(model, verify=False) as watching:
+    with persample.monitor(model, verify=False, every=1) as watching:
+        F.cross_entropy(model(x), y).backward()
+        assert watching.latest is not None and watching.latest.hardest == []  # places in a batch are no ids
+        watching.ids = range(len(x))
         F.cross_entropy(model(x), y).backward()
     found = watching.latest
     assert found is not None and found.not_finite == 1 and math.isfinite(found.norms["most"]) and found.noise is None

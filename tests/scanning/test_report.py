@@ -32,7 +32,7 @@ class Page(HTMLParser):
 
     def __init__(self, html):
         super().__init__()
-        self.elements, self.text, self.script = [], [], ""
+        self.elements, self.text, self.scripts = [], [], {}
         self._open = []
         self.feed(html)
 
@@ -47,13 +47,18 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         where = [tag for tag, _ in self._open]
-        if "script" in where and dict(self._open[-1][1]).get("id") == "points":
-            self.script += data
+        if "script" in where and dict(self._open[-1][1]).get("id") in ("points", "items"):
+            self.scripts[self._open[-1][1]["id"]] = self.scripts.get(self._open[-1][1]["id"], "") + data
         elif not {"script", "style"} & set(where):
             self.text.append(data)
 
     def all(self, tag, **attributes):
         return [a for t, a in self.elements if t == tag and all(a.get(k) == v for k, v in attributes.items())]
+
+    @property
+    def script(self):
+        """The JSON of the points."""
+        return self.scripts.get("points", "")
 
     @property
     def words(self):
@@ -180,7 +185,8 @@ def write_regression_page(tmp_path, **options):
 
 def test_scan_without_labels_has_no_classes(tmp_path):
     page = write_regression_page(tmp_path)
-    assert not page.all("select") and "Class" not in page.words and len(page.all("circle")) > 40
+    assert [a["id"] for a in page.all("select")] == ["pair"] and "Class" not in page.words
+    assert len(page.all("circle")) > 40
     assert page.all("img")  # there are previews
 
 
@@ -199,7 +205,8 @@ def test_missing_quantities_have_no_sections(tmp_path, quantities, rows, section
     found = run_scan(images_and_labels(), quantities=quantities)
     page = write_page(found, tmp_path, data=images_and_labels(), plots=True)
     ids = {a.get("id") for a in page.all("section")}
-    assert ids == {"summary", "suspects", "scatter", "reading"} | sections
+    triage = {"triage"} if rows else set()
+    assert ids - {"issues"} == {"summary", "suspects", "details", "scatter", "reading"} | triage | sections
     assert len([a for a in page.all("tr", role="row") if "id" in a]) == rows
     assert bool(page.script) == (quantities == ["loss", "norm"])  # the scatter plot needs both
     assert "None" not in page.words and "nan" not in page.words.lower().split()
@@ -281,7 +288,7 @@ def test_texts_from_users_are_escaped(tmp_path):
     notes = dict.fromkeys(range(12), EVIL)
     page = write_page(found, tmp_path, data=Texts(), title=EVIL, remarks=[EVIL], notes=notes, k=6, plots=True)
     assert {tag for tag, _ in page.elements if tag in ("img", "iframe", "object")} == set()
-    assert len(page.all("script")) == 2
+    assert len(page.all("script")) == 3
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     assert page.words.count(EVIL) > 2 + 1 + 6 * 2  # title, remark, preview and note of each suspect, and labels
     known = json.loads(page.script)

@@ -51,7 +51,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page.on("console", lambda message: messages.append(message.text))
         page.on("pageerror", lambda error: messages.append(str(error)))
         page.on("dialog", lambda dialog: messages.append(dialog.message))
-        page.on("request", lambda r: None if r.url.startswith(("file:", "data:")) else messages.append(r.url))
+        page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else messages.append(r.url))
         page.goto(path.as_uri())
         return page
 

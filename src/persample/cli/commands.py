@@ -22,6 +22,7 @@ COMMANDS = {
     "scan": "measure each example of a dataset",
     "query": "find examples in a scan",
     "report": "write an HTML report of a scan",
+    "review": "decide about the suspects of a scan in a browser",
     "export": "write suspects to a file to fill in",
     "apply": "copy data with corrected labels",
     "compare": "compare two scans",

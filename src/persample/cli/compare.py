@@ -48,7 +48,7 @@ def _describe(found: Any, before: Any, after: Any) -> Iterator[str]:
     only = f"{len(found.only_before):,} only before, {len(found.only_after):,} only after"
     yield f"{format_count(len(found.pairs), 'example')} in both, {only}"
     old, new = found.wrong_labels
-    if old is not None and new is not None:
+    if old and new:
         yield f"estimated wrong labels: {replace(old, warning='')} -> {replace(new, warning='')}"
         yield from (f"  {title}: {part.warning}" for title, part in (("before", old), ("after", new)) if part.warning)
     old, new = found.mean_loss

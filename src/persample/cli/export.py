@@ -10,7 +10,8 @@ from persample.cli.task import convert_scan_errors, import_scanning
 
 _DESCRIPTION = """\
 Write the suspects of a scan to a CSV file: id, name, given label, suggested label and scores. Fill in the
-column new_label with the name of a class or the word remove; an empty cell keeps the example as it is.
+column new_label with the name of a class or the word remove; an empty cell keeps the example as it is. Decisions
+of `persample review` are filled in. The column key is the name as no spreadsheet changes it: join by key or id.
 
     $ persample export scans/photos --suspects fixes.csv
     $ persample apply fixes.csv --images photos/ --out photos-fixed/
@@ -26,6 +27,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "-k", type=parse_positive, metavar="N", help="number of suspects (default: as many as labels may be wrong)"
     )
+    parser.add_argument("--reviewed", action="store_true", help="the examples that were decided about in review")
     parser.add_argument("--accept", action="store_true", help="fill in the suggested labels")
 
 
@@ -35,7 +37,7 @@ def _run(args: Namespace) -> int:
         from persample.scanning import write_suspects
 
         found = scanning.Scan(args.directory)
-        count = write_suspects(found, args.suspects, args.by, args.k, args.accept)
+        count = write_suspects(found, args.suspects, args.by, args.k, args.accept, args.reviewed)
     if args.json:
         print(format_json({"file": args.suspects, "suspects": count}))
     else:

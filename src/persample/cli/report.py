@@ -43,9 +43,14 @@ _EXIT_CODES = {0: "written", 2: "wrong arguments, or no finished scan", 4: "the 
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    add_directory_arguments(parser, "to show the examples")
+    add_report_arguments(parser)
     parser.add_argument("--out", metavar="FILE", help="file to write (default: DIR/report.html)")
-    parser.add_argument("--title", metavar="TEXT", help="title of the report")
+
+
+def add_report_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of a page: what it shows, and how."""
+    add_directory_arguments(parser, "to show the examples")
+    parser.add_argument("--title", metavar="TEXT", help="title of the page")
     parser.add_argument("--by", metavar="COLUMN", help="column or score that ranks (default: mean_loss or loss)")
     parser.add_argument(
         "-k", type=parse_positive, metavar="N", help="number of examples to list (default: as many as may be wrong)"
@@ -56,10 +61,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.directory), ExitStack() as stack:
-        found = scanning.Scan(args.directory)
-        contents = _Contents(found) if args.no_data else _load_contents(args, scanning, found, stack)
+        contents = load_contents(args, scanning, stack)
         options = {"data": contents.data, "show": contents.marker, "title": args.title, "by": args.by, "k": args.k}
-        path = contents.scan.report(args.out, **options)
+        path = contents.scan.report(args.out, origin=read_origin(contents.scan), **options)
     print(format_json({"report": str(path)}) if args.json else f"report: {path}")
     if contents.note:
         print(f"persample report: {contents.note}", file=sys.stderr)
@@ -67,7 +71,7 @@ def _run(args: Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Contents:
+class Contents:
     """The scan, with its model if the user names a function; the examples; and a note on what is missing."""
 
     scan: Scan
@@ -76,41 +80,44 @@ class _Contents:
     note: str = ""
 
 
-def _load_contents(args: Namespace, scanning: Any, found: Any, stack: ExitStack) -> _Contents:
+def load_contents(args: Namespace, scanning: Any, stack: ExitStack) -> Contents:
     """Read the scanned files, or call the function that the user names. `stack` keeps the scanned weights loaded."""
+    found = scanning.Scan(args.directory)
+    if args.no_data:
+        return Contents(found)
     origin = read_origin(found)
     checkpoints = (origin or {}).get("checkpoints")
     has_files = origin is not None and has_data_files(origin)
     if args.module and not has_files:
         with explain_folder(origin):
             model, data, loss_fn = load_model_data_and_loss(args.module, "data")
-        return _Contents(scanning.Scan(args.directory, model, loss_fn, checkpoints), data)
+        return Contents(scanning.Scan(args.directory, model, loss_fn, checkpoints), data)
     if origin is None:
-        return _Contents(found)
+        return Contents(found)
     if not has_files:
         note = f"the examples are not shown; --module {origin['target']!r} would call the function for them"
-        return _Contents(found, note=note)
+        return Contents(found, note=note)
     if not Path(where := origin["images"] or origin["text"]).exists():
-        return _Contents(found, note=f"the examples are not shown, because {where} is not there any more")
+        return Contents(found, note=f"the examples are not shown, because {where} is not there any more")
     can_mark = bool(origin["tokenizer"]) and Path(origin["tokenizer"]).exists()
     if args.module and (can_mark or not origin["text"]):
         task = load_scanned_task(found, args.module)
         scan = scanning.Scan(args.directory, task.model, task.loss_fn, checkpoints)
         if task.marker is None:
-            return _Contents(scan, task.data)
+            return Contents(scan, task.data)
         try:
             stack.enter_context(scan.load_model())
         except scanning.ScanError as error:
-            return _Contents(scan, task.data, note=f"tokens are not marked: {error}")
-        return _Contents(scan, task.data, task.marker)
+            return Contents(scan, task.data, note=f"tokens are not marked: {error}")
+        return Contents(scan, task.data, task.marker)
     data = load_data_files(origin)
     check_data(found, data, origin)
     if not origin["text"]:
-        return _Contents(found, data)
+        return Contents(found, data)
     note = f"tokens are not marked; --module {origin['target']!r} would call the function for the model"
     if not can_mark:
         note = f"tokens are not marked, because the tokenizer {origin['tokenizer']!r} is no file"
-    return _Contents(found, data, note=note)
+    return Contents(found, data, note=note)
 
 
 COMMAND = Command(_DESCRIPTION, _add_arguments, _run, _EXIT_CODES)

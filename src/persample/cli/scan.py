@@ -201,7 +201,7 @@ def _write_report(args: Namespace, found: Any, task: Task) -> Path:
     from persample.scanning import load_last
 
     with load_last(task.model, args.checkpoints):  # tokens are measured with it
-        return found.report(data=task.data, show=task.marker)
+        return found.report(data=task.data, show=task.marker, origin=task.origin)
 
 
 def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
@@ -251,8 +251,7 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
         yield f"no {name}: {reason}"
     if found.settings["project"] and not found.settings.get("coupled"):
         yield f"checkpoints: {found.describe_checkpoints()}"
-    if (estimate := found.estimate_wrong_labels()) is not None:
-        yield f"labels that are probably wrong: {estimate}"
+    yield f"labels that are probably wrong: {found.estimate_wrong_labels()}"
     if (by := found.default_ranking) is not None:
         yield f"first by {by}:"
         for i, example in zip(ids := found.ranked(by, 5).ids.tolist(), found.describe(ids), strict=True):

@@ -38,7 +38,7 @@ class Measurement:
         cosine_with_mean: the mean cosine between a sample's gradient and the mean gradient, weighted by the norms.
         cosine_between: the mean cosine between the gradients of two samples, weighted by the products of their norms.
         clipped: by bound, the share of samples that it would clip.
-        hardest: the samples with the largest norms, as (id, norm).
+        hardest: the samples with the largest norms, as (id, norm); empty if the ids of the batch are not known.
         warnings: what is unusual.
         zero: how many samples have the gradient zero.
         silent: the names of the parameters in which no sample has a gradient.
@@ -122,7 +122,7 @@ def measure(
         cosine_with_mean=with_mean,
         cosine_between=between,
         clipped={f"{bound:g}": float((finite > bound).double().mean()) if count else 0.0 for bound in bounds},
-        hardest=[(n if ids is None else ids[n], float(norms[n])) for n in order],
+        hardest=[] if ids is None else [(ids[n], float(norms[n])) for n in order],
         warnings=[],
         coupled=grads.coupled,
         zero=int((total == 0).sum()),

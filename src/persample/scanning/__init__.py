@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from persample.scanning.report.charts import Axis as Axis
     from persample.scanning.report.charts import choose_axis as choose_axis
     from persample.scanning.report.rendering import render as render
+    from persample.scanning.report.report import make_review_server as make_review_server
     from persample.scanning.report.wording import format_number as format_number
     from persample.scanning.source import Source as Source
     from persample.scanning.store import write_file as write_file
@@ -59,6 +60,7 @@ _LAZY = {
     "marked_tokens": "TokenMarker",
     "report.charts": "Axis choose_axis",
     "report.rendering": "render",
+    "report.report": "make_review_server",
     "report.wording": "format_number",
     "source": "Source",
     "store": "write_file",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persample.scanning.errors import ScanError
-from persample.scanning.estimates import WrongLabels
+from persample.scanning.estimates import NoEstimate, WrongLabels
 from persample.scanning.results import Scan
 
 
@@ -27,7 +27,7 @@ class Comparison:
     resolved: list[tuple[int, int]]
     remaining: list[tuple[int, int]]
     new: list[tuple[int, int]]
-    wrong_labels: tuple[WrongLabels | None, WrongLabels | None]
+    wrong_labels: tuple[WrongLabels | NoEstimate, WrongLabels | NoEstimate]
     mean_loss: tuple[float | None, float | None]
 
 

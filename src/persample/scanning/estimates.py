@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,6 +34,19 @@ class WrongLabels:
 
     def __str__(self) -> str:
         return f"about {self.count:,} ({self.low:,} to {self.high:,})" + (f". {self.warning}" if self.warning else "")
+
+
+@dataclass(frozen=True)
+class NoEstimate:
+    """Why the number of wrong labels cannot be estimated. It is false, as None would be."""
+
+    reason: str
+
+    def __bool__(self) -> Literal[False]:
+        return False
+
+    def __str__(self) -> str:
+        return f"no estimate: {self.reason}"
 
 
 def estimate_wrong_labels(labels: Array, opinion: Opinion, fits: Sequence[float]) -> WrongLabels:
@@ -90,6 +103,16 @@ def _compute_binomial_interval(count: int, size: int) -> tuple[float, float]:
     return max(0.0, middle - half) * size, min(1.0, middle + half) * size
 
 
-def read_estimate(summary: dict[str, Any]) -> WrongLabels | None:
-    """The estimate that a summary holds; None if the model is no classifier."""
-    return WrongLabels(**summary["wrong_labels"]) if "wrong_labels" in summary else None
+def read_estimate(summary: dict[str, Any], columns: Sequence[str]) -> WrongLabels | NoEstimate:
+    """The estimate that a summary holds, or why there is none in a scan with these columns."""
+    if "wrong_labels" in summary:
+        return WrongLabels(**summary["wrong_labels"])
+    if "prediction" in columns:
+        return NoEstimate("the targets are numbers, not classes; suspects are examples that lie far above all others.")
+    if "worst_label" in columns:
+        return NoEstimate("an example has several labels; query worst_label, or rank by the loss.")
+    if "label" not in columns:
+        return NoEstimate("the examples have no class labels.")
+    return NoEstimate(
+        "the outputs of the model were not understood as scores of classes, or the quantities have no predictions."
+    )

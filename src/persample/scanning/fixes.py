@@ -17,14 +17,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from persample._internal.text import format_list
+from persample.scanning.decisions import Decisions
 from persample.scanning.errors import ScanError, explain_write_errors
 from persample.scanning.results import Scan
-from persample.scanning.table import escape_formula
+from persample.scanning.table import escape_formula, make_key
 
 REMOVE = "remove"
 _DESCRIBED = ("name", "given", "suggested", "predicted", "probability", "given_probability", "prediction", "target")
@@ -35,21 +37,32 @@ _SCORES = ("loss", "mean_loss", "norm", "self_influence")
 
 
 def write_suspects(
-    scan: Scan, path: str | Path, by: str | None = None, k: int | None = None, accept: bool = False
+    scan: Scan,
+    path: str | Path,
+    by: str | None = None,
+    k: int | None = None,
+    accept: bool = False,
+    reviewed: bool = False,
 ) -> int:
     """Write the suspects of a scan to a CSV file, to be filled in; return their number.
 
-    The suspects are those before the cut of `Scan.suspects`, or the first `k`. With `accept`, the suggested labels are
-    filled in.
+    The suspects are those before the cut of `Scan.suspects`, or the first `k`; with `reviewed`, the examples that were
+    decided about in `persample review`. With `accept`, the suggested labels are filled in. Decisions are filled in
+    anyway. `key` is the name in a form that no spreadsheet changes: `urllib.parse.unquote(key)` is the name.
     """
+    decisions = Decisions(scan.directory).read()
     ids = (scan.suspects(by) if k is None else scan.ranked(by, k)).ids.tolist()
+    ids = [i for i in decisions if i < len(scan)] if reviewed else ids
     scores = {name: scan.column(name) for name in _SCORES if name in scan.columns}
     rows = []
     for i, example in zip(ids, scan.describe(ids), strict=True):
         example["given"] = example.pop("label", None)
-        row = {"id": i, **{name: example[name] for name in _DESCRIBED if name in example}}
+        key = {"key": make_key(example["name"])} if example.get("name") else {}
+        row = {"id": i, **key, **{name: example[name] for name in _DESCRIBED if name in example}}
         row |= {name: float(column[i]) for name, column in scores.items()}
-        rows.append({**row, "new_label": (example.get("suggested") or "") if accept else ""})
+        decision = decisions.get(i)
+        new_label = decision.new_label if decision else (example.get("suggested") or "") if accept else ""
+        rows.append({**row, "decision": decision.word if decision else "", "new_label": new_label})
     header = list(rows[0]) if rows else ["id", "new_label"]
     with explain_write_errors(Path(path)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +115,8 @@ def read_fixes(path: str | Path) -> list[Fix]:
         cells = {key: _unescape((value or "").strip()) for key, value in row.items() if key is not None}
         if not cells["id"].isdecimal():
             raise ScanError(f"Line {line} of {path} has the id {cells['id']!r}, which is no number.")
-        fix = Fix(int(cells["id"]), cells.get("name", ""), cells.get("given", ""), cells["new_label"])
+        name = unquote(cells["key"]) if cells.get("key") else cells.get("name", "")
+        fix = Fix(int(cells["id"]), name, cells.get("given", ""), cells["new_label"])
         if fix.new and fix.new != fix.given:
             fixes.append(fix)
     if len({fix.id for fix in fixes}) < len(fixes):

@@ -12,7 +12,7 @@ import torch
 
 from persample.scanning import rankings
 from persample.scanning.errors import ScanError
-from persample.scanning.estimates import WrongLabels, count_far_out, read_estimate
+from persample.scanning.estimates import NoEstimate, WrongLabels, count_far_out, read_estimate
 from persample.scanning.examples import Examples
 from persample.scanning.queries import Ranking
 from persample.scanning.store import Array, Store
@@ -120,17 +120,19 @@ class ScannedExamples:
         """The number of `suspects`."""
         estimate = self.estimate_wrong_labels()
         by = by or self.default_ranking
-        if estimate is not None or by is None:
-            return estimate.count if estimate else 0
+        if estimate:
+            return estimate.count
+        if by is None:
+            return 0
         return count_far_out(np.delete(self.scores_by(by), list(self.skipped)))
 
-    def estimate_wrong_labels(self) -> WrongLabels | None:
-        """How many labels are wrong, with an interval; None if the model is no classifier.
+    def estimate_wrong_labels(self) -> WrongLabels | NoEstimate:
+        """How many labels are wrong, with an interval; or a false value with the `reason` why that is not known.
 
         It is too low if the model has memorised its labels and no earlier checkpoint was scanned, and too high if the
         classes overlap or the model is not trained yet; `warning` says so as far as the scan can tell.
         """
-        return read_estimate(self.summary)
+        return read_estimate(self.summary, self.columns)
 
     def compare_rankings(self, k: int | None = None) -> dict[str, float]:
         """For each of `rankings`, the share of its first `k` examples that are among the first `k` by default.

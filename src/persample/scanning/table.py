@@ -215,8 +215,21 @@ def escape_formula(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA_STARTS) and not _NUMBER.fullmatch(text) else text
 
 
+def make_key(name: str) -> str:
+    """A name that no spreadsheet takes for a formula and that `urllib.parse.unquote` turns back into the name.
+
+    >>> [make_key(name) for name in ("=1+1", "cats/1.png", "-dash", "100%")]
+    ['%3D1+1', 'cats/1.png', '%2Ddash', '100%25']
+    """
+    key = name.replace("%", "%25")
+    return key if escape_formula(key) == key else f"%{ord(key[0]):02X}{key[1:]}"
+
+
 def _prepare_for_csv(table: pa.Table) -> pa.Table:
-    """The table with vectors as texts, and without texts that are formulas."""
+    """The table with vectors as texts, without texts that are formulas, and with a key for each name."""
+    if "name" in table.column_names:
+        keys = pa.array([make_key(name) for name in table["name"].to_pylist()], pa.string())
+        table = table.add_column(table.column_names.index("name"), "key", keys)
     for i, field in enumerate(table.schema):
         if pa.types.is_list(field.type):
             texts = [json.dumps(value) for value in table[i].to_pylist()]
