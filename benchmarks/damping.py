@@ -64,7 +64,7 @@ def measure_task(task: Task) -> Results:
             progress=False,
         )  # fmt: skip
         models = found._get_models()
-        tests = Probe(task.loss_fn).project_batch(task.make_model(), checkpoints, found.settings, 0, task.test)
+        tests = Probe(task.loss_fn).project_batch(task.make_model(), checkpoints, found.store, 0, task.test)
         score = partial(make_scores, models, tests, of_loss=True)
         scores = {str(damping): score("whitened", damping).compute() for damping in ("auto", *DAMPINGS)}
         others: tuple[Method, ...] = ("trak", "tracin")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import persample
 from persample import PerSampleGradients, record
 from persample._internal import host
-from persample.scanning.measure import ALL_QUANTITIES, Measurement, Projection
+from persample.scanning.factors import Projection
+from persample.scanning.measure import ALL_QUANTITIES, Measurement
 
 B, T, D, CLASSES = 3, 5, 8, 4
 

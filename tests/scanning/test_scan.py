@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 import persample
 from persample.gradients.projection import METHODS
 from persample.scanning import QUANTITIES, NotFinite, ScanError, gradient_sum, store
-from persample.scanning.measure import ALL_QUANTITIES, group_parameters
+from persample.scanning.groups import group_parameters
+from persample.scanning.measure import ALL_QUANTITIES
 from persample.scanning.packing import pack_shard
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store

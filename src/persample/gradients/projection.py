@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample.terms import KroneckerSketch, Sketch, SparseSketch, TensorSketch, Term, allocate
+from persample.terms import KroneckerSketch, Sides, Sketch, SparseSketch, TensorSketch, Term, allocate
 
 Method = Literal["tensor", "sparse", "kronecker"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -39,6 +39,21 @@ class Projection:
         if isinstance(sketch, KroneckerSketch):
             return sketch.fold(term.multiply_sides(sketch.sides))
         return term.project(sketch)
+
+    @property
+    def sides(self) -> dict[str, Sides]:
+        """The matrices for both sides of the gradients of each parameter, with the method "kronecker"."""
+        return {name: part.sides for name, part in self._sketches.items() if isinstance(part, KroneckerSketch)}
+
+    def replace_sides(self, sides: Mapping[str, Sides]) -> Projection:
+        """The same projection with other matrices for both sides of some parameters."""
+        sketches = dict(self._sketches)
+        for name, own in sides.items():
+            sketch = sketches[name]
+            if not isinstance(sketch, KroneckerSketch):
+                raise ValueError(f"The projection of {name!r} has no sides.")
+            sketches[name] = sketch.replace_sides(own)
+        return Projection(self._dim, self._slices, sketches, self._device)
 
     def assemble(self, parts: Mapping[str, Tensor], batch: int) -> Tensor:
         """`(batch, dim)`: the projection of the rows from what `project_term` returned for each parameter."""

@@ -95,7 +95,7 @@ def _find_all_nonfinite(source: Source, measurement: Measurement, error: NotFini
         for batch in source.iterate_batches(source.batch_size, lambda shard: True):
             if time.monotonic() > stop:
                 break
-            found |= set(measurement.find_nonfinite_losses(batch.ids, batch.batch))
+            found |= set(measurement.losses.find_nonfinite(batch.ids, batch.batch))
     except Exception:  # another batch fails in another way
         pass
     return NotFinite(sorted(found), error.quantity)
@@ -124,7 +124,7 @@ def _count_classes(source: Source, measurement: Measurement) -> int | None:
     batch, outputs = source.collate([example]), Outputs(1, 0)
     try:
         with outputs.capture(measurement.model):
-            measurement.compute_any_loss(batch)
+            measurement.losses.compute_any(batch)
     except Exception:  # the loss fails, but the outputs are there
         pass
     found, targets = outputs.get(), find_targets(batch, 1)
@@ -181,7 +181,7 @@ def _find_failing_layer(source: Source, measurement: Measurement) -> str:
     hooks += [module.register_forward_hook(leave) for module in names]
     try:
         for batch in source.iterate_batches(1, lambda shard: shard == 0):
-            measurement.compute_any_loss(batch.batch)
+            measurement.losses.compute_any(batch.batch)
     except Exception:  # the modules that did not return are those that it passed through
         return running[-1] if running else ""
     finally:

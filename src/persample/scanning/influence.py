@@ -6,6 +6,7 @@ directions and in the weights of the rows. So all of them need one pass over the
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -195,8 +196,14 @@ class StoredModel:
         lengths = self.stored.lengths.double()
         return lengths / self.residuals if method == "trak" else lengths
 
-    def get_whitening(self, method: Method, damping: float) -> Whitening:
-        """The whitening of the features of `method`."""
+    def whiten(self, rows: Tensor, method: Method, damping: float) -> Tensor:
+        """Rows times the damped inverse of the second moment of the features of `method`.
+
+        Rows that were whitened before they were projected stay as they are with an infinite damping.
+        """
+        return rows if damping == math.inf else self._get_whitening(method, damping).solve(rows)
+
+    def _get_whitening(self, method: Method, damping: float) -> Whitening:
         key = (method, damping)
         if key not in self._whitenings:
             self._whitenings[key] = Whitening(self._get_moment(method), damping, self.stored.blocks)
@@ -215,15 +222,22 @@ def load_models(store: Store) -> list[StoredModel]:
 
 
 def find_damping(models: Sequence[StoredModel], method: Method, damping: Damping) -> float:
-    """The damping as a number: "auto" is chosen by the steps of the training between the checkpoints, if any."""
+    """The damping as a number: "auto" is chosen by the steps of the training between the checkpoints, if any.
+
+    Rows that were whitened before they were projected are not whitened again: "auto" is infinite.
+    """
     check_damping(damping)
     if damping != "auto" or method not in DAMPED:
         return 0.0 if damping == "auto" else float(damping)
+    if models[0].stored.are_whitened:
+        return math.inf
     return choose_damping([model.step_cosines for model in models if model.step_cosines is not None])
 
 
 def describe_training(models: Sequence[StoredModel]) -> str:
     """What the scanned checkpoints are, and the damping that follows from them."""
+    if models[0].stored.are_whitened:
+        return f"{len(models)} model{'s' * (len(models) > 1)}, with gradients that were whitened before the projection"
     strength = f'"auto" is a damping of {find_damping(models, "whitened", "auto"):.2g}'
     if len(models) == 1:
         return f"one model; {strength}. Scores are better with about {GOOD_NUMBER} checkpoints of its training."
@@ -250,7 +264,7 @@ def make_scores(
         if method in DAMPED:
             if method == "trak" and of_loss:
                 rows = rows / model.compute_residuals(test.losses)[:, None]
-            rows, rate = model.get_whitening(method, strength).solve(rows), 1 / len(tests)
+            rows, rate = model.whiten(rows, method, strength), 1 / len(tests)
         elif method == "cosine":
             rows, rate = normalize(rows), rate / total_rate
         scale = (model.stored.lengths > 0).double() if method == "cosine" else model.get_scale(method)
@@ -273,19 +287,24 @@ def compute_self_influence(
         if method not in DAMPED:
             total += rate * scale.square()
             continue
-        whitening = model.get_whitening(method, strength)
-        squares = torch.cat([whitening.compute_squares(block) for _, block in model.stored.iterate_blocks()])
+        blocks = (block.double() for _, block in model.stored.iterate_blocks())
+        squares = torch.cat([(model.whiten(block, method, strength) * block).sum(1) for block in blocks])
         total += squares * scale.square() / len(models)
     if method == "trak":
         total *= torch.stack([model.residuals for model in models]).mean(0)
     return total
 
 
-def check_method(method: str) -> Method:
-    """The method with this name; an error if there is none."""
+def check_method(method: str, are_whitened: bool = False) -> Method:
+    """The method with this name; an error if there is none, or none for rows that were whitened before."""
     if method not in METHODS:
         advice = " Other methods need exact=True." if method in PRECONDITIONERS else ""
         raise ScanError(f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}.{advice}")
+    if are_whitened and method not in ("whitened", "cosine"):
+        raise ScanError(
+            f"method={method!r} needs plain gradients, and those of this scan were whitened (precondition). Use "
+            "'whitened' or 'cosine'."
+        )
     return method
 
 
@@ -367,8 +386,9 @@ def _score_sample(
         features = rows[:, half].double() * (1.0 if method == "cosine" else model.get_scale(method)[ids, None])
         own = test.rows[:, half].double()
         if method in DAMPED:
-            blocks = None if model.stored.blocks is None else model.stored.blocks[half]
-            own = Whitening(features.T @ features / len(features), damping, blocks).solve(own)
+            if damping < math.inf:
+                blocks = None if model.stored.blocks is None else model.stored.blocks[half]
+                own = Whitening(features.T @ features / len(features), damping, blocks).solve(own)
             features = features * (model.residuals[ids, None] if method == "trak" else 1.0)
         total = total + test.learning_rate * own @ features.T
     return total

@@ -17,7 +17,9 @@ from persample.recording import Coupled, Selection, Verify
 from persample.scanning.checkpoints import Checkpoints
 from persample.scanning.digest import compute_digest, describe_structure
 from persample.scanning.errors import ScanError
-from persample.scanning.measure import Groups, Measurement, Projection
+from persample.scanning.factors import FactorMethod, Projection
+from persample.scanning.groups import Groups
+from persample.scanning.measure import Measurement
 from persample.scanning.source import Source
 from persample.scanning.store import describe_rows
 from persample.scanning.table import TableKind
@@ -42,6 +44,7 @@ class ScanOptions:
     shard_size: int
     table: TableKind
     coupled: Coupled = None
+    precondition: FactorMethod | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "float32"):
@@ -52,6 +55,12 @@ class ScanOptions:
             raise ScanError(f"projection must be one of {', '.join(PROJECTION_METHODS)}; got {self.projection!r}.")
         if self.project is not None and self.project < 1:
             raise ScanError(f"project must be a positive number of dimensions or None, got {self.project}.")
+        if self.precondition not in (None, "kfac"):
+            raise ScanError(
+                f"precondition must be 'kfac', an earlier scan with it, or None, got {self.precondition!r}."
+            )
+        if self.precondition and (self.project is None or self.projection != "kronecker"):
+            raise ScanError("precondition needs projected gradients with projection='kronecker'.")
 
     def make_measurement(
         self, model: nn.Module, loss_fn: LossFunction, source: Source, verify: Verify = "first"
@@ -61,7 +70,9 @@ class ScanOptions:
             model,
             loss_fn,
             quantities=self.quantities,
-            projection=None if self.project is None else Projection(self.project, self.seed, self.projection),
+            projection=None
+            if self.project is None
+            else Projection(self.project, self.seed, self.projection, self.precondition),
             groups=self.groups,
             parameters=self.parameters,
             batch_dim=self.batch_dim,
@@ -85,6 +96,7 @@ class ScanOptions:
             "shard_size": max(1, self.shard_size // source.batch_size) * source.batch_size,
             "project": self.project,
             "projection": self.projection,
+            "precondition": self.precondition,
             "quantities": list(measurement.quantities),
             "groups": measurement.groups,
             "blocks": self._list_blocks(measurement),

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample.batches import Batch, BatchDim
-from persample.gradients import Stack
 from persample.losses import LossFunction
 from persample.recording import Selection, Verify
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import NotFinite, ScanError
 from persample.scanning.measure import Measurement, prepare_model
-from persample.scanning.preconditioners import PRECONDITIONERS, Name, Preconditioner
+from persample.scanning.preconditioners import PRECONDITIONERS, Name, Preconditioner, end_pass
 from persample.scanning.progress import choose_mode, show_progress
+from persample.scanning.reduced import ComputedTerms
 from persample.scanning.source import Collate, Source
 from persample.terms import Term
 
@@ -121,28 +121,27 @@ class Passes:
                 size, found = self.pass_queries(queries, _measure_by(fitted))
                 _add_sums(fitted, found, size, share / (1 - share) * examples / size)
             fitted = {name: preconditioner for name, preconditioner in fitted.items() if name in seen}
-            for preconditioner in fitted.values():
-                preconditioner.end_pass()
+            end_pass(fitted)
         return fitted
 
     def count_queries(self, queries: Any) -> int:
         """The number of samples in a batch of queries."""
-        return Batch(queries, self.batch_dim, None, pair=self.queried.takes_pairs).size
+        return Batch(queries, self.batch_dim, None, pair=self.queried.losses.takes_pairs).size
 
     def pass_queries(self, queries: Any, compute: Compute) -> tuple[int, Mapping[str, Any]]:
         """The number of queries, and what a function computes from the term of each parameter."""
         size = self.count_queries(queries)
-        results = _Results(compute)
+        results = ComputedTerms(compute)
         self.queried.pass_terms(range(size), queries, results)
-        return size, results.found
+        return size, results.values
 
     def iterate(self, compute: Compute, title: str) -> Iterator[tuple[Sequence[int], Mapping[str, Any]]]:
         """The ids of each batch with what a function computes from the terms of its gradients."""
         with show_progress(title, self.source.size, 0, self._mode) as update:
             for batch in self.source.iterate_batches(SHARD_SIZE, lambda shard: True):
-                results = _Results(compute)
+                results = ComputedTerms(compute)
                 self.measurement.pass_terms(batch.ids, batch.batch, results)
-                yield batch.ids, results.found
+                yield batch.ids, results.values
                 update(len(batch.ids))
 
     def add_up(self, compute: Compute, shape: tuple[int, ...]) -> Tensor:
@@ -168,17 +167,3 @@ def _measure_by(fitted: Fitted) -> Compute:
 def _add_sums(fitted: Fitted, found: Mapping[str, Any], count: int, weight: float = 1.0) -> None:
     for name, preconditioner in fitted.items():
         preconditioner.add(found.get(name, ()), count, weight)
-
-
-class _Results:
-    """What a function computes from the term of each parameter."""
-
-    def __init__(self, compute: Compute) -> None:
-        self._compute = compute
-        self.found: dict[str, Any] = {}
-
-    def receive(self, stack: Stack) -> None:
-        """Take the term of one parameter, or of several. A pass that is repeated replaces the results."""
-        for name, term in stack.split():
-            if term.shape.numel():
-                self.found[name] = self._compute(name, term)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from persample.gradients import find_sides
+from persample.scanning.damping import LEAST_PART
 from persample.terms import Dense, Outer, Sides, Term, split_shape, widen_factors
 
 # A side with more entries, such as a vocabulary, is not rotated: its eigenvectors are taken to be the unit vectors.
@@ -43,6 +44,8 @@ class Preconditioner(ABC):
         self.shape = shape
         self._sums: list[Tensor] = []
         self._count = 0.0
+        self.mean = torch.zeros((), dtype=torch.float64)  # of the eigenvalues
+        self.least_mean = 0.0  # what the mean counts as at least
 
     def fit(self, term: Term) -> None:
         """Add the gradients of some samples."""
@@ -63,6 +66,14 @@ class Preconditioner(ABC):
         """Read the means over all samples of the pass."""
         self.read_means([part.double() / (self._count or 1.0) for part in self._sums])
         self._sums, self._count = [], 0.0
+
+    def damp(self, eigenvalues: Tensor, damping: float) -> Tensor:
+        """The eigenvalues plus `damping` times their mean; never zero."""
+        return eigenvalues + self.find_added(damping)
+
+    def find_added(self, damping: float) -> Tensor:
+        """What is added to each eigenvalue."""
+        return (damping * self.mean.clamp(min=self.least_mean)).clamp(min=_TINY)
 
     @abstractmethod
     def read_means(self, means: Sequence[Tensor]) -> None:
@@ -110,9 +121,10 @@ class Diagonal(Preconditioner):
 
     def read_means(self, means: Sequence[Tensor]) -> None:
         (self._eigenvalues,) = means
+        self.mean = self._eigenvalues.mean()
 
     def solve(self, rows: Tensor, damping: float) -> Tensor:
-        return rows / damp(self._eigenvalues, damping)
+        return rows / self.damp(self._eigenvalues, damping)
 
 
 class Block(Preconditioner):
@@ -140,14 +152,14 @@ class Block(Preconditioner):
 
     def read_means(self, means: Sequence[Tensor]) -> None:
         products, trace = means
-        self._mean = trace / max(1, self.shape.numel())
+        self.mean = trace / max(1, self.shape.numel())
         inner = products if self._drawn is None else products @ self._drawn.to(products).mT
         root = _find_inverse_roots(inner) @ products  # M is approximately rootᵀ root
         self._vectors = _find_inverse_roots(root @ root.mT) @ root
         self._eigenvalues = (self._vectors @ root.mT).square().sum(1)
 
     def solve(self, rows: Tensor, damping: float) -> Tensor:
-        flat, added = rows.reshape(len(rows), self.shape.numel()), (damping * self._mean).clamp(min=_TINY)
+        flat, added = rows.reshape(len(rows), self.shape.numel()), self.find_added(damping)
         inside = flat @ self._vectors.mT
         outside = flat - inside @ self._vectors
         return (inside / (self._eigenvalues + added) @ self._vectors + outside / added).reshape(rows.shape)
@@ -165,6 +177,7 @@ class KFAC(Preconditioner):
         super().__init__(shape)
         self._rows, self._columns = split_shape(shape)
         self._vectors: list[Tensor | None] = [None, None]
+        self._spectra: list[Tensor] = []
 
     def measure(self, term: Term) -> Sequence[Tensor]:
         totals: list[Tensor] = []
@@ -174,7 +187,7 @@ class KFAC(Preconditioner):
         return [*totals, term.squared_norms().sum()]
 
     def read_means(self, means: Sequence[Tensor]) -> None:
-        spectra = []
+        spectra: list[Tensor] = []
         *moments, trace = means
         for side, moment in enumerate(moments):
             if moment.dim() == 1:
@@ -182,18 +195,42 @@ class KFAC(Preconditioner):
             else:
                 values, self._vectors[side] = torch.linalg.eigh(moment)
                 spectra.append(values.clamp(min=0))
+        self._spectra = spectra
         rows, columns = spectra
         self._eigenvalues = rows[:, None] * columns * (trace / (rows.sum() * columns.sum()).clamp(min=_TINY))
+        self.mean = self._eigenvalues.mean()
 
     def solve(self, rows: Tensor, damping: float) -> Tensor:
         left, right = self._vectors
         values = rows.reshape(len(rows), self._rows, self._columns)
         values = values if left is None else left.T @ values
         values = values if right is None else values @ right
-        values = values / damp(self._eigenvalues, damping)
+        values = values / self.damp(self._eigenvalues, damping)
         values = values if left is None else left @ values
         values = values if right is None else values @ right.T
         return values.reshape(rows.shape)
+
+    def whiten(self, sides: Sides, damping: float) -> Sides:
+        """Sides that first multiply gradients by `(M + D)^(-1/2)`, with a part of `D` for each side of the product.
+
+        The product is `m (R + r I) ⊗ (C + c I)` for the sides `R` and `C` of `M`, scaled to mean eigenvalues of 1. `r`
+        and `c` are the root of the damping. A side with one entry has no part, so that the other has all of it.
+        A left side with more than `LARGEST_SIDE` entries that is not projected stays as it is.
+        """
+        wide = [self._rows > 1 or self._columns == 1, self._columns > 1]
+        parts = [damping ** (1 / max(1, sum(wide))) * is_wide for is_wide in wide]
+        scales = [torch.ones(()), self.mean.clamp(min=self.least_mean).clamp(min=_TINY).rsqrt()]
+        found: list[Tensor | None] = []
+        for side, (drawn, count) in enumerate(((sides.left, sides.rows), (sides.right, sides.columns))):
+            if drawn is None and count > LARGEST_SIDE and side == 0:
+                found.append(None)
+                continue
+            spectrum, vectors = self._spectra[side], self._vectors[side]
+            roots = scales[side] * (spectrum / spectrum.mean().clamp(min=_TINY) + parts[side]).clamp(min=_TINY).rsqrt()
+            matrix = torch.eye(count, dtype=torch.float64) if drawn is None else drawn.to(roots)
+            rotated = roots[:, None] * (matrix if vectors is None else vectors.T @ matrix)
+            found.append((rotated if vectors is None else vectors @ rotated).float())
+        return Sides(found[0], found[1], sides.rows, sides.columns)
 
 
 class EKFAC(KFAC):
@@ -218,6 +255,7 @@ class EKFAC(KFAC):
     def read_means(self, means: Sequence[Tensor]) -> None:
         if self._sides is not None:
             (self._eigenvalues,) = means
+            self.mean = self._eigenvalues.mean()
             return
         super().read_means(means)
         left, right = (side if side is None else side.to(means[0]) for side in self._vectors)
@@ -234,9 +272,18 @@ PRECONDITIONERS: Mapping[Name, type[Preconditioner]] = {
 }
 
 
-def damp(eigenvalues: Tensor, damping: float) -> Tensor:
-    """The eigenvalues plus `damping` times their mean; never zero."""
-    return eigenvalues + (damping * eigenvalues.mean()).clamp(min=_TINY)
+def end_pass(fitted: Mapping[str, Preconditioner]) -> None:
+    """End the pass of the preconditioners of all parameters.
+
+    The gradient of a parameter may be zero but for rounding, such as that of the bias of keys in attention. Its mean
+    eigenvalue counts as at least `LEAST_PART` of the mean of all, so that rounding errors stay small.
+    """
+    for own in fitted.values():
+        own.end_pass()
+    entries = sum(own.shape.numel() for own in fitted.values())
+    total = sum((float(own.mean) * own.shape.numel() for own in fitted.values()), 0.0)
+    for own in fitted.values():
+        own.least_mean = LEAST_PART * total / max(1, entries)
 
 
 def multiply_own(vectors: Tensor) -> Tensor:

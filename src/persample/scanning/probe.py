@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,9 +20,12 @@ from persample.losses import LossFunction, check_inputs_and_targets, compute_sam
 from persample.recording import Options, Selection, record
 from persample.scanning.checkpoints import State, check_weights
 from persample.scanning.errors import ScanError
+from persample.scanning.factors import make_projection_of
 from persample.scanning.influence import TestGradients
 from persample.scanning.measure import Gradient, Measurement, prepare_model
+from persample.scanning.reduced import ReducedRows
 from persample.scanning.source import move_to_device
+from persample.scanning.store import Store
 
 Adam = Optimizer | Mapping[str, Tensor]
 
@@ -41,17 +45,20 @@ class Probe:
         self,
         model: nn.Module,
         checkpoints: Sequence[State | str | Path] | None,
-        settings: Mapping[str, Any],
+        store: Store,
         batch_dim: BatchDim,
         batch: Any,
     ) -> list[TestGradients]:
-        """The gradients of a batch with each checkpoint of a scan with these settings."""
+        """The gradients of a batch with each checkpoint of a scan."""
+        settings = store.read_settings()
+        projection = make_projection_of(store)
+        shapes = tuple((name, torch.Size(shape)) for name, shape in settings["parameters"].items())
         scanned = {name: p for name, p in model.named_parameters() if name in settings["parameters"]}
         chosen = list(Options(parameters=self.parameters).select(dict(scanned)))
         factors = get_step_sizes(self.adam, {name: scanned[name] for name in chosen}) if self.adam is not None else None
         measurement = Measurement(model, self.measure, quantities=["loss", "norm"], parameters=list(scanned))
         states = check_weights(settings, model, checkpoints)
-        if measurement.takes_pairs:
+        if measurement.losses.takes_pairs:
             check_inputs_and_targets(self.measure, batch)
         batch = move_to_device(batch, measurement.device)
         found = []
@@ -60,9 +67,12 @@ class Probe:
                 values, grads = self._record(model, list(scanned), batch, batch_dim, settings["loss_reduction"])
                 grads = grads if len(chosen) == len(scanned) else grads.select(chosen)
                 grads = grads if factors is None else grads.scale(factors)
-                rows = grads.project(settings["project"], settings["seed"] + checkpoint, settings["projection"])
+                rows = ReducedRows(
+                    len(values), measurement.device, projection.make(checkpoint, shapes, measurement.device)
+                )
+                grads.pass_terms_to(rows.receive)
                 rate = states.learning_rates[checkpoint]
-                found.append(TestGradients(rows.detach().cpu(), values.detach().double().cpu(), rate))
+                found.append(TestGradients(rows.project().detach().cpu(), values.detach().double().cpu(), rate))
         return found
 
     def _record(

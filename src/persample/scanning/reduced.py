@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample.gradients import Projection, Stack
+from persample.terms import Term
+
+
+class ComputedTerms:
+    """What a function computes from the term of each parameter."""
+
+    def __init__(self, compute: Callable[[str, Term], Any]) -> None:
+        self._compute = compute
+        self.values: dict[str, Any] = {}
+
+    def receive(self, stack: Stack) -> None:
+        """Take the term of one parameter, or of several. A pass that is repeated replaces the results."""
+        for name, term in stack.split():
+            if term.shape.numel():
+                self.values[name] = self._compute(name, term)
 
 
 class ReducedRows:
@@ -18,8 +34,8 @@ class ReducedRows:
         count: int,
         device: torch.device,
         projection: Projection | None,
-        direction: Mapping[str, Tensor] | None,
-        with_sum: bool,
+        direction: Mapping[str, Tensor] | None = None,
+        with_sum: bool = False,
     ) -> None:
         self._count, self._projection, self._direction = count, projection, direction
         self._weights = torch.ones(count, device=device) if with_sum else None

@@ -16,6 +16,7 @@ from persample.losses import LossFunction
 from persample.scanning.alignment import average_rows, get_last_checkpoint, write_alignment
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import ScanError
+from persample.scanning.factors import copy_factors
 from persample.scanning.gradient_sum import get_mean_file
 from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.names import Ids
@@ -36,9 +37,10 @@ LEFT_OUT = {
 _FROM_ALL = ("alignment", "estimated_alignment", "noise_scale")  # they depend on the mean gradient of all examples
 
 _SAME = (
-    "checkpoints", "learning_rates", "parameters", "groups", "project", "projection", "seed", "dtype", "loss",
-    "loss_reduction", "code",
+    "checkpoints", "learning_rates", "parameters", "groups", "project", "projection", "precondition", "seed", "dtype",
+    "loss", "loss_reduction", "code",
 )  # fmt: skip
+_OPTIONS = ("learning_rates", "project", "projection", "seed", "dtype", "loss_reduction")  # as `scan` takes them
 
 
 def rescan(
@@ -73,69 +75,12 @@ def rescan(
         raise ScanError(f"{directory} exists. Choose an empty or a new directory for the new scan.")
     if "coupled" in settings:
         raise ScanError("A scan of coupled samples cannot take other data: its rows depend on the batches.")
-    batch_size, shard_size = settings["batch_size"], settings["shard_size"]
-    skip_bad = settings.get("skip_bad", False)
-    old = Source(before, batch_size, collate, skip_bad=skip_bad)
-    new = Source(data, batch_size, collate, ids, skip_bad)
-    if old.size is None or new.size is None:
-        raise ScanError("A stream cannot be rescanned: its examples cannot be read by number.")
-    if old.compute_digest() != settings["data"]:
-        raise ScanError(f"`before` is not the data of the scan in {base.directory}, or has changed.")
-    digests = [list(_compute_digests(source)) for source in (old, new)]
-    places = _find_unchanged(*digests)
-    unchanged = [j for j in range(new.size) if places[j] >= 0]
-    measured = unchanged[:batch_size] + [j for j in range(new.size) if places[j] < 0]
-    part = scan(
-        model,
-        loss_fn,
-        _Chosen(new, measured),
-        quantities=[name for name in settings["quantities"] if name not in _FROM_ALL],
-        batch_size=batch_size,
-        project=settings["project"],
-        projection=settings["projection"],
-        seed=settings["seed"],
-        dtype=settings["dtype"],
-        groups=settings["groups"] or None,
-        parameters=list(settings["parameters"]),
-        checkpoints=checkpoints,
-        learning_rates=settings["learning_rates"],
-        batch_dim=batch_dim,
-        loss_reduction=settings["loss_reduction"],
-        nonfinite=settings["nonfinite"],
-        collate=new.collate,
-        classes=classes or new.classes or settings["classes"],
-        skip_bad=skip_bad,
-        progress=progress,
-    )
-    _check_same(settings, part.settings)
-    columns = _choose_columns(base.store, part.store, len(settings["checkpoints"]))
-    _check_numbers(base.store, part.store, [int(places[j]) for j in unchanged[:batch_size]])
-
+    options = {"batch_size": settings["batch_size"], "collate": collate, "skip_bad": settings.get("skip_bad", False)}
+    change = _Change(base, Source(before, **options), Source(data, ids=ids, **options))
+    part = change.scan(model, loss_fn, checkpoints, batch_dim, classes, progress)
     store = Store(directory)
-    quantities = [name for name in settings["quantities"] if name not in LEFT_OUT]
-    changes = {"examples": new.size, "data": new.compute_digest(), "names": new.names.compute_digest()}
-    kept = {key: part.settings[key] for key in ("classes", "labelled", "about")}
-    earlier = {k: v for k, v in settings.items() if k != "format"}
-    store.start({**earlier, **changes, **kept, "quantities": quantities}, resume=True)
-    rows = {j: k for k, j in enumerate(measured)}
-    for checkpoint in range(len(settings["checkpoints"])):
-        readers = [_Reader(found.store, checkpoint, columns) for found in (base, part)]
-        for shard, start in enumerate(range(0, new.size, shard_size)):
-            wanted = range(start, min(start + shard_size, new.size))
-            origins = [(1, rows[j]) if places[j] < 0 else (0, int(places[j])) for j in wanted]
-            packed, gradients = _join(readers, origins)
-            packed["id"] = np.arange(wanted.start, wanted.stop)
-            if skip_bad:
-                reasons = [(base, part)[which].skipped.get(at, "") for which, at in origins]
-                packed[SKIPPED] = np.array([reason.encode("utf-8", "replace") for reason in reasons])
-            if new.names.exist:
-                packed["name"] = new.names.encode(wanted)
-            store.write_shard(checkpoint, shard, packed, gradients)
-    has_mean = base.store.has_arrays(get_mean_file(get_last_checkpoint(base.store)))
-    if "noise_scale" in quantities and (has_mean or not settings["project"]):  # else it is estimated from the rows
-        added, removed = _find_changes(*digests)
-        added = [j for j in added if (rows[j] not in part.skipped if places[j] < 0 else places[j] not in base.skipped)]
-        removed = [i for i in removed if i not in base.skipped]
+    change.write(part, store)
+    if change.corrects_means():
         measurement = Measurement(
             model,
             loss_fn,
@@ -145,20 +90,129 @@ def rescan(
             loss_reduction=settings["loss_reduction"],
             nonfinite=settings["nonfinite"],
         )
-        parts = [(_Chosen(new, added), 1), (_Chosen(old, removed), -1)]
-        changed = [(Source(chosen, batch_size, new.collate), sign) for chosen, sign in parts]
-        _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), changed)
-    if (steps := base.store.read_arrays(STEPS_FILE)) is not None:  # they do not depend on the data
-        store.write_arrays(STEPS_FILE, steps)
-    projected_mean = average_rows(store) if settings["project"] else None
-    if projected_mean is not None and "estimated_alignment" in quantities:
+        _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), change.list_changed(part))
+    _finish(store, settings, change.count_measured())
+    return Scan(directory, model, loss_fn, checkpoints, batch_dim=batch_dim)
+
+
+class _Change:
+    """The examples that an earlier scan does not have, and where it has the others."""
+
+    def __init__(self, base: Scan, old: Source, new: Source) -> None:
+        if old.size is None or new.size is None:
+            raise ScanError("A stream cannot be rescanned: its examples cannot be read by number.")
+        self._base, self._old, self._new = base, old, new
+        self._settings = base.settings
+        if old.compute_digest() != self._settings["data"]:
+            raise ScanError(f"`before` is not the data of the scan in {base.directory}, or has changed.")
+        self._size = new.size
+        self._digests = [list(_compute_digests(source)) for source in (old, new)]
+        self._places = _find_unchanged(*self._digests)
+        self._unchanged = [j for j in range(self._size) if self._places[j] >= 0]
+        self._repeated = self._unchanged[: self._settings["batch_size"]]  # measured again, for a comparison
+        measured = self._repeated + [j for j in range(self._size) if self._places[j] < 0]
+        self._rows = {j: k for k, j in enumerate(measured)}
+
+    def scan(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        checkpoints: Sequence[State | str | Path] | None,
+        batch_dim: BatchDim,
+        classes: Sequence[str] | None,
+        progress: bool | None,
+    ) -> Scan:
+        """Measure the new examples and some of the others, with the options of the earlier scan."""
+        settings, new = self._settings, self._new
+        kept: Any = {key: settings[key] for key in _OPTIONS}
+        found = scan(
+            model,
+            loss_fn,
+            _Chosen(new, list(self._rows)),
+            quantities=[name for name in settings["quantities"] if name not in _FROM_ALL],
+            batch_size=settings["batch_size"],
+            precondition=self._base if settings.get("precondition") else None,
+            groups=settings["groups"] or None,
+            parameters=list(settings["parameters"]),
+            checkpoints=checkpoints,
+            batch_dim=batch_dim,
+            nonfinite=settings["nonfinite"],
+            collate=new.collate,
+            classes=classes or new.classes or settings["classes"],
+            skip_bad=new.skips_bad,
+            progress=progress,
+            **kept,
+        )
+        _check_same(settings, found.settings)
+        return found
+
+    def write(self, part: Scan, store: Store) -> None:
+        """Write the settings and the shards of the new scan, from the earlier one and from the measured part."""
+        settings, new, base = self._settings, self._new, self._base
+        count = len(settings["checkpoints"])
+        columns = _choose_columns(base.store, part.store, count)
+        _check_numbers(base.store, part.store, [int(self._places[j]) for j in self._repeated])
+        quantities = [name for name in settings["quantities"] if name not in LEFT_OUT]
+        changes = {"examples": self._size, "data": new.compute_digest(), "names": new.names.compute_digest()}
+        kept = {key: part.settings[key] for key in ("classes", "labelled", "about")}
+        earlier = {k: v for k, v in settings.items() if k != "format"}
+        store.start({**earlier, **changes, **kept, "quantities": quantities}, resume=True)
+        if settings.get("precondition"):
+            copy_factors(base.store, store)
+        if (steps := base.store.read_arrays(STEPS_FILE)) is not None:  # they do not depend on the data
+            store.write_arrays(STEPS_FILE, steps)
+        for checkpoint in range(count):
+            self._write_shards(part, store, checkpoint, columns)
+
+    def _write_shards(self, part: Scan, store: Store, checkpoint: int, columns: Sequence[str]) -> None:
+        settings, new, base = self._settings, self._new, self._base
+        readers = [_Reader(found.store, checkpoint, columns) for found in (base, part)]
+        for shard, start in enumerate(range(0, self._size, settings["shard_size"])):
+            wanted = range(start, min(start + settings["shard_size"], self._size))
+            origins = [self._find_origin(j) for j in wanted]
+            packed, gradients = _join(readers, origins)
+            packed["id"] = np.arange(wanted.start, wanted.stop)
+            if new.skips_bad:
+                reasons = [(base, part)[which].skipped.get(at, "") for which, at in origins]
+                packed[SKIPPED] = np.array([reason.encode("utf-8", "replace") for reason in reasons])
+            if new.names.exist:
+                packed["name"] = new.names.encode(wanted)
+            store.write_shard(checkpoint, shard, packed, gradients)
+
+    def _find_origin(self, j: int) -> tuple[int, int]:
+        """0 and the place in the earlier scan, or 1 and the place in the measured part."""
+        return (1, self._rows[j]) if self._places[j] < 0 else (0, int(self._places[j]))
+
+    def corrects_means(self) -> bool:
+        """Whether the scan has a mean gradient to correct. Otherwise the noise scale is estimated from the rows."""
+        has_mean = self._base.store.has_arrays(get_mean_file(get_last_checkpoint(self._base.store)))
+        return "noise_scale" in self._settings["quantities"] and (has_mean or not self._settings["project"])
+
+    def list_changed(self, part: Scan) -> list[tuple[Source, int]]:
+        """The examples that are new (1) and those that are gone (-1), without skipped ones."""
+        added, removed = _find_changes(*self._digests)
+        scans = self._base, part
+        origins = {j: self._find_origin(j) for j in added}
+        added = [j for j, (which, at) in origins.items() if at not in scans[which].skipped]
+        removed = [i for i in removed if i not in self._base.skipped]
+        chosen = [(_Chosen(self._new, added), 1), (_Chosen(self._old, removed), -1)]
+        return [(Source(some, self._settings["batch_size"], self._new.collate), sign) for some, sign in chosen]
+
+    def count_measured(self) -> int:
+        """The number of examples that the earlier scan does not have."""
+        return self._size - len(self._unchanged)
+
+
+def _finish(store: Store, settings: dict[str, Any], measured: int) -> None:
+    """Write the alignment, the table and the summary of the new scan."""
+    projected_mean = average_rows(store) if settings["project"] and not settings.get("precondition") else None
+    if projected_mean is not None and "estimated_alignment" in store.read_settings()["quantities"]:
         write_alignment(store, projected_mean)
     summary = summarise(store, projected_mean)
     summary["left_out"] = {name: reason for name, reason in LEFT_OUT.items() if name in settings["quantities"]}
-    summary["measured_again"] = new.size - len(unchanged)
+    summary["measured_again"] = measured
     write_table(store)
     store.write_json("summary.json", summary)
-    return Scan(directory, model, loss_fn, checkpoints, batch_dim=batch_dim)
 
 
 def _find_unchanged(old: Sequence[str], new: Sequence[str]) -> Array:
@@ -235,7 +289,7 @@ class _Chosen(Dataset[Any]):
 
 def _check_same(before: dict[str, Any], now: dict[str, Any]) -> None:
     for key in _SAME:
-        if before[key] != now[key]:
+        if before.get(key) != now[key]:
             raise ScanError(f"The model, the loss or an option differs from that of the earlier scan: {key!r}.")
 
 

@@ -69,7 +69,10 @@ class Scan(ScannedExamples):
         columns = ", ".join(name for name in self.columns if name not in DESCRIPTIONS)
         dim = self.settings["project"]
         coupled = self.settings.get("coupled")
-        end = (f"; projected to {dim}" if dim else "") + (f"; {coupled} of coupled samples" if coupled else "")
+        whitened = "whitened and " if self.settings.get("precondition") else ""
+        end = (f"; {whitened}projected to {dim}" if dim else "") + (
+            f"; {coupled} of coupled samples" if coupled else ""
+        )
         return f"Scan of {len(self)} examples: {columns}{end}"
 
     def _repr_html_(self) -> str:
@@ -281,7 +284,7 @@ class Scan(ScannedExamples):
             raise ScanError("influence needs the model and its loss: open the scan as Scan(path, model, loss_fn).")
         models = self._get_models()
         probe = Probe(measure or self._loss_fn, parameters, adam)  # type: ignore[arg-type]
-        tests = probe.project_batch(self._model, self._checkpoints, self.settings, self._batch_dim, test_batch)
+        tests = probe.project_batch(self._model, self._checkpoints, self.store, self._batch_dim, test_batch)
         influence.warn_if_random(models, tests, method, damping)
         return influence.make_scores(models, tests, method, damping, of_loss=measure is None)
 
@@ -296,7 +299,7 @@ class Scan(ScannedExamples):
     ) -> Tensor:
         """`score` with the model and the data of this scan."""
         method = check_exact_method("ekfac" if method is None else method)
-        self._check_method()
+        self._check_coupled()
         if adam is not None:
             raise ScanError("adam cannot be combined with exact=True.")
         if self._model is None or self._loss_fn is None or self._data is None:
@@ -323,11 +326,15 @@ class Scan(ScannedExamples):
             loss_reduction=self.settings["loss_reduction"],
         )
 
-    def _check_method(self, method: Method = "whitened") -> None:
+    def _check_method(self, method: Method) -> None:
+        self._check_coupled()
+        influence.check_method(method, self.settings.get("precondition") is not None)
+        if method == "trak":
+            influence.check_trak_loss(self.settings["loss"])
+
+    def _check_coupled(self) -> None:
         if self.settings.get("coupled") is not None:
             raise ScanError(
                 "Influence is not available: the scan has contributions of examples to the gradients of their batches "
                 "(coupled='contributions'), and an example without its batch would have others."
             )
-        if method == "trak":
-            influence.check_trak_loss(self.settings["loss"])

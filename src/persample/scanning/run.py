@@ -6,6 +6,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -24,9 +25,11 @@ from persample.scanning.batch_size import choose_batch_size
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.diagnosis import explain_failure, make_screen
 from persample.scanning.errors import ScanError
+from persample.scanning.factors import EXAMPLES_OF_FACTORS, FactorMethod, Factors, check_factors, copy_factors
 from persample.scanning.gradient_sum import GradientSum, get_mean_file
+from persample.scanning.groups import Groups
 from persample.scanning.labels import check_classes
-from persample.scanning.measure import QUANTITIES, Columns, Gradient, Groups, Measurement, prepare_model
+from persample.scanning.measure import QUANTITIES, Columns, Gradient, Measurement, prepare_model
 from persample.scanning.names import Ids
 from persample.scanning.options import ScanOptions
 from persample.scanning.packing import pack_shard
@@ -51,6 +54,7 @@ def scan(
     batch_size: int | None = None,
     project: int | None = 512,
     projection: ProjectionMethod = "kronecker",
+    precondition: FactorMethod | Scan | None = None,
     seed: int = 0,
     dtype: Literal["float16", "float32"] = "float16",
     groups: Groups | None = None,
@@ -118,6 +122,9 @@ def scan(
     `duplicates` and `outliers`; with None, none are stored. `PerSampleGradients.project` explains `projection` and
     `seed`. `parameters` selects parameters as in `record`, and `batch_dim` is the dimension of the samples, as there.
 
+    `precondition="kfac"` whitens gradients by Kronecker factors before they are projected, for influence on language
+    models; an earlier scan in its place gives its factors. docs/scan.md says more.
+
     `verify` is as in `record`: by default, two examples of the first batch run alone, and their outputs and losses are
     compared with those of the batch. False turns both comparisons off.
 
@@ -146,6 +153,7 @@ def scan(
         quantities=quantities,
         project=project,
         projection=projection,
+        precondition=precondition.settings["precondition"] if isinstance(precondition, Scan) else precondition,
         seed=seed,
         dtype=dtype,
         groups=groups,
@@ -177,9 +185,11 @@ def scan(
             else:
                 source.batch_size = choose_batch_size(measurement, source, shard_size)
         settings = options.make_settings(source, measurement, states, before.get("products", choose_library().library))
+    if isinstance(precondition, Scan):
+        settings |= {"factors": check_factors(precondition.store, settings)}
     run = _Run(store, source, measurement, settings, progress)
     with prepare_model(measurement, None if device is None else torch.device(device)):
-        if run.start(resume):
+        if run.start(resume, precondition.store if isinstance(precondition, Scan) else None):
             products = use_library(store.read_settings()["products"])
             with products, states.load_each() as loaded, explain_failure(source, measurement):
                 for checkpoint in loaded:
@@ -205,10 +215,15 @@ class _Run:
         self._like: Columns = {}  # the columns of a batch, without entries
         self._mode: Mode = choose_mode(progress) if self._workers.is_first else "none"
 
-    def start(self, resume: bool) -> bool:
-        """Create the directory, or check the scan in it. Return whether any work is left."""
+    def start(self, resume: bool, given: Store | None = None) -> bool:
+        """Create the directory, or check the scan in it. Return whether any work is left.
+
+        `given` is the store of a scan whose factors are taken.
+        """
         if self._workers.is_first:
             self._store.start(self._settings, resume)
+            if given is not None:
+                copy_factors(given, self._store)
             self._say_where_it_continues()
         self._workers.wait()
         return not self._store.is_complete
@@ -232,6 +247,7 @@ class _Run:
     def scan_checkpoint(self, checkpoint: int) -> None:
         """Measure the examples of this process with the checkpoint that is loaded."""
         self._measurement.checkpoint = checkpoint
+        self._fit_factors(checkpoint)
         count = len(self._settings["checkpoints"])
         title = f" {checkpoint + 1}/{count}" if count > 1 else ""
         if self._measurement.needs_direction:
@@ -247,6 +263,21 @@ class _Run:
             if total is not None:
                 self._write_mean(checkpoint, total)
         self._workers.wait()
+
+    def _fit_factors(self, checkpoint: int) -> None:
+        """Fit the factors of a checkpoint in the first process, and whiten gradients by them from now on."""
+        projection, size = self._measurement.projection, self._settings["examples"]
+        if projection is None or projection.whitening is None:
+            return
+        factors = projection.factors or Factors(self._store)
+        if self._workers.is_first and not factors.has(checkpoint):
+            shard_size = self._settings["shard_size"]
+            step = max(1, round((size or 0) / EXAMPLES_OF_FACTORS))
+            batches = self._source.iterate_batches(shard_size, lambda shard: shard % step == 0)
+            measurement = self._measurement
+            factors.fit(projection, checkpoint, measurement.shapes, batches, measurement.pass_terms)
+        self._workers.wait()
+        self._measurement.projection = replace(projection, factors=factors)
 
     def _measure_shards(
         self, checkpoint: int, title: str, direction: Gradient | None, total: GradientSum | None = None
@@ -307,7 +338,7 @@ class _Run:
             if self._measurement.needs_direction:
                 self._like["alignment"] = self._like["norm"]
             if not self._store.has_shard(0, 0):
-                self._measurement.check_losses_alone(batch.ids, batch.batch, columns["loss"])
+                self._measurement.losses.check_alone(batch.ids, batch.batch, columns["loss"])
             if batch.shard == 0 and self._store.has_shard(checkpoint, 0):
                 stored, rows = self._store.read_columns(checkpoint, 0), list(batch.ids)
                 pairs = [(columns[name].numpy(), stored[name][rows]) for name in ("loss", "norm")]

@@ -20,11 +20,12 @@ def write_steps(store: Store, measurement: Measurement, checkpoints: Checkpoints
 
     Checkpoints may be of different trainings: `damping.choose_damping` notices that by the gradients.
     """
-    if measurement.projection is None or len(checkpoints.learning_rates) < 2:
+    projected = measurement.projection
+    if projected is None or projected.whitening is not None or len(checkpoints.learning_rates) < 2:
         return
     steps = []
     for checkpoint, step in enumerate(_iterate_steps(measurement, checkpoints)):
-        projection = measurement.projection.make(checkpoint, measurement.shapes, torch.device("cpu"))
+        projection = projected.make(checkpoint, measurement.shapes, torch.device("cpu"))
         terms = {name: Dense(part[None]) for name, part in step.items() if part.numel()}
         steps.append(projection.project(terms, 1)[0])
     store.write_arrays(FILE, {"steps": torch.stack(steps).numpy()})

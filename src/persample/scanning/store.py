@@ -3,6 +3,7 @@
     scan.json            settings of the scan: options, and digests of the model, the loss and the data
     mean-0.npz           mean gradient of all examples with checkpoint 0, if a quantity needs it
     sum-0-0of2.npz       sum of gradients so far in process 0 of 2, while the scan runs
+    factors-0.npz        matrices that whiten and project gradients with checkpoint 0, with `precondition`
     alignment.npz        estimated alignment of each example
     0/00007.npy          projected gradients of shard 7 with checkpoint 0, each scaled to length 1
     0/00007.npz          columns of the same shard; written last, so the shard is complete if this file exists
@@ -296,7 +297,7 @@ class Store:
 # which marks it as a scan. If the removal is interrupted, the scan can still be continued or removed.
 _FILES = (
     "summary.json", "command.json", "table.*", "report.html", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz",
-    "alignment.npz", "steps.npz", "scan.json",
+    "factors-*.npz", "alignment.npz", "steps.npz", "scan.json",
 )  # fmt: skip
 
 _RESULTS = ("summary.json", "[0-9]*/*.np[yz]", "mean-*.npz", "sum-*.npz")

@@ -36,12 +36,20 @@ class StoredGradients:
 
     @cached_property
     def blocks(self) -> Tensor | None:
-        """For each entry of a row the number of its parameter, or of a few small ones; None if entries mix them all."""
+        """For each entry of a row the number of its parameter, or of a few small ones.
+
+        None if entries mix all parameters, or if whitening has made their scales equal.
+        """
         slices = self._store.read_settings()["blocks"] if self._store.exists else None
-        if slices is None:
+        if slices is None or self.are_whitened:
             return None
         ends = torch.tensor(sorted({stop for _, _, stop in slices}))  # entries after the last one are zeros
         return torch.bucketize(torch.arange(self.dim), ends, right=True)
+
+    @cached_property
+    def are_whitened(self) -> bool:
+        """Whether gradients were whitened before they were projected."""
+        return self._store.exists and self._store.read_settings().get("precondition") is not None
 
     def read_losses(self) -> Tensor:
         """The loss of each example."""

@@ -16,6 +16,7 @@ layers can be weighed or whitened separately.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,6 +91,12 @@ class KroneckerSketch:
         right = _draw_side(columns, m, make_generator(seed, name, "columns"), device)
         self.sides = Sides(left, right, rows, columns)
         self._groups = _draw_groups(k * m, size, make_generator(seed, name, "groups"), device) if k * m > size else None
+
+    def replace_sides(self, sides: Sides) -> KroneckerSketch:
+        """The same projection with other matrices for both sides, of the same sizes."""
+        other = copy.copy(self)
+        other.sides = sides
+        return other
 
     def fold(self, products: Tensor) -> Tensor:
         """`(batch, k, m)` to `(batch, size)`: entries are added up in groups, with signs. Missing entries are zeros."""

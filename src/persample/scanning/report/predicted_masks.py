@@ -83,7 +83,7 @@ class MaskReader:
         outputs = Outputs(1, 0)
         try:
             with prepare_model(self._measurement, None), outputs.capture(self._measurement.model):
-                self._measurement.compute_any_loss(self._collate([example]))
+                self._measurement.losses.compute_any(self._collate([example]))
         except Exception:  # a preview must not fail; if only the loss fails, the outputs are there
             pass
         scores = outputs.get()
