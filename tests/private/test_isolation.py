@@ -980,7 +980,7 @@ def test_declared_tensors_are_not_kept() -> None:
     for _ in range(40):
         optimizer.add_samples([make_flat()])
     compute_loss(model(make_flat())).backward()
-    assert not any(list(declared.items()) for declared in optimizer._watch.declared.batches)
+    assert not any(list(declared.items()) for declared in optimizer.arrivals.watch.declared.batches)
 
 
 # ---- modules that are refused at once ----

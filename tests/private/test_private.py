@@ -516,7 +516,7 @@ def test_optimizers_with_schedulers(make: Any) -> None:
             scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.0025
     assert optimizer.noise_multiplier == 0.25 and optimizer.max_grad_norm == 0.25
-    assert optimizer._make_options()["max_norm"] == 0.25
+    assert optimizer.arrivals._make_options()["max_norm"] == 0.25
     assert len(engine.accountant.history) > 1  # the accountant has noticed that the noise changed
 
 
@@ -524,7 +524,7 @@ def test_scheduled_bounds_per_layer() -> None:
     optimizer = make_optimizer(make_mlp(), clipping="per_layer", max_grad_norm=[3.0, 4.0, 12.0, 84.0])
     assert optimizer.max_grad_norm == 85
     optimizer.max_grad_norm = 42.5
-    assert list(optimizer._make_options()["max_norm"].values()) == [1.5, 2, 6, 42]
+    assert list(optimizer.arrivals._make_options()["max_norm"].values()) == [1.5, 2, 6, 42]
 
 
 class Adapted(nn.Module):

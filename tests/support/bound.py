@@ -21,9 +21,9 @@ class NotingOptimizer(PrivateOptimizer):
 
     clipped: dict[str, Tensor]
 
-    def _receive(self, grads: StreamedClip) -> None:
+    def _count_samples(self, grads: StreamedClip) -> dict[int, Tensor]:
         self.clipped = grads.clip(own=True)
-        super()._receive(grads)
+        return super()._count_samples(grads)
 
 
 def compute_private_sum(module: nn.Module, loss: Loss, bound: Any = 1.0, **options: Any) -> Tensor:

@@ -15,7 +15,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from persample.gradients.squared_norms import SquaredNorms
-from persample.private import PrivateOptimizer
+from persample.private.arrivals import Arrivals
 from persample.private.noise import Noise
 from persample.private.units import BatchUnits
 
@@ -46,13 +46,13 @@ def repeat_noise_in_parameters(noise: Noise, add_to: Any, totals: Sequence[Tenso
 
 def change_bound(factor: float) -> Callable[[Patch], None]:
     """Clip at `factor` times the bound."""
-    make_options = PrivateOptimizer._make_options
+    make_options = Arrivals._make_options
 
-    def make_changed(optimizer: PrivateOptimizer) -> dict[str, Any]:
-        options: dict[str, Any] = dict(make_options(optimizer))
+    def make_changed(arrivals: Arrivals) -> dict[str, Any]:
+        options: dict[str, Any] = dict(make_options(arrivals))
         return {**options, "max_norm": factor * options["max_norm"]}
 
-    return lambda patch: patch.setattr(PrivateOptimizer, "_make_options", make_changed)
+    return lambda patch: patch.setattr(Arrivals, "_make_options", make_changed)
 
 
 def plant_clip_factors(patch: Patch, compute: Callable[[Tensor, float], Tensor]) -> None:

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from persample.gradients import StreamedClip
 from persample.private.errors import PrivateTrainingError
-from persample.private.optimizer import PrivateOptimizer, Sums
+from persample.private.one_step import Sums
+from persample.private.optimizer import PrivateOptimizer
 
 _UNCLIPPED = 0  # key of the count among the sums; no object has this id
 
@@ -89,20 +90,21 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         self._unclipped_share = target_unclipped_quantile  # of the samples of the last step
         self._centred_count = 0.0  # the same, minus half of the samples
 
-    def _get_noise_scale(self, noise_multiplier: float) -> float:
+    def get_noise_scale(self, noise_multiplier: float) -> float:
         return _compute_noise_scale(noise_multiplier, self.unclipped_num_std)
 
     def _count_samples(self, grads: StreamedClip) -> Sums:
-        assert self._settings is not None  # fixed by the call of the model
-        is_unclipped = grads.norms() * self.loss_divisor <= self._settings.max_grad_norm
+        settings = self._step.settings
+        assert settings is not None  # fixed by the call of the model
+        is_unclipped = grads.norms() * self.loss_divisor <= settings.max_grad_norm
         return {_UNCLIPPED: (is_unclipped.float() - 0.5).sum()}
 
     @torch.no_grad()
     def _take_noised_sums(self, std: float) -> Sums:
-        count = (self._parts or {}).pop(_UNCLIPPED, torch.zeros(()))
+        count = (self._step.parts or {}).pop(_UNCLIPPED, torch.zeros(()))
         totals = super()._take_noised_sums(std)
         count = count.reshape(1).clone()
-        self._draw([count], self.unclipped_num_std)
+        self.releaser.draw([count], self.unclipped_num_std)
         self._centred_count = float(count)
         return totals
 

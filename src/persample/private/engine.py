@@ -279,7 +279,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, tolerance=tolerance, **budget)
         private.noise_multiplier = noise_multiplier
         if isinstance(private, PrivateOptimizer):
-            private.check_noise_multiplier()
+            private.get_noise_scale(noise_multiplier)  # raises if it is not possible
             private.check_step = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:

@@ -51,7 +51,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         optimizer = self._optimizer()
-        return get_content(next(self._batches)) if optimizer is None else optimizer.load(self._batches)
+        return get_content(next(self._batches)) if optimizer is None else optimizer.arrivals.load(self._batches)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

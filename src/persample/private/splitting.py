@@ -77,7 +77,7 @@ class _SplitLoader(DataLoader[Any]):
         parts = super().__iter__()
         while True:
             try:
-                part = self._optimizer.load(parts)
+                part = self._optimizer.arrivals.load(parts)
             except StopIteration:
                 self._optimizer.check_part()
                 return

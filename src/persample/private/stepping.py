@@ -105,7 +105,7 @@ class Step:
         self._losses = Losses(model, loss_fn)
         self._is_running = False
         self._used: deque[int] = deque(maxlen=_MOST_BATCHES)  # numbers of the batches of the last steps
-        self._watch = optimizer.follow(self._losses, self._admit, verify)
+        self._watch = optimizer.arrivals.follow(self._losses, self._admit, verify)
 
     def __call__(self, batch: Any) -> Tensor:
         """Make a step with a batch of the loader: tensors with one row for each sample, in tuples, dicts and the like.
