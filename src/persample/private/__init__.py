@@ -17,17 +17,23 @@ from persample.private.optimizer import PrivateOptimizer
 from persample.private.splitting import BatchMemoryManager
 from persample.private.statement import PrivacyStatement, read_statement
 from persample.private.stepping import Step
+from persample.private.strategies import BandedInverse, BandedInverseRoot, BandedMatrix, Cancelling, Strategy
 
 __all__ = [
     "AdaptiveOptimizer",
     "AuditResult",
     "AuditRun",
+    "BandedInverse",
+    "BandedInverseRoot",
+    "BandedMatrix",
     "BatchMemoryManager",
+    "Cancelling",
     "DirectTest",
     "PrivacyEngine",
     "PrivacyStatement",
     "PrivateOptimizer",
     "Step",
+    "Strategy",
     "audit",
     "read_statement",
 ]

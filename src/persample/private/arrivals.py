@@ -16,6 +16,7 @@ from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
 from persample.private.handed_out import HandedOut
 from persample.private.one_step import PrivateStep
+from persample.private.turns import Turn, Turns
 from persample.private.units import BatchUnits, get_content
 from persample.recording import Verify, Watch
 
@@ -56,6 +57,7 @@ class Arrivals:
         self.passes: int | None = None
         self.verifications: Counter[str] = Counter()
         self.keeps_rows = keeps_rows
+        self.turns: Turns | None = None  # in which steps must take batches
         self._optimizer, self._bounds = optimizer, bounds
         self._recording = dict(recording)
         self.units: int | str | None = "ids" if has_units else self._recording.get("units")
@@ -125,6 +127,10 @@ class Arrivals:
             self._handed_out.add(batch, batch_dim)
         if not self.watch.is_retired:
             self._units.add(batch, self.watch.declare(get_content(batch), batch_dim))
+
+    def begin_loop(self) -> Turn | None:
+        """The place of a new loop over the loader among the steps, if the order of batches matters."""
+        return None if self.turns is None else Turn(self.turns)
 
     def load(self, batches: Iterator[Any]) -> Any:
         """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import Any, Unpack
 
@@ -35,12 +36,15 @@ from persample.private.criterion import Criterion
 from persample.private.errors import PrivateTrainingError, UnsupportedModule
 from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_multiplier
 from persample.private.loader import hand_out_batches
+from persample.private.mechanism import CorrelatedMechanism
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.options import WITH_CRITERION, EngineOptions, PrivateOptions
 from persample.private.processes import send_from_first
 from persample.private.sampling import (
     WithAttributes,
     check_loader,
+    copy_with_empty,
+    make_cyclic_sampler,
     make_secret_generator,
     prepare_empty_batches,
     replace_sampler,
@@ -119,8 +123,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
         distributed = _prepare_processes(module, chosen.distributed)
         data_loader = self._with_secret_batches(data_loader, chosen)
-        data_loader = self._make_loader(data_loader, chosen, distributed)
+        mechanism = self._make_mechanism(module, data_loader, chosen, distributed)
+        data_loader = self._make_loader(data_loader, chosen, distributed, mechanism)
         private = self._make_optimizer(optimizer, module, data_loader, chosen, distributed, amount)
+        if mechanism is not None:
+            private.correlate(mechanism)
+            private.attach_step_hook(mechanism.make_hook(self.accountant))
         data_loader = hand_out_batches(data_loader, private)
         model = show_as_wrapped(module) if chosen.wrap_model else Handle(module, private)
         if chosen.grad_sample_mode in WITH_CRITERION:
@@ -137,8 +145,25 @@ class PrivacyEngine(opacus.PrivacyEngine):
             return data_loader
         return WithAttributes(data_loader, generator=make_secret_generator())
 
-    def _make_loader(self, data_loader: DataLoader[Any], chosen: EngineOptions, distributed: bool) -> DataLoader[Any]:
+    def _make_mechanism(
+        self, module: nn.Module, data_loader: DataLoader[Any], chosen: EngineOptions, distributed: bool
+    ) -> CorrelatedMechanism | None:
+        if chosen.strategy is None:
+            return None
+        if self.secure_mode or _torch.get_fsdp_states(module):
+            raise PrivateTrainingError("Correlated noise (strategy) does not support secure_mode and FSDP2.")
+        return CorrelatedMechanism(chosen.strategy, partial(make_cyclic_sampler, data_loader, distributed))
+
+    def _make_loader(
+        self,
+        data_loader: DataLoader[Any],
+        chosen: EngineOptions,
+        distributed: bool,
+        mechanism: CorrelatedMechanism | None,
+    ) -> DataLoader[Any]:
         """The loader of Poisson samples, of examples or of units."""
+        if mechanism is not None:
+            return copy_with_empty(data_loader, mechanism.sampler, chosen.batch_first)
         if chosen.unit_ids is None:
             return self._prepare_data_loader(
                 data_loader,
@@ -276,11 +301,19 @@ class PrivacyEngine(opacus.PrivacyEngine):
 
     def _set_noise(self, private: Any, steps: int, tolerance: float, budget: Mapping[str, float]) -> None:
         """Give an optimizer the noise for a budget; a private one also refuses steps that would exceed it."""
+        mechanism = getattr(private, "mechanism", None)
+        if mechanism is not None:
+            steps, budget = mechanism.count_entries(steps), {**budget, "sample_rate": mechanism.rate}
         noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, tolerance=tolerance, **budget)
         private.noise_multiplier = noise_multiplier
-        if isinstance(private, PrivateOptimizer):
-            private.get_noise_scale(noise_multiplier)  # raises if it is not possible
-            private.check_step = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
+        if not isinstance(private, PrivateOptimizer):
+            return
+        private.get_noise_scale(noise_multiplier)  # raises if it is not possible
+        limit = StepLimit(self.accountant, steps=steps, noise_multiplier=noise_multiplier, **budget)
+        if mechanism is None:
+            private.check_step = limit
+        else:
+            mechanism.limit = limit
 
     def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
         prepared = super()._prepare_data_loader(data_loader, **options)
@@ -466,8 +499,11 @@ def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def get_private_state(optimizer: Any) -> dict[str, Any]:
-    """Entries of a checkpoint besides those of Opacus: a bound that the training has adapted."""
-    return {"persample_max_grad_norm": optimizer.max_grad_norm} if isinstance(optimizer, AdaptiveOptimizer) else {}
+    """Entries of a checkpoint besides those of Opacus: an adapted bound, or the state of correlated noise."""
+    if isinstance(optimizer, AdaptiveOptimizer):
+        return {"persample_max_grad_norm": optimizer.max_grad_norm}
+    mechanism = getattr(optimizer, "mechanism", None)
+    return {} if mechanism is None else mechanism.get_state(float(optimizer.noise_multiplier))
 
 
 def set_private_state(optimizer: Any, checkpoint: dict[str, Any]) -> None:
@@ -475,3 +511,6 @@ def set_private_state(optimizer: Any, checkpoint: dict[str, Any]) -> None:
     bound = checkpoint.pop("persample_max_grad_norm", None)
     if bound is not None and isinstance(optimizer, AdaptiveOptimizer):
         optimizer.max_grad_norm = bound
+    mechanism = getattr(optimizer, "mechanism", None)
+    if mechanism is not None:
+        mechanism.set_state(checkpoint, float(optimizer.noise_multiplier))

@@ -45,13 +45,20 @@ class _Batches:
 
     def __init__(self, batches: Iterator[Any], optimizer: ref[PrivateOptimizer]) -> None:
         self._batches, self._optimizer = batches, optimizer
+        made = optimizer()
+        self._turn = None if made is None else made.arrivals.begin_loop()
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         optimizer = self._optimizer()
-        return get_content(next(self._batches)) if optimizer is None else optimizer.arrivals.load(self._batches)
+        if optimizer is None:
+            return get_content(next(self._batches))
+        batch = optimizer.arrivals.load(self._batches)
+        if self._turn is not None:
+            self._turn.take()
+        return batch
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

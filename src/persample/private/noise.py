@@ -93,32 +93,40 @@ class Noise:
         """Add noise with standard deviation `std` to contiguous real tensors, in place."""
         self._leave_parent()
         self._draws += 1  # before the draw: after an error, no number is drawn again
+        self._add_draw(totals, std, self._draws)
+
+    def _add_draw(self, totals: Sequence[Tensor], std: float, draw: int) -> None:
+        """Add the numbers of a draw."""
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for total in totals:
             groups.setdefault((total.device, total.dtype), []).append(total)
         for i, tensors in enumerate(groups.values()):
             if tensors[0].device.type == "cpu":
-                self._add_on_cpu(tensors, std, i)
+                self._add_on_cpu(tensors, std, draw, i)
             else:
-                self._add_on_device(tensors, std, i)
+                self._add_on_device(tensors, std, draw, i)
 
-    def _start_stream(self, group: int, chunk: int = 0) -> RandomBytes:
-        """The secret bytes of a chunk in the current draw.
+    def _find_key(self, draw: int) -> bytes:
+        """The key of a draw."""
+        return self._key
+
+    def _start_stream(self, draw: int, group: int, chunk: int = 0) -> RandomBytes:
+        """The secret bytes of a chunk in a draw.
 
         The counter of the cipher has 64 bits for the draw, 16 for the group, and 48 for the block of 16 bytes, so that
         no two chunks share a block.
         """
         block = chunk * (8 * _CHUNK // _BLOCK)
-        return RandomBytes(self._key, (self._draws << 64) + (group << 48) + block)
+        return RandomBytes(self._find_key(draw), (draw << 64) + (group << 48) + block)
 
-    def _add_on_cpu(self, totals: list[Tensor], std: float, group: int) -> None:
+    def _add_on_cpu(self, totals: list[Tensor], std: float, draw: int, group: int) -> None:
         chunks = list(enumerate(_split([total.view(-1).numpy() for total in totals])))
         jobs = iter(chunks)  # all threads take their chunks from here
 
         def work(_: int) -> None:
             source = Normals(totals[0].dtype)
             for chunk, pieces in jobs:
-                values = source.draw(self._start_stream(group, chunk), sum(map(len, pieces)), std)
+                values = source.draw(self._start_stream(draw, group, chunk), sum(map(len, pieces)), std)
                 start = 0
                 for piece in pieces:  # numpy adds in this thread, torch would start further ones
                     piece += values[start : start + len(piece)]
@@ -134,11 +142,11 @@ class Noise:
             work(0)
             list(others)  # raises the errors of the other threads
 
-    def _add_on_device(self, totals: list[Tensor], std: float, group: int) -> None:
+    def _add_on_device(self, totals: list[Tensor], std: float, draw: int, group: int) -> None:
         if totals[0].is_meta:  # without values
             return
         generator = torch.Generator(totals[0].device)
-        generator.manual_seed(int.from_bytes(self._start_stream(group).read(8), "little", signed=True))
+        generator.manual_seed(int.from_bytes(self._start_stream(draw, group).read(8), "little", signed=True))
         for total in totals:
             total += torch.normal(0, std, total.shape, generator=generator, dtype=total.dtype, device=total.device)
 

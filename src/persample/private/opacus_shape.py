@@ -13,6 +13,7 @@ from torch import Tensor
 from persample.errors import PerSampleError
 from persample.private.arrivals import Arrivals
 from persample.private.errors import PrivateTrainingError
+from persample.private.mechanism import CorrelatedMechanism
 from persample.private.noise import Noise
 from persample.private.one_step import PrivateStep
 from persample.private.processes import Peers
@@ -40,6 +41,11 @@ class OpacusShape(DPOptimizer):
     def noise(self) -> Noise:
         """The source of the noise, unless a generator is given."""
         return self.releaser.noise
+
+    @property
+    def mechanism(self) -> CorrelatedMechanism | None:
+        """The mechanism of correlated noise, if a strategy was given."""
+        return self.releaser.mechanism
 
     @property
     def row_count(self) -> int:

@@ -18,6 +18,7 @@ from persample.gradients import StreamedClip
 from persample.private.arrivals import Arrivals
 from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
+from persample.private.mechanism import CorrelatedMechanism
 from persample.private.one_step import Settings, Stage, Sums
 from persample.private.opacus_shape import OpacusShape
 from persample.private.processes import Peers, refuse_inner_module
@@ -117,6 +118,11 @@ class PrivateOptimizer(OpacusShape):
         self._left: list[ref[Tensor]] | None = None  # after release(): sums without noise in `p.grad`
         self.releaser = Releaser(Peers(distributed), find_shards(module, self.params), generator, secure_mode)
         self.arrivals = Arrivals(self, bounds, recording or {}, has_units, grad_samples)
+
+    def correlate(self, mechanism: CorrelatedMechanism) -> None:
+        """Use the noise of a mechanism, which also decides which steps are allowed."""
+        self.check_step, self.arrivals.turns = mechanism.check, mechanism.turns
+        self.releaser.mechanism, self.releaser.noise = mechanism, mechanism.noise
 
     def get_settings(self) -> Settings:
         """The bound and the noise of a step that begins now."""
@@ -243,8 +249,8 @@ class PrivateOptimizer(OpacusShape):
         return self.releaser.release(self.params, self._step.take(), std)
 
     def get_noise_scale(self, noise_multiplier: float) -> float:
-        """Standard deviation of the noise relative to the bound."""
-        return noise_multiplier
+        """Standard deviation of the noise relative to the bound; of correlated noise, of the part that is new."""
+        return noise_multiplier * (1.0 if self.mechanism is None else self.mechanism.scale)
 
     def _check_complete(self) -> None:
         """Refuse a step in which samples are missing, because a part of a split batch or a backward pass has failed."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from persample.batches import BatchDim
 from persample.gradients import NonFinite, UnitReduction
 from persample.private.errors import PrivateTrainingError
+from persample.private.strategies import Strategy
 from persample.recording import Constants, Verify
 
 WITH_CRITERION = ("ghost", "ghost_fsdp")
@@ -58,6 +59,7 @@ class PrivateOptions(TypedDict, total=False):
     memory: int | None
     verify: Verify
     nonfinite: NonFinite
+    strategy: Strategy | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,8 @@ class EngineOptions:
             batch. "always": in every batch. False: never. A number n: as "first", and again
             after 1 to n further batches.
         nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").
+        strategy: noise that takes back parts of the noise of earlier steps, see `Strategy`. The batches are then
+            Poisson samples of bins in turn.
     """
 
     criterion: Callable[..., Any] | None = None
@@ -138,6 +142,7 @@ class EngineOptions:
     memory: int | None = None
     verify: Verify = "first"
     nonfinite: NonFinite = "zero"
+    strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
         if self.grad_sample_mode not in (None, *_MODES):
@@ -148,6 +153,8 @@ class EngineOptions:
             raise PrivateTrainingError("examples_per_unit requires unit_ids.")
         if self.unit_ids is not None and not self.poisson_sampling:
             raise PrivateTrainingError("unit_ids requires poisson_sampling=True: the accountant counts sampled units.")
+        if self.strategy is not None:
+            self._check_strategy()
         given = {name: getattr(self, name) for name in _ADAPTIVE if getattr(self, name) is not None}
         if self.clipping == "adaptive" and len(given) < len(_ADAPTIVE):
             missing = ", ".join(name for name in _ADAPTIVE if name not in given)
@@ -155,6 +162,20 @@ class EngineOptions:
         if self.clipping != "adaptive" and given:
             names = ", ".join(given)
             raise PrivateTrainingError(f"{names} requires clipping='adaptive', got clipping={self.clipping!r}.")
+
+    def _check_strategy(self) -> None:
+        """Refuse what has other batches, or other draws of noise, than correlated noise."""
+        others = {
+            "unit_ids": self.unit_ids is not None,
+            "poisson_sampling=False": not self.poisson_sampling,
+            "noise_generator": self.noise_generator is not None,
+            "clipping='adaptive'": self.clipping == "adaptive",
+            "grad_sample_mode='no_op'": self.grad_sample_mode == "no_op",
+            "rand_on_empty": self.rand_on_empty,
+        }
+        found = [name for name, is_given in others.items() if is_given]
+        if found:
+            raise PrivateTrainingError(f"Correlated noise (strategy) does not support {' and '.join(found)}.")
 
     @property
     def adaptive(self) -> dict[str, Any]:

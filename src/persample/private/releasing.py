@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.dtypes import widen
+from persample.private.mechanism import CorrelatedMechanism
 from persample.private.noise import Noise, add_noise_of
 from persample.private.one_step import Sums
 from persample.private.processes import Peers
@@ -28,11 +29,13 @@ class Releaser:
 
     Attributes:
         noise: the source of the noise, unused with a generator.
+        mechanism: that of correlated noise, if the noise is correlated.
     """
 
     def __init__(self, peers: Peers, shards: set[int], generator: torch.Generator | None, secure_mode: bool) -> None:
         self.peers, self.shards = peers, shards
-        self.noise = Noise()
+        self.noise: Noise = Noise()
+        self.mechanism: CorrelatedMechanism | None = None
         self._generator, self._secure_mode = generator, secure_mode
 
     def release(self, params: Sequence[Tensor], sums: Sums, std: float) -> Sums:

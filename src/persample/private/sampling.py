@@ -9,10 +9,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from opacus.data_loader import wrap_collate_with_empty
 from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from persample.private.errors import PrivateTrainingError
+from persample.private.turns import CyclicSampler
 
 _LARGE_PRIME = 2_147_483_647
 
@@ -118,6 +120,30 @@ def replace_sampler(loader: Any) -> DataLoader[Any]:
 def copy_with_sampler(loader: Any, sampler: Any) -> DataLoader[Any]:
     """A copy of a loader with another batch sampler."""
     return copy_loader(loader, loader.dataset, sampler, loader.collate_fn, loader.generator)
+
+
+def copy_with_empty(loader: Any, sampler: Any, batch_first: bool) -> DataLoader[Any]:
+    """A copy of a loader with another batch sampler, whose batches may be empty."""
+    collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
+    show_example(collate, loader.dataset)
+    return copy_loader(loader, loader.dataset, sampler, collate, loader.generator)
+
+
+def make_cyclic_sampler(loader: Any, distributed: bool, **options: Any) -> CyclicSampler:
+    """The sampler of bins for a loader, whose batch size is the expected number of samples of a batch."""
+    rank, processes, seeds = 0, 1, [secrets.randbits(63)]
+    if distributed:
+        rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        torch.distributed.broadcast_object_list(seeds)
+    return CyclicSampler(
+        len(loader.dataset),
+        batches=len(loader),
+        seed=seeds[0],
+        generator=loader.generator,
+        rank=rank,
+        processes=processes,
+        **options,
+    )
 
 
 def copy_loader(loader: Any, dataset: Any, batch_sampler: Any, collate: Any, generator: Any) -> DataLoader[Any]:

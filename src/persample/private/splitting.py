@@ -74,12 +74,15 @@ class _SplitLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._signals.waiting.clear()
         self._optimizer.begin_batches()
-        parts = super().__iter__()
+        parts, turn, is_first = super().__iter__(), self._optimizer.arrivals.begin_loop(), True
         while True:
             try:
                 part = self._optimizer.arrivals.load(parts)
             except StopIteration:
                 self._optimizer.check_part()
                 return
-            self._optimizer.begin_part(is_last=not self._signals.waiting.popleft())
+            if turn is not None and is_first:
+                turn.take()
+            is_first = not self._signals.waiting.popleft()  # the next one; this one is the last of its batch
+            self._optimizer.begin_part(is_last=is_first)
             yield part

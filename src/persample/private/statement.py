@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,14 +57,7 @@ def make_statement(engine: PrivacyEngine, delta: float, audit: AuditResult | Non
             "neighbours": get_neighbours(engine.accountant),
             "released": "the weights after each step, and the noised gradients",
         },
-        {
-            "mechanism": "Gaussian mechanism on Poisson samples, composed over the steps (DP-SGD)",
-            "clipping": [optimizer.clipping for optimizer in optimizers],
-            "bound": [float(optimizer.max_grad_norm) for optimizer in optimizers],
-            "noise": "noise multiplier times the bound, in each real coordinate of the sum",
-            "sampler": "Poisson: each unit is in a batch with the sample rate, independently",
-            "steps": sum(int(steps[2]) for steps in history),
-        },
+        _describe_algorithm(optimizers, history),
         {
             **describe_accountant(engine.accountant),
             "history": history,  # noise multiplier, sample rate, number of steps
@@ -80,6 +73,22 @@ def make_statement(engine: PrivacyEngine, delta: float, audit: AuditResult | Non
         _YOUR_PART,
     ]
     return {"format": 1, **dict(zip(SECTIONS, contents, strict=True))}
+
+
+def _describe_algorithm(optimizers: Sequence[PrivateOptimizer], history: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    mechanisms = [optimizer.mechanism for optimizer in optimizers]
+    independent = {
+        "mechanism": "Gaussian mechanism on Poisson samples, composed over the steps (DP-SGD)",
+        "noise": "noise multiplier times the bound, in each real coordinate of the sum",
+        "sampler": "Poisson: each unit is in a batch with the sample rate, independently",
+    }
+    described = [independent if mechanism is None else mechanism.describe() for mechanism in mechanisms]
+    return {
+        **{name: "; then ".join(dict.fromkeys(part[name] for part in described)) for name in independent},
+        "clipping": [optimizer.clipping for optimizer in optimizers],
+        "bound": [float(optimizer.max_grad_norm) for optimizer in optimizers],
+        "counted steps" if any(mechanisms) else "steps": sum(int(steps[2]) for steps in history),
+    }
 
 
 def _find_unmet_conditions(engine: PrivacyEngine, audit: AuditResult | None) -> Iterator[str]:

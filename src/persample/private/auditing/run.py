@@ -164,6 +164,11 @@ class AuditRun:
             raise PerSampleError(
                 f"observe() takes the private optimizer that make_private returns, got a {type(optimizer).__name__}."
             )
+        if getattr(optimizer, "mechanism", None) is not None:
+            raise PerSampleError(
+                "An audit tests independent noise and the budget of each step alone. It does not support correlated "
+                "noise (strategy)."
+            )
 
     # ---- for the audit ----
 
