@@ -49,7 +49,7 @@ class Trace(_torch.TorchDispatchMode):
         self.refusal: PerSampleError | None = None
         self.drawn = 0
         self._names = names
-        self._values: Any = WeakIdKeyDictionary()  # fake tensor -> tensor with its values
+        self._real_values: Any = WeakIdKeyDictionary()  # fake tensor -> tensor with its values
         self._overwritten: set[int] = set()  # storages of known values that are no longer valid
         self._invented: set[int] = set()  # storages of invented tensors
 
@@ -89,7 +89,7 @@ class Trace(_torch.TorchDispatchMode):
         if is_known and all(t.numel() <= _LARGEST_CONSTANT for t in find_tensors(result)):
             values = self._compute_values(func, args, kwargs)
             for made, value in zip(find_tensors(result), find_tensors(values), strict=True):
-                self._values[made] = value
+                self._real_values[made] = value
         elif _torch.get_schema(func).is_mutable:
             known = [old for t in tensors if (old := self._get_value(t)) is not None]
             self._overwritten |= set(map(_torch.get_storage_id, known))
@@ -107,7 +107,7 @@ class Trace(_torch.TorchDispatchMode):
 
     def _get_value(self, tensor: Tensor) -> Tensor | None:
         """A tensor with the values of `tensor`, None if they are not known."""
-        value = self._values.get(tensor) if isinstance(tensor, _torch.FakeTensor) else tensor
+        value = self._real_values.get(tensor) if isinstance(tensor, _torch.FakeTensor) else tensor
         return None if value is None or _torch.get_storage_id(value) in self._overwritten else value
 
     # ---- for the search of layouts ----

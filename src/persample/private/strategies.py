@@ -220,8 +220,8 @@ def _invert(taps: Any, count: int) -> Any:
 def _optimise(start: Any, make_taps: Callable[[Tensor], Tensor], compute_error: Callable[[Tensor], Tensor]) -> Any:
     """The taps with the smallest error. `make_taps` makes those after the first one, which is 1, of any numbers."""
 
-    def measure(values: Any) -> tuple[float, Any]:
-        free = torch.tensor(values, dtype=torch.float64, requires_grad=True)
+    def measure(point: Any) -> tuple[float, Any]:
+        free = torch.tensor(point, dtype=torch.float64, requires_grad=True)
         error = compute_error(_with_one(make_taps(free))).log()
         (gradient,) = torch.autograd.grad(error, free)
         return error.item(), gradient.numpy()

@@ -18,7 +18,7 @@ _CONSTANT = (*_PLAIN, tuple, Tensor, FunctionType, partial, nn.Module)  # types 
 _MAX_DEPTH = 8  # of objects inside objects
 
 
-def compute_digest(*values: Any) -> str:
+def compute_digest(*parts: Any) -> str:
     """Digest of the contents of tensors, numbers, texts, containers, functions and modules.
 
     >>> compute_digest([1, torch.ones(2)]) == compute_digest([1, torch.ones(2)])
@@ -27,7 +27,7 @@ def compute_digest(*values: Any) -> str:
     (False, False)
     """
     digest = hashlib.sha256()
-    _update(digest, values, depth=0)
+    _update(digest, parts, depth=0)
     return digest.hexdigest()[:16]
 
 
