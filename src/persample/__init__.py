@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         release_memory,
         sample_labels,
     )
-    from persample.monitoring import ImportanceSampler, Monitor, Values, monitor, value
+    from persample.monitoring import Dynamics, ImportanceSampler, Monitor, Values, dynamics, monitor, value
     from persample.penalties import differentiable_norms
     from persample.recording import Watch, record, rows, watch
     from persample.rules import register_rule
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompiledStep",
+    "Dynamics",
     "ExpandedWeight",
     "ImportanceSampler",
     "LossGradients",
@@ -42,6 +43,7 @@ __all__ = [
     "check",
     "compile",
     "differentiable_norms",
+    "dynamics",
     "evaluate",
     "implements_per_sample_grads",
     "monitor",
@@ -59,6 +61,7 @@ __all__ = [
 # `persample --help` should not wait for, and scanning needs an extra.
 _MODULES = {
     "CompiledStep": "compiled",
+    "Dynamics": "monitoring",
     "ExpandedWeight": "expanded_weights",
     "ImportanceSampler": "monitoring",
     "LossGradients": "gradients",
@@ -75,6 +78,7 @@ _MODULES = {
     "check": "checking",
     "compile": "compiled",
     "differentiable_norms": "penalties",
+    "dynamics": "monitoring",
     "evaluate": "scanning",
     "implements_per_sample_grads": "expanded_weights",
     "monitor": "monitoring",

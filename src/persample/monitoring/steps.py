@@ -83,6 +83,10 @@ class MeasuredSteps(ABC, Generic[T]):
     def keep(self, found: T, attempt: Attempt[T]) -> None:
         """Called when it is known that the result of a step counts."""
 
+    def note_call(self, ids: Ids) -> None:
+        """Called with the ids of each call of the model, also of those that are not measured."""
+        return
+
     def stop(self) -> None:
         """End the measuring; the model is as it was before."""
         self._end_attempt()
@@ -141,6 +145,7 @@ class MeasuredSteps(ABC, Generic[T]):
         for module in [m for m in self._hooks if m is not called and m is not self._model()]:
             self._hooks.pop(module).remove()
         ids, self.ids = self.ids, None
+        self.note_call(ids)
         if self._attempt is not None and (self._attempt.state is not State.WAITING or self._attempt.is_abandoned):
             self._end_attempt()
         if self._attempt is not None and self._attempt.continue_with(self.step, ids):

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from persample.scanning.fixes import apply_to_table as apply_to_table
     from persample.scanning.fixes import read_fixes as read_fixes
     from persample.scanning.fixes import write_suspects as write_suspects
+    from persample.scanning.from_run import write_columns as write_columns
     from persample.scanning.labels import find_model_classes as find_model_classes
     from persample.scanning.marked_tokens import TokenMarker as TokenMarker
     from persample.scanning.report.charts import Axis as Axis
@@ -56,6 +57,7 @@ _LAZY = {
     "datasets": "ImageFolder PretrainedTokenizer TextCollator TextTable load_tokenizer text_losses wrap_tokenizer",
     "examples": "say_opinion",
     "fixes": "apply_to_folder apply_to_table read_fixes write_suspects",
+    "from_run": "write_columns",
     "labels": "find_model_classes",
     "marked_tokens": "TokenMarker",
     "report.charts": "Axis choose_axis",

@@ -22,7 +22,7 @@ _DAMPING = 0.1  # of the mean eigenvalues, as in `benchmarks/results/rankings.js
 _PREFERRED = ("mean_loss", "loss", "self_influence", "norm")
 
 # Columns in which the smallest value is the most suspicious.
-SMALLEST_FIRST = ("alignment", "estimated_alignment")
+SMALLEST_FIRST = ("alignment", "estimated_alignment", "aum", "confidence", "correctness", "coherence")
 
 
 @dataclass(frozen=True)

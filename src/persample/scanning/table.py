@@ -146,7 +146,7 @@ class _Shards:
             "alignment": "alignment" in quantities,
         }
         names = [name for name, is_present in columns.items() if is_present]
-        return [*names, *(f"norm/{group}" for group in self.settings["groups"])]
+        return [*names, *(f"norm/{group}" for group in self.settings["groups"]), *self.settings.get("extra", ())]
 
     def read(self, shard: int) -> dict[str, Array]:
         """All columns of a shard."""
