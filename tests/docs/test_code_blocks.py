@@ -283,7 +283,13 @@ def run_console(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     write_photos(directory / "photos")
     with contextlib.chdir(directory), pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path.cwd()))
+        patch.setattr("persample.scanning.report.review.ReviewServer.serve_forever", interrupt)
         run_commands(block, capsys)
+
+
+def interrupt(server: Any) -> None:
+    """What Ctrl-C does to a server."""
+    raise KeyboardInterrupt
 
 
 def write_photos(folder: Path) -> None:

@@ -6,11 +6,13 @@ import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from persample._internal.text import format_table, format_values
 from persample.cli.command import Command, format_json, format_number, parse_positive, redirect_user_output
+from persample.cli.report import load_contents
 from persample.cli.task import (
     add_directory_arguments,
     convert_scan_errors,
@@ -33,6 +35,7 @@ Find examples in a scan. Examples are numbered from 0 in the order of the datase
     $ persample query scans/mine rankings                   # how much other rankings agree with that of top
     $ persample query scans/mine neighbours 17              # the examples with gradients most similar to example 17
     $ persample query scans/mine duplicates                 # groups of examples with the same gradient
+    $ persample query scans/mine issues                     # how many examples have which issue; issues dark lists them
     $ persample query scans/mine outliers                   # the examples with the most unusual gradients
     $ persample query scans/mine self-influence             # the examples with the most influence on their own loss
 
@@ -56,6 +59,7 @@ _SUBJECTS = {
     "neighbours": "the number of an example",
     "influence": "a module:function that returns a batch",
     "tokens": "the number of an example",
+    "issues": "nothing, or a type of issue",
 }
 
 Rows = list[dict[str, Any]]
@@ -68,7 +72,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "subject",
         nargs="?",
         metavar="OF",
-        help="number of an example (neighbours, tokens), or module:function (influence)",
+        help="number of an example (neighbours, tokens), module:function (influence), or an issue (issues)",
     )
     parser.add_argument(
         "-k", type=parse_positive, default=10, metavar="N", help="number of results to print (default: 10)"
@@ -99,7 +103,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
     with redirect_user_output(args), convert_scan_errors(args.directory):
-        if (args.subject is None) == (args.question in _SUBJECTS):
+        if args.question != "issues" and (args.subject is None) == (args.question in _SUBJECTS):
             raise UsageError(f"{args.question} takes {_SUBJECTS.get(args.question, 'no subject')}")
         rows = _QUESTIONS[args.question](args, scanning)
     print(format_json(rows) if args.json else _format_result(rows))
@@ -143,6 +147,20 @@ def _find_self_influence(args: Namespace, scanning: Any) -> Rows:
 def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
     groups = scanning.Scan(args.directory).duplicates(args.tolerance)
     return [{"size": len(group), "examples": group} for group in groups[: args.k]]
+
+
+def _find_issues(args: Namespace, scanning: Any) -> Rows:
+    with ExitStack() as stack:
+        contents = load_contents(args, scanning, stack)
+        found = contents.scan.find_issues(contents.data)
+    if contents.note:
+        print(f"persample query: issues of the inputs were not looked for: {contents.note}", file=sys.stderr)
+    if args.subject is None:
+        return found.summary()
+    if (issue := found.get(args.subject)) is None:
+        raise UsageError(f"there is no issue '{args.subject}'; it has {', '.join(found)}")
+    known = zip(ids := issue.worst[: args.k], contents.scan.describe(ids), strict=True)
+    return [{"example": i, "score": float(issue.scores[i]), **_select(example)} for i, example in known]
 
 
 def _find_influence(args: Namespace, scanning: Any) -> Rows:
@@ -215,6 +233,7 @@ _QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
     "outliers": _find_outliers,
     "self-influence": _find_self_influence,
     "rankings": _compare_rankings,
+    "issues": _find_issues,
     "influence": _find_influence,
     "tokens": _find_tokens,
 }

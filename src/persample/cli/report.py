@@ -83,7 +83,7 @@ class Contents:
 def load_contents(args: Namespace, scanning: Any, stack: ExitStack) -> Contents:
     """Read the scanned files, or call the function that the user names. `stack` keeps the scanned weights loaded."""
     found = scanning.Scan(args.directory)
-    if args.no_data:
+    if getattr(args, "no_data", False):
         return Contents(found)
     origin = read_origin(found)
     checkpoints = (origin or {}).get("checkpoints")

@@ -22,6 +22,7 @@ from persample._internal.text import format_count
 from persample.losses import call_model
 from persample.scanning.errors import ScanError, UnreadableExample
 from persample.scanning.labels import choose_classes, read_labels
+from persample.scanning.screening import Unreadable, say_why_unreadable
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
 
@@ -63,6 +64,15 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def read_original(self, i: int) -> Image.Image | Unreadable:
+        """The image of a file at its own size; or why it cannot be read."""
+        try:
+            with Image.open(self.files[i][0]) as image:
+                image.load()
+                return image
+        except Exception as error:
+            return Unreadable(say_why_unreadable(error))
 
     def __getitem__(self, i: int) -> tuple[Tensor, int]:
         path, label = self.files[i]

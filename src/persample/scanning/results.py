@@ -29,6 +29,8 @@ from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.table import DESCRIPTIONS
 
 if TYPE_CHECKING:
+    from persample.scanning.issues import Issues
+
     pass
 
 
@@ -99,6 +101,19 @@ class Scan(ScannedExamples):
         from persample.scanning.report import write_report  # needs matplotlib and pillow
 
         return write_report(self, path, data=data, **options)
+
+    def find_issues(self, data: Any = None) -> Issues:
+        """What is wrong with the data, by type of issue. With the scanned data, its inputs are looked at as well.
+
+        >>> import persample
+        >>> data = torch.randn(80, 3), torch.randint(2, (80,))
+        >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16).find_issues()
+        >>> "near_duplicate" in found, found.table().column_names[:2]
+        (True, ['is_label_issue', 'label_score'])
+        """
+        from persample.scanning.issues import find_issues  # needs pillow
+
+        return find_issues(self, data if data is None else Source(data, skip_bad=bool(self.skipped)))
 
     # ---- queries ----
 

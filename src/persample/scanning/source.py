@@ -194,6 +194,11 @@ class Source:
             last = max(wanted, default=-1)
             return {i: example for i, example in enumerate(islice(self._data, last + 1)) if i in wanted}
 
+    def read_originals(self, ids: Iterable[int]) -> dict[int, Any]:
+        """Single examples as `read_examples`, or as their dataset has them before it resizes or converts them."""
+        read = getattr(self._data, "read_original", None)
+        return self.read_examples(ids) if read is None else {i: read(i) for i in ids}
+
     def read_first(self) -> list[Any]:
         """The first example that can be read, and that passes the screen, in a list; an empty list if there is none."""
         screen, failed = self.screen or Screen(), None

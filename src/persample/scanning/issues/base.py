@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from persample.scanning.store import Array
 
@@ -40,6 +41,21 @@ class Issue:
         """The examples with the issue, worst first."""
         order = np.argsort(self.scores, kind="stable")
         return order[self.flags[order]].tolist()
+
+
+class Issues(dict[str, Issue]):
+    """Issues by name, in the conventions of cleanlab's Datalab."""
+
+    def table(self) -> pa.Table:
+        """One row per example, with the columns `is_NAME_issue` and `NAME_score` of each issue."""
+        columns: dict[str, Any] = {}
+        for name, issue in self.items():
+            columns |= {f"is_{name}_issue": pa.array(issue.flags), f"{name}_score": pa.array(issue.scores)}
+        return pa.table(columns)
+
+    def summary(self) -> list[dict[str, Any]]:
+        """The type, the score and the number of examples of each issue."""
+        return [{"issue_type": name, "score": one.score, "num_issues": one.count} for name, one in self.items()]
 
 
 def flag(name: str, size: int, ids: Any, scores: Array | None = None, **info: Any) -> Issue:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from persample.scanning.errors import ScanError
-from persample.scanning.issues import Issue, find_issues
+from persample.scanning.issues import Issues, find_issues
 from persample.scanning.report.charts import PALETTE, choose_colours, select_points
 from persample.scanning.report.previews import Deferred, Preview, find_content, make_preview
 from persample.scanning.results import Scan
@@ -24,6 +24,7 @@ _MAX_CLASSES_IN_LEGEND = 40
 _POINT_PREVIEW_SIDE = 48  # pixels
 _POINT_PREVIEW_LENGTH = 120  # characters
 _POINT_PREVIEW_BYTES = 1_000_000  # for all points, so that the page can be sent by mail
+_MAX_READ = 20_000  # examples that a report reads for issues of inputs
 _READ_AT_ONCE = 32  # examples, which may be large
 
 
@@ -91,9 +92,9 @@ class Page:
         return dict(zip(self.suspects, self.scan.describe(self.suspects), strict=True))
 
     @cached_property
-    def issues(self) -> dict[str, Issue]:
-        """The issues of the data, by name."""
-        return find_issues(self.scan, self.source)
+    def issues(self) -> Issues:
+        """The issues of the data, by name. Large data are not read for them."""
+        return find_issues(self.scan, self.source if len(self.scan) <= _MAX_READ else None)
 
     # ---- classes ----
 
