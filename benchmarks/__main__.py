@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import growth, regression, report, run, timing
+from benchmarks import growth, peers, regression, report, run, timing
 from benchmarks.engines import ENGINES, QUANTITIES
 from benchmarks.machine import describe_machine
 from benchmarks.output import RESULTS, write_json
@@ -64,6 +64,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
         "--rounds", type=int, help=f"rounds of timing (default: {timing.ROUNDS}, fewer for slow engines)"
     )
     parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="where to write JSON files and plots")
+    peers.add_peers_option(parser)
     options = parser.parse_args(arguments)
     options.parts = [part for part in PARTS if getattr(options, part)] or list(PARTS)
     restricted = any((options.quick, options.only, options.quantities, options.engines, options.rounds))
@@ -90,6 +91,7 @@ def _make_name_parser(names: Iterable[str]) -> Any:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write the selected parts. The result is the exit code."""
     options = parse_options(arguments)
+    peers.find_peers(options.peers)
     print(", ".join(f"{key} {value}" for key, value in describe_machine().items()))
     if options.check:
         return check_published(options)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 import traceback
 import warnings
@@ -33,6 +32,7 @@ from benchmarks.attribution_peers import PEERS
 from benchmarks.attribution_tasks import TASKS, Task, describe
 from benchmarks.machine import describe_machine
 from benchmarks.output import RESULTS, write_json
+from benchmarks.peers import add_peers_option, find_peers
 from persample.scanning.evaluation import estimate_ceiling, retrain_on_subsets
 from persample.scanning.retraining import SubsetRuns, draw_subsets
 from persample.scanning.statistics import correlate_ranks, estimate_lds
@@ -153,11 +153,10 @@ def main() -> None:
     """Compare all methods on all tasks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/attribution.json")
-    parser.add_argument("--peers", metavar="DIRECTORY", help="directory that the peers are installed in")
+    add_peers_option(parser)
     parser.add_argument("--only", default="", metavar="TEXT", help="only tasks with TEXT in their name")
     options = parser.parse_args()
-    if options.peers:
-        sys.path.append(options.peers)
+    find_peers(options.peers)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     path = RESULTS / "attribution.json"

@@ -5,12 +5,13 @@ An engine that raises an error or gives a wrong result is not measured. The tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from benchmarks.engines import Engine
 from benchmarks.engines.base import format_error
@@ -39,10 +40,16 @@ class CheckedEngine:
 
 
 class Reference:
-    """The correct results for a workload."""
+    """The correct results for a workload.
+
+    Attributes:
+        always_checked: quantities that are checked even if they are not asked for.
+    """
+
+    always_checked = ("dense", "norms")
 
     def __init__(self, workload: Workload) -> None:
-        model, x, labels = workload.build()
+        model, x, labels = replace(workload, device="cpu").build()
         model = model.double()
         x = x.double() if x.is_floating_point() else x
         # Stored in float32: the rounding error is far below the tolerance.
@@ -94,10 +101,13 @@ def _compute_row_norms(rows: Tensor) -> Tensor:
 
 
 def check_engines(
-    workload: Workload, engines: Iterable[type[Engine]], quantities: Sequence[str]
+    workload: Workload,
+    engines: Iterable[type[Engine]],
+    quantities: Sequence[str],
+    make_reference: Callable[[Workload], Reference] = Reference,
 ) -> dict[str, CheckedEngine]:
     """Build each engine and check its results; return them by engine name."""
-    reference = Reference(workload)
+    reference = make_reference(workload)
     return {engine.name: _check_engine(engine, workload, quantities, reference) for engine in engines}
 
 
@@ -129,7 +139,7 @@ def _try_engine(
         return CheckedEngine(None, dict.fromkeys(quantities, format_error(error)))
     # Wrong rows can have nearly correct norms, and wrong norms can give a nearly correct clipped sum. So rows and norms
     # are checked even if they are not asked for.
-    needed = [quantity for quantity in ("dense", "norms") if quantity in kind.quantities and quantity not in quantities]
+    needed = [name for name in reference.always_checked if name in kind.quantities and name not in quantities]
     failures = {quantity: _find_failure(engine, quantity, reference) for quantity in (*quantities, *needed)}
     wrong = {quantity for quantity, failure in failures.items() if failure == "wrong"}
     for quantity in quantities:
@@ -140,7 +150,8 @@ def _try_engine(
 
 def _find_failure(engine: Engine, quantity: str, reference: Reference) -> str:
     try:
-        return "" if reference.accepts(quantity, engine.step(quantity)) else "wrong"
+        result = pytree.tree_map_only(Tensor, Tensor.cpu, engine.step(quantity))
+        return "" if reference.accepts(quantity, result) else "wrong"
     except Exception as error:
         return format_error(error)
     finally:

@@ -26,8 +26,10 @@ from benchmarks.output import write_json
 from benchmarks.timing import compute_quartiles, compute_ratios, time_call, time_in_turns
 from benchmarks.workloads import Workload, compute_loss, select_workloads
 
+Step = Callable[[], Any]
 
-def make_steps(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Callable[[], Any]]:
+
+def make_steps(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Step]:
     """The steps that are compared, by name."""
 
     def loss_fn(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
@@ -52,10 +54,11 @@ def make_steps(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, Callabl
     }
 
 
-def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
-    """Compile the steps, check the compiled result, and time the steps."""
-    torch.manual_seed(0)
-    steps = make_steps(*workload.make())
+def measure_workload(
+    workload: Workload, rounds: int, wait_after: Callable[[Step], Step] = lambda step: step
+) -> dict[str, Any]:
+    """Compile the steps, check the compiled result, and time the steps; `wait_after` makes a step wait for a device."""
+    steps = {name: wait_after(step) for name, step in make_steps(*workload.build()).items()}
     compile_times = {name: time_call(steps[name]) for name in ("plain compiled", "compiled")}
     check_result(steps["compiled"](), steps["recorded"]())
     times = time_in_turns({name: partial(time_call, step) for name, step in steps.items()}, rounds)

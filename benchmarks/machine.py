@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "persample", "opacus", "backpack-for-pytorch")
+PACKAGES = ("torch", "persample", "opacus", "backpack-for-pytorch", "opake-dpsgd")
 
 
 def describe_machine() -> dict[str, str | int]:

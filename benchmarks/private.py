@@ -24,8 +24,10 @@ from torch import Tensor
 from benchmarks import memory
 from benchmarks.engines.base import Engine
 from benchmarks.engines.opacus import wrap_for_ghost_clipping
+from benchmarks.engines.opake import make_clipped_grad, take_parameters
 from benchmarks.machine import describe_machine
 from benchmarks.output import write_json
+from benchmarks.peers import add_peers_option, find_peers
 from benchmarks.targets import PRIVATE_TIME
 from benchmarks.timing import compute_quartiles, compute_ratios, pause_collector, time_in_turns, time_step
 from benchmarks.workloads import WORKLOADS, Workload, compute_loss
@@ -108,14 +110,40 @@ class OpacusGhost(Training):
         return self.criterion(self.wrapped(self.x), self.labels)
 
 
-ENGINES: tuple[type[Training], ...] = (Ours, OursTwice, OpacusHooks, OpacusGhost)
+class Opake(Training):
+    name = "Opake"
+
+    def setup(self) -> None:
+        from opake.dpsgd.noise import gaussian_noise
+        from opake.random import key
+
+        super().setup()
+        self.run, self.state = make_clipped_grad(self.model, normalize_by=float(len(self.x)))
+        self.add_noise, self.noise_state = gaussian_noise(noise_multiplier=NOISE_MULTIPLIER, key=key(0))
+
+    def train(self) -> None:
+        parameters = take_parameters(self.model)
+        clipped, self.state = self.run(parameters, self.x, self.labels, state=self.state)
+        noised, self.noise_state = self.add_noise(clipped, self.noise_state)
+        for name, p in self.model.named_parameters():
+            p.grad = noised.pytree[name]
+        self.optimizer.step()
+
+
+ENGINES: tuple[type[Training], ...] = (Ours, OursTwice, OpacusHooks, OpacusGhost, Opake)
 
 
 def build_engine(kind: type[Training], workload: Workload) -> Training:
-    """Build an engine and run one step; adapt the model if the engine does not support it."""
-    engine = kind(workload)
+    """Build an engine and run one step; adapt the model if the engine does not support it.
+
+    Raises:
+        ImportError: The library is not installed.
+    """
     try:
+        engine = kind(workload)
         engine.step("train")
+    except ImportError:
+        raise
     except Exception:
         engine = kind(workload, adapted=True)
         engine.step("train")
@@ -148,7 +176,11 @@ def measure_workload(workload: Workload, rounds: int) -> dict[str, Any]:
     plain_peak = measure_peak(Training, workload, processes=3)
     results = {}
     for kind in ENGINES:
-        engine = build_engine(kind, workload)
+        try:
+            engine = build_engine(kind, workload)
+        except ImportError:
+            print(f"{kind.name}: not installed")
+            continue
         timers = {each.name: make_timer(each, workload) for each in (Training(workload), engine)}
         with pause_collector():
             times = time_in_turns(timers, rounds, WARM_UP_ROUNDS)
@@ -189,7 +221,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="rounds of timing (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the results")
+    add_peers_option(parser)
     options = parser.parse_args()
+    find_peers(options.peers)
     warnings.simplefilter("ignore")
     results = {}
     header = ["", "plain ms", "time (quartiles)", "memory", "tensors alone", ""]

@@ -54,17 +54,17 @@ def measure_growth(
 def _measure_times(
     workload: Workload, quantity: str, checked: dict[str, CheckedEngine], rounds: int, budget: float
 ) -> dict[str, Cell]:
-    cells = _make_cells(quantity, checked)
-    engines = [one.engine for name, one in checked.items() if _is_correct(cells, name) and one.engine]
+    cells = make_cells(quantity, checked)
+    engines = [one.engine for name, one in checked.items() if is_correct(cells, name) and one.engine]
     for name, times in timing.measure_times(workload, quantity, engines, rounds, budget).items():
-        cells[name] = {**cells.get(name, {}), **_round_times(times)}
+        cells[name] = {**cells.get(name, {}), **round_times(times)}
     return cells
 
 
 def _measure_peaks(workload: Workload, quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, Cell]:
-    cells = _make_cells(quantity, checked)
+    cells = make_cells(quantity, checked)
     for name, one in checked.items():
-        if _is_correct(cells, name):
+        if is_correct(cells, name):
             cells[name] |= _measure_peak(ENGINES[name], workload, quantity, adapted=bool(one.note))
     return cells
 
@@ -76,7 +76,7 @@ def _measure_peak(
     return {"failure": peak} if isinstance(peak, str) else dataclasses.asdict(peak)
 
 
-def _make_cells(quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, Cell]:
+def make_cells(quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, Cell]:
     """A cell for each engine that supports the quantity, with its failure and its note, if any."""
     cells = {}
     for name, one in checked.items():
@@ -86,11 +86,13 @@ def _make_cells(quantity: str, checked: dict[str, CheckedEngine]) -> dict[str, C
     return cells
 
 
-def _is_correct(cells: dict[str, Cell], name: str) -> bool:
+def is_correct(cells: dict[str, Cell], name: str) -> bool:
+    """Whether an engine has a cell without a failure."""
     return name in cells and "failure" not in cells[name]
 
 
-def _round_times(times: timing.Times) -> Cell:
+def round_times(times: timing.Times) -> Cell:
+    """The numbers of a cell."""
     return {
         "ratio": round(times.ratio, 4),
         "quartiles": [round(q, 4) for q in times.quartiles],

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from benchmarks.engines import Engine, Plain
 from benchmarks.workloads import Workload
 
@@ -65,12 +67,20 @@ def time_call(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def time_step(engine: Engine, quantity: str) -> float:
     """Seconds of one step of an engine. The result is freed after the clock has stopped."""
     engine.clear()
     gc.collect()
+    wait_for(engine.x.device)
     start = time.perf_counter()
     result = engine.step(quantity)
+    wait_for(engine.x.device)
     elapsed = time.perf_counter() - start
     del result
     engine.clear()

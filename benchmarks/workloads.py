@@ -13,16 +13,18 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Workload:
-    """A model with a batch. The labels have shape `(B,)`, or `(B, T)` for a language model."""
+    """A model with a batch on a device. The labels have shape `(B,)`, or `(B, T)` for a language model."""
 
     name: str
     make: Callable[[], tuple[nn.Module, Tensor, Tensor]]
     short: str = ""
+    device: str = "cpu"
 
     def build(self) -> tuple[nn.Module, Tensor, Tensor]:
         """Return a new model, its input and the labels. Weights and data are the same at each call."""
         torch.manual_seed(0)
-        return self.make()
+        model, x, labels = self.make()
+        return model.to(self.device), x.to(self.device), labels.to(self.device)
 
 
 def compute_losses(output: Tensor, labels: Tensor) -> Tensor:
@@ -65,7 +67,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        index = torch.arange(ids.shape[1])
+        index = torch.arange(ids.shape[1], device=ids.device)
         x = self.tokens(ids) + self.positions(index.repeat(len(ids), 1) if self.expand_positions else index)
         return self.head(self.norm(self.blocks(x)))
 

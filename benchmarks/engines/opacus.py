@@ -23,7 +23,7 @@ def replace_lstms(model: nn.Module) -> bool:
         assert isinstance(layer, nn.LSTM)
         replacement = DPLSTM(layer.input_size, layer.hidden_size, layer.num_layers, layer.bias, layer.batch_first)
         replacement.load_state_dict(layer.state_dict())
-        setattr(parent, name, replacement)
+        setattr(parent, name, replacement.to(layer.weight_ih_l0.device))
     return bool(layers)
 
 
