@@ -14,7 +14,7 @@ import persample
 from persample import PerSampleError, _torch
 from persample.terms import libraries
 from persample.terms.libraries import choose_library, use_library
-from persample.terms.products import multiply
+from persample.terms.products import _has_conflicts, multiply, multiply_rows
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,9 @@ def set_machine(monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str, 
         ("AuthenticAMD", "AVX512", True, "onednn"),
         ("AuthenticAMD", "AVX2", True, "torch"),
         ("AuthenticAMD", "AVX512", False, "torch"),
-        ("GenuineIntel", "AVX512", True, "torch"),
+        ("GenuineIntel", "AVX512", True, "mkl"),
+        ("GenuineIntel", "AVX512", False, "mkl"),
+        ("GenuineIntel", "AVX2", True, "torch"),
         ("", "DEFAULT", True, "torch"),
     ],
 )
@@ -50,7 +52,7 @@ def test_the_library_follows_from_the_machine(
     assert choose_library().library == library and choose_library().reason
 
 
-@pytest.mark.parametrize("setting", ["torch", "onednn"])
+@pytest.mark.parametrize("setting", ["torch", "mkl", "onednn"])
 def test_a_setting_comes_first(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_machine(monkeypatch, "GenuineIntel" if setting == "onednn" else "AuthenticAMD", "AVX512")
     monkeypatch.setenv(libraries.SETTING, setting)
@@ -58,8 +60,8 @@ def test_a_setting_comes_first(setting: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wrong_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(libraries.SETTING, "mkl")
-    with pytest.raises(PerSampleError, match="must be 'torch', 'onednn' or 'auto', got 'mkl'"):
+    monkeypatch.setenv(libraries.SETTING, "blas")
+    with pytest.raises(PerSampleError, match="must be 'torch', 'mkl', 'onednn' or 'auto', got 'blas'"):
         choose_library()
 
 
@@ -78,6 +80,28 @@ def test_products_are_computed_by_the_library_of_the_block(library: str, monkeyp
     with use_library(library):  # type: ignore[arg-type]
         torch.testing.assert_close(multiply(a, b), a @ b)
     assert bool(used) == (library == "onednn")
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 512), (3, 30, 1100), (2, 128, 600), (2, 23, 512), (2, 129, 512)])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_rows_are_equal_with_copies(shape: tuple[int, ...], is_transposed: bool) -> None:
+    a = torch.randn(shape[1], shape[0], 2048)[..., : shape[2]].transpose(0, 1)
+    a = a if is_transposed else torch.randn(*shape[:2], 2048)[..., : shape[2]].copy_(a)
+    assert a.stride(1) % 512 == 0
+    with use_library("mkl"):
+        copied = multiply_rows(a)
+        assert _has_conflicts(a) == (24 <= shape[1] <= 128)
+    expected = a.double() @ a.double().mT
+    torch.testing.assert_close(copied.double(), expected, rtol=1e-5, atol=1e-4)
+    with use_library("torch"):
+        assert not _has_conflicts(a)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64, torch.bfloat16])
+def test_products_of_rows_of_other_dtypes_are_not_copied(dtype: torch.dtype) -> None:
+    a = torch.randn(2, 24, 512, dtype=dtype)
+    with use_library("mkl"):
+        torch.testing.assert_close(multiply_rows(a), a @ a.mH)
 
 
 def test_a_scan_goes_on_with_the_library_that_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 Torch calls MKL, which does not use the widest instructions of processors of other makers than its own. oneDNN does.
 On an AMD EPYC with AVX-512, products by oneDNN take half of the time. On an Intel Xeon (Cascade Lake), steps with them
-take 10 to 45 % more. So the choice follows from two facts of the machine, the maker and the instruction set, and is the
+take 10 to 45 % more. There, "mkl" is torch's own product, with copies of rows that its wide kernels read slowly
+(`multiply_rows`). So the choice follows from two facts of the machine, the maker and the instruction set, and is the
 same in each process on it. The environment variable `PERSAMPLE_PRODUCTS` overrides it.
 """
 
@@ -22,7 +23,7 @@ import torch
 from persample import _torch
 from persample.errors import PerSampleError
 
-Library = Literal["torch", "onednn"]
+Library = Literal["torch", "mkl", "onednn"]
 
 SETTING = "PERSAMPLE_PRODUCTS"
 
@@ -38,8 +39,12 @@ class Choice(NamedTuple):
 
 def get_product() -> _torch.Product | None:
     """The function of oneDNN that computes `a @ b.mT`; None if torch's own product is to be used."""
-    library = _given.get() or choose_library().library
-    return _torch.find_onednn_product() if library == "onednn" else None
+    return _torch.find_onednn_product() if get_library() == "onednn" else None
+
+
+def get_library() -> Library:
+    """The library of the block, or the one of the machine."""
+    return _given.get() or choose_library().library
 
 
 @contextmanager
@@ -58,21 +63,24 @@ def use_library(library: Library) -> Iterator[None]:
 def choose_library() -> Choice:
     """The library for this machine, unless `PERSAMPLE_PRODUCTS` names one.
 
-    >>> choose_library().library in ("torch", "onednn")
+    >>> choose_library().library in ("torch", "mkl", "onednn")
     True
     """
     given = os.environ.get(SETTING, "auto")
     if given not in (*get_args(Library), "auto"):
-        raise PerSampleError(f"{SETTING} must be 'torch', 'onednn' or 'auto', got {given!r}.")
-    if _torch.find_onednn_product() is None:
-        return Choice("torch", "this torch has no oneDNN for this kind of processor")
-    if given == "torch":
-        return Choice("torch", f"{SETTING}=torch")
-    if given == "onednn":
-        return Choice("onednn", f"{SETTING}=onednn")
+        raise PerSampleError(f"{SETTING} must be 'torch', 'mkl', 'onednn' or 'auto', got {given!r}.")
+    if given in ("torch", "mkl"):
+        return Choice(given, f"{SETTING}={given}")
     maker, instructions = find_maker(), torch.backends.cpu.get_cpu_capability()
     facts = f"the processor is {maker or 'of an unknown maker'} with {instructions}"
-    if maker == "AuthenticAMD" and instructions == "AVX512" and torch.backends.mkl.is_available():
+    has_wide_mkl = instructions == "AVX512" and torch.backends.mkl.is_available()
+    if maker == "GenuineIntel" and has_wide_mkl and given == "auto":
+        return Choice("mkl", f"{facts}, where oneDNN was measured to be slower than MKL")
+    if _torch.find_onednn_product() is None:
+        return Choice("torch", "this torch has no oneDNN for this kind of processor")
+    if given == "onednn":
+        return Choice("onednn", f"{SETTING}=onednn")
+    if maker == "AuthenticAMD" and has_wide_mkl:
         return Choice("onednn", f"{facts}, where oneDNN was measured to be faster than MKL")
     return Choice("torch", f"{facts}, where oneDNN was not measured to be faster")
 

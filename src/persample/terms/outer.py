@@ -13,7 +13,7 @@ from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import make_dense
 from persample.terms.kronecker import Sides
-from persample.terms.products import multiply, multiply_stacks
+from persample.terms.products import multiply, multiply_rows, multiply_stacks
 from persample.terms.rounding import (
     add_lost_squares,
     add_up_products,
@@ -43,7 +43,7 @@ class SharedProducts:
         kept, self._kept = self._kept, None
         if grad is self._grad and kept is not None and kept[1] == grad._version:
             return kept[0]
-        products = multiply_stacks(grad.conj(), grad.mT)
+        products = multiply_rows(grad).conj()
         if grad is self._grad:
             self._kept = products, grad._version
         return products
@@ -141,8 +141,8 @@ class Outer(Term):
     def _multiply_own_positions(self) -> tuple[Tensor, Tensor]:
         """`_multiply_positions(self)`, and what their sum can lose to underflow."""
         a, g = self._widen_factors()
-        inputs = multiply_stacks(a, a.mH)
-        grads = multiply_stacks(g.conj(), g.mT) if self.shared is None else self.shared.multiply(g)
+        inputs = multiply_rows(a)
+        grads = multiply_rows(g).conj() if self.shared is None else self.shared.multiply(g)
         squares = [products.diagonal(dim1=1, dim2=2).real.sum(1) * self.positions for products in (inputs, grads)]
         return inputs.mul_(grads), find_lost_squares(squares[0], squares[1], max(self.shape))
 

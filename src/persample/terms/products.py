@@ -23,13 +23,15 @@ from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
-from persample.terms.libraries import get_product
+from persample.terms.libraries import get_library, get_product
 
 # Smaller products are faster with MKL: a call of oneDNN takes longer to start.
 _MIN_MULTIPLICATIONS = 2**21
 _MIN_SIZE = 16  # of each dimension
 MAX_LENGTH = 2048  # of vectors whose products are added up one after the other
 _MIN_BLOCKED_SIZE = 32
+_COPIED_COLUMNS, _COLUMN_GAP = 256, 16
+_BAD_STRIDE = 512  # numbers of four bytes: such rows meet in a few places of a cache
 _MIN_TANH_SIZE = 2**14  # a conversion takes some 5 µs
 
 
@@ -64,6 +66,38 @@ def multiply_stacks(a: Tensor, b: Tensor) -> Tensor:
     for first, second in parts:
         total += first @ second
     return total
+
+
+def multiply_rows(a: Tensor) -> Tensor:
+    """`a @ a.mH`, for a stack of matrices: the inner products of the rows of each.
+
+    If rows lie 2048 bytes apart, or a multiple of that, the wide kernels of MKL read them at half of their speed. With
+    "mkl", blocks of their columns are copied. Measured with these kernels on an AMD EPYC (one thread, float32, ms,
+    without / with copies), for `batch, rows, columns`:
+
+        16, 64, 4096    6.6 / 4.1      16, 64, 1024    1.7 / 0.9
+        8, 128, 2048    4.5 / 2.8      32, 50, 512     1.0 / 0.7
+
+    Without conflicts (16, 64, 768) and with many rows (8, 256, 3072) there is nothing to gain.
+
+    >>> multiply_rows(torch.ones(2, 1, 3)).shape
+    torch.Size([2, 1, 1])
+    """
+    if not _has_conflicts(a):
+        return multiply_stacks(a, a.mH)
+    copied = a.new_empty(*a.shape[:2], _COPIED_COLUMNS + _COLUMN_GAP)
+    products: Tensor | None = None
+    for columns in a.split(_COPIED_COLUMNS, 2):
+        part = copied.narrow(2, 0, columns.shape[2]).copy_(columns)
+        products = part @ part.mT if products is None else products.baddbmm_(part, part.mT)
+    assert products is not None
+    return products
+
+
+def _has_conflicts(a: Tensor) -> bool:
+    rows, columns = a.shape[1:]
+    is_slow = 24 <= rows <= 128 and columns >= _BAD_STRIDE and a.stride(1) % _BAD_STRIDE == 0
+    return is_slow and _is_supported(a) and tracing.get_trace() is None and get_library() == "mkl"
 
 
 def _needs_parts(a: Tensor, b: Tensor) -> bool:
