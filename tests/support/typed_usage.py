@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import persample
 from persample import (
     CompiledStep,
+    Dynamics,
     ExpandedWeight,
     ImportanceSampler,
     LossGradients,
@@ -23,18 +24,24 @@ from persample import (
     Scan,
     StreamedClip,
     StreamedNorms,
+    Values,
     Watch,
 )
 from persample.private import (
     AdaptiveOptimizer,
     AuditResult,
     AuditRun,
+    BandedInverse,
+    BandedInverseRoot,
+    BandedMatrix,
     BatchMemoryManager,
+    Cancelling,
     DirectTest,
     PrivacyEngine,
     PrivacyStatement,
     PrivateOptimizer,
     Step,
+    Strategy,
     audit,
     read_statement,
 )
@@ -114,6 +121,33 @@ def use_monitor() -> None:
         (sampler.weights(ids) * F.cross_entropy(model(x[ids]), y[ids], reduction="none")).mean().backward()
     watching.stop()
     assert watching.latest is not None and watching.advise().bounds
+
+
+def use_dynamics() -> None:
+    found: Dynamics = persample.dynamics(model)
+    found.ids = range(12)
+    logits = model(x)
+    found.note(logits, y)
+    F.cross_entropy(logits, y).backward()
+    found.stop()
+    assert "margin" not in found.columns()
+
+
+def use_value() -> None:
+    found: Values = persample.value(model, validation=lambda model: F.cross_entropy(model(x), y))
+    F.cross_entropy(model(x), y).backward()
+    found.stop()
+    assert found.latest is not None
+
+
+def use_strategies() -> None:
+    found: list[Strategy] = [
+        BandedInverse(8, 2, bands=2),
+        BandedInverseRoot(8, 2, bands=2),
+        BandedMatrix(8, 2, bands=2),
+        Cancelling(8, 2, share=0.5),
+    ]
+    assert all(strategy.participations == 4 for strategy in found)
 
 
 def use_errors() -> None:

@@ -73,6 +73,10 @@ class Dynamics(MeasuredSteps[Found]):
     Attributes:
         ids: the ids of the samples of the next call of the model; set it before the call.
         step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
+
+    >>> Dynamics.stop(found := dynamics(torch.nn.Linear(3, 2)))
+    >>> found.step
+    0
     """
 
     def __init__(self, model: Model, every: int, options: dict[str, Any]) -> None:

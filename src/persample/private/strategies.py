@@ -31,6 +31,9 @@ class Strategy(ABC):
 
     Each sample of the data is in one of `separation` bins, by a draw of its own, and step t takes its batch from bin
     `t % separation`. So a sample is in at most `participations` batches.
+
+    >>> Cancelling(steps=100, separation=20, share=0.5).participations
+    5
     """
 
     steps: int
@@ -174,6 +177,9 @@ class BandedMatrix(Strategy):
 
     With at most `separation` bands, the steps of each bin are DP-SGD on that bin, with Poisson samples (Choquette-Choo
     et al., 2023, https://arxiv.org/abs/2306.08153). C^-1 is not banded: the noise of `bands - 1` steps is kept.
+
+    >>> BandedMatrix(100, 20, bands=4).is_amplified
+    True
     """
 
     bands: int
