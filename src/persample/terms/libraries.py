@@ -69,8 +69,10 @@ def choose_library() -> Choice:
     given = os.environ.get(SETTING, "auto")
     if given not in (*get_args(Library), "auto"):
         raise PerSampleError(f"{SETTING} must be 'torch', 'mkl', 'onednn' or 'auto', got {given!r}.")
-    if given in ("torch", "mkl"):
-        return Choice(given, f"{SETTING}={given}")
+    if given == "torch":
+        return Choice("torch", f"{SETTING}=torch")
+    if given == "mkl":
+        return Choice("mkl", f"{SETTING}=mkl")
     maker, instructions = find_maker(), torch.backends.cpu.get_cpu_capability()
     facts = f"the processor is {maker or 'of an unknown maker'} with {instructions}"
     has_wide_mkl = instructions == "AVX512" and torch.backends.mkl.is_available()
