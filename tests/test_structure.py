@@ -18,6 +18,7 @@ import torch
 
 import persample
 from persample import PerSampleError, _torch
+from persample._torch.lookup import find
 from persample._version import TESTED_TORCH
 
 SOURCE = Path(persample.__file__).parent
@@ -78,8 +79,8 @@ def find_foreign_private_names(source: str, own: frozenset[str]) -> Iterator[str
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
-def test_private_names_are_used_in_one_module_only(file: Path) -> None:
-    if file != SOURCE / "_torch.py":
+def test_private_names_are_used_in_one_package_only(file: Path) -> None:
+    if file.parent != SOURCE / "_torch":
         found = set(find_foreign_private_names(file.read_text(), find_own_names())) - ALLOWED.keys()
         assert not found, f"use these through persample._torch: {sorted(found)}"
 
@@ -101,7 +102,7 @@ def test_the_search_finds_private_names(source: str) -> None:
 
 
 def test_a_missing_private_name_is_an_error_at_use_that_names_the_feature() -> None:
-    missing = _torch._find("torch._C._no_such_name", "Recording a checkpointed model")
+    missing = find("torch._C._no_such_name", "Recording a checkpointed model")
     assert not isinstance(3, missing)
     for use in (lambda: missing(), lambda: missing.attribute):
         with pytest.raises(PerSampleError, match=r"Recording a checkpointed model needs torch\._C\._no_such_name"):

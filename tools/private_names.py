@@ -1,6 +1,6 @@
 """List what persample relies on in torch, and whether the installed torch has it: `python tools/private_names.py`.
 
-The private names are those of `src/persample/_torch.py`; the operators are those with a rule or a declared layout. With
+The private names are those of `src/persample/_torch`; the operators are those with a rule or a declared layout. With
 `--json` the answer is one line of JSON, which `tools/test_versions.py` puts into `docs/reference/versions.md`.
 """
 
@@ -23,12 +23,13 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from persample import _torch
+from persample._torch.lookup import Missing, find
 from persample.errors import get_op_name
 from persample.layouts.algebra.arguments import find_signatures
 from persample.layouts.algebra.engine import DECLARATIONS
 from persample.rules.registry import HANDLED_FUNCTIONS
 
-SOURCE = Path(_torch.__file__)
+SOURCE = Path(_torch.__file__).parent
 # Private names without torch: of Python, and of persample's own stand-ins.
 _NOT_TORCH = {"_getframe", "_raise"}
 
@@ -47,8 +48,8 @@ def main() -> None:
 
 
 def find_names() -> dict[str, bool]:
-    """The private names of torch in `_torch.py`, and whether the installed torch has them."""
-    tree = ast.parse(SOURCE.read_text())
+    """The private names of torch in `_torch`, and whether the installed torch has them."""
+    tree = ast.Module([ast.parse(file.read_text()) for file in sorted(SOURCE.glob("*.py"))], [])  # type: ignore[misc]
     paths = {path: _has_path(path) for path in _find_paths(tree)}
     code = "".join(inspect.getsource(module) for module in _list_fsdp_modules())
     probes = _make_probes()
@@ -90,13 +91,13 @@ def _find_attributes(tree: ast.AST) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("_read", "getattr"):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("read", "getattr"):
             found |= {part.value for part in node.args[1:2] if isinstance(part, ast.Constant)}
     return {name for name in found if re.fullmatch(r"_[a-z]\w*", name)} - own - _NOT_TORCH
 
 
 def _has_path(path: str) -> bool:
-    if not isinstance(_torch._find(path, ""), _torch._Missing):
+    if not isinstance(find(path, ""), Missing):
         return True
     try:
         return importlib.import_module(path) is not None

@@ -65,7 +65,7 @@ def find_path() -> dict[str, list[str]]:
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         path = Path(frame.f_code.co_filename)
-        if event == "call" and SOURCE in path.parents and (name := str(path.relative_to(SOURCE))) not in seen:
+        if event == "call" and SOURCE in path.parents and (name := find_name(path)) not in seen:
             seen.add(name)
             running.append(name)
 
@@ -77,6 +77,12 @@ def find_path() -> dict[str, list[str]]:
         finally:
             sys.setprofile(None)
     return found
+
+
+def find_name(path: Path) -> str:
+    """The place of a module in the source. The boundary to torch is one place."""
+    name = str(path.relative_to(SOURCE))
+    return "_torch/__init__.py" if name.startswith("_torch/") else name
 
 
 def summarise(module: str) -> str:

@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 import persample
 from persample import SamplesMixed
 from persample.testing import loop_gradients
+from tests.support.modules import make_mlp
 from tests.support.processes import in_two_processes
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return make_mlp(4, 6, 3)
 
 
 def compute_loss(model: nn.Module, x: Tensor) -> Tensor:

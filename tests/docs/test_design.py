@@ -48,7 +48,7 @@ def test_path_is_the_one_of_a_warm_step() -> None:
 
 
 STATE = {"WeakKeyDictionary", "WeakSet", "ContextVar", "Lock", "RLock", "Memo", "deque", "set", "dict", "list"}
-CORE = "forward backward recording layouts rules terms gradients distributed compiled penalties _internal".split()
+CORE = "forward backward recording layouts rules terms gradients distributed compiled _internal _torch batches".split()
 
 
 def find_state() -> Iterator[tuple[str, str]]:

@@ -37,7 +37,7 @@ record = partial(persample.record, verify=False)  # a verification would find so
 @pytest.fixture(autouse=True)
 def _leave_no_mode() -> Iterator[None]:
     yield
-    assert _torch._count_dispatch_modes() == 0
+    assert len(_torch.get_dispatch_modes()) == 0
 
 
 def make_model(forward: Forward) -> nn.Module:
@@ -581,7 +581,7 @@ def count_modes(forward: Forward) -> tuple[nn.Module, list[int]]:
     counts: list[int] = []
 
     def counting(m: Any, h: Tensor, x: Tensor) -> Any:
-        counts.append(_torch._count_dispatch_modes())
+        counts.append(len(_torch.get_dispatch_modes()))
         return forward(m, h, x)
 
     return make_model(counting), counts
@@ -639,9 +639,9 @@ def test_a_new_sequence_of_functions_is_audited_from_where_it_differs() -> None:
     functions = [torch.sin, torch.sin, torch.cos, torch.cos, torch.sin, torch.cos]
 
     def forward(m: Any, h: Tensor, x: Tensor) -> Tensor:
-        found.append(_torch._count_dispatch_modes())
+        found.append(len(_torch.get_dispatch_modes()))
         h = functions[(len(found) - 1) // 2](h)
-        found.append(_torch._count_dispatch_modes())
+        found.append(len(_torch.get_dispatch_modes()))
         return h
 
     model = make_model(forward)
@@ -672,8 +672,8 @@ def test_the_audit_ends_with_the_forward_pass() -> None:
     model = make_model(lambda m, h, x: h)
     with record(model, loss_reduction="sum"):
         y = model(make_input())
-        y.register_hook(lambda grad: counts.append(_torch._count_dispatch_modes()))
-        assert _torch._count_dispatch_modes() == 1  # the code of the loss belongs to the pass
+        y.register_hook(lambda grad: counts.append(len(_torch.get_dispatch_modes())))
+        assert len(_torch.get_dispatch_modes()) == 1  # the code of the loss belongs to the pass
         y.sum().backward()
     assert counts == [0]
 

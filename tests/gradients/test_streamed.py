@@ -200,8 +200,8 @@ def test_clipped_sum_can_be_read_again_unless_it_was_changed() -> None:
 def test_number_of_passes_depends_on_free_memory(
     free: int | None, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persample.gradients.streamed._SMALL", 0)
-    monkeypatch.setattr("persample.gradients.streamed.find_free_memory", lambda devices: free)
+    monkeypatch.setattr("persample.gradients.clip_intake._SMALL", 0)
+    monkeypatch.setattr("persample.gradients.clip_intake.find_free_memory", lambda devices: free)
     module, x, y = make_small()
     with record(module, keep="clip", max_norm=0.1) as grads:
         F.cross_entropy(module(x), y).backward()

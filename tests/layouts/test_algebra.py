@@ -22,7 +22,8 @@ from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.algebra.shapes import factorise
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_trial import find_motion_by_trial
-from persample.layouts.layout import find_layout_of_ids, lose_entries, make_sample_ids
+from persample.layouts.ids import find_layout_of_ids, make_sample_ids
+from persample.layouts.layout import lose_entries
 from persample.testing import assert_rows_close, loop_gradients
 
 pytestmark = pytest.mark.quick

@@ -27,7 +27,7 @@ from persample.layouts import (
     place_rows,
     split_samples,
 )
-from persample.layouts.layout import find_layout_of_ids
+from persample.layouts.ids import find_layout_of_ids
 from tests.support.cases import B, D, T
 
 

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
 from persample.private.adaptive import AdaptiveOptimizer
+from tests.support.modules import make_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STARTED: list[PrivateOptimizer] = []
@@ -44,8 +45,7 @@ def release_optimizers() -> Iterator[None]:
 
 
 def make_model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return make_mlp(6, 8, 3, seed=seed, dtype=torch.float32)
 
 
 def make_loader(batch_size: int = 8) -> DataLoader[Any]:

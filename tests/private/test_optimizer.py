@@ -27,7 +27,7 @@ from persample import PerSampleError, record
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer
 from persample.private.errors import PrivateTrainingError
 from persample.private.noise import Noise, Normals, RandomBytes
-from tests.support.modules import flatten_rows
+from tests.support.modules import flatten_rows, make_mlp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 B, C = 6, 0.3
@@ -42,8 +42,7 @@ def release_optimizers() -> Iterator[None]:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    return make_mlp(6, 8, 3, dtype=torch.float32)
 
 
 def make_optimizer(model: nn.Module, inner: Any = None, **options: Any) -> PrivateOptimizer:

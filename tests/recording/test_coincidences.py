@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from persample import PerSampleError, record, watch
 from persample.testing.oracle import assert_rows_close, perturb, stack_gradients
+from tests.support.modules import make_mlp
 
 D, T = 3, 4
 
@@ -55,7 +56,7 @@ CASES: dict[str, tuple[Loss, Callable[[int], Any]]] = {
 
 
 def make_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(D, 2), nn.Tanh()).double()
+    model = make_mlp(D, 2, is_last_tanh=True, seed=None)
     perturb(model)
     return model
 

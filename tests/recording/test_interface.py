@@ -22,11 +22,11 @@ from persample.testing.oracle import compute_test_loss
 from tests.support import typed_usage
 from tests.support.case import Case
 from tests.support.cases import STREAMED_CASES
+from tests.support.modules import make_mlp
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    return make_mlp(3, 4, 2, dtype=torch.float32)
 
 
 def record_small(**options: Any) -> Any:

@@ -17,6 +17,7 @@ from persample import _torch, record, watch
 from persample.errors import PerSampleError, SamplesMixed
 from persample.forward.tracker import Tracker
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+from tests.support.modules import make_mlp
 
 B, D, C = 4, 3, 5
 
@@ -33,7 +34,7 @@ pytestmark = [
 
 
 def make_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(D, C), nn.Tanh()).double()
+    model = make_mlp(D, C, is_last_tanh=True, seed=None)
     perturb(model)
     return model
 

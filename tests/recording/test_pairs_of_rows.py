@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from persample import SamplesMixed, record
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+from tests.support.modules import make_mlp
 
 B, D, Q = 3, 4, 5
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    model = make_mlp(D, 6, 4)
     perturb(model)
     return model
 

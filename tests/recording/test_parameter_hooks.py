@@ -12,6 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from persample import PerSampleError, call_for_per_sample_grads, record, watch
 from persample import compile as compile_step
 from tests.support.cases import Calls, param
+from tests.support.modules import make_mlp
 
 B, D = 4, 3
 
@@ -44,7 +45,7 @@ HOOKS = [add_hook, add_object, add_hook_after_accumulation, add_multi_hook]
 
 
 def make_model() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)), torch.randn(B, D)
+    return make_mlp(D, D, 2, seed=None, dtype=torch.float32), torch.randn(B, D)
 
 
 @pytest.mark.parametrize("add", HOOKS)

@@ -32,6 +32,7 @@ from persample import PerSampleError, SamplesMixed, _torch, record, watch
 from persample.forward.tracker import Tracker
 from persample.layouts import find as layouts_find
 from tests.support.cases import B, Calls, D, param
+from tests.support.modules import make_mlp
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ def no_modes_remain() -> Iterator[None]:
 
 
 def make_model() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(D, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(B, D)
+    return make_mlp(D, 6, 3, seed=None, dtype=torch.float32), torch.randn(B, D)
 
 
 def ignore(grads: Any) -> None:

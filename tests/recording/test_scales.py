@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from persample import PerSampleError, record
 from persample.testing.oracle import assert_rows_close, loop_gradients
+from tests.support.modules import make_mlp
 from tests.support.shares import share_gradients
 
 T, D, C = 6, 3, 5
@@ -27,8 +28,7 @@ def make_batch(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, C), nn.Tanh()).double()
+    return make_mlp(D, C, is_last_tanh=True)
 
 
 def entropy(m: Any, b: Any, **options: Any) -> Tensor:

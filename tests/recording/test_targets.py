@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from persample import SamplesMixed, record, watch
 from persample.errors import PerSampleError
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
+from tests.support.modules import make_mlp
 from tests.support.shares import share_gradients
 
 B, T, D, C = 6, 7, 3, 5
@@ -50,7 +51,7 @@ CLASS_WEIGHTS = torch.rand(B).double() + 0.5  # for a model with as many classes
 
 
 def make_model(outputs: int, inputs: int = D) -> nn.Module:
-    model = nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh()).double()
+    model = make_mlp(inputs, outputs, is_last_tanh=True, seed=None)
     perturb(model)
     return model
 

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import persample
-from persample.distributed import Processes
-from persample.gradients import LossReduction
+from persample.gradients import make_rows
 from persample.scanning import RandomScores, ScanError, influence, queries, stored_gradients
 from persample.scanning.damping import (
     CANDIDATES,
@@ -31,6 +30,7 @@ from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 from persample.terms import Dense
 from tests.scanning.test_queries import store_rows
+from tests.support.modules import make_mlp
 
 N, CLASSES, DIM = 70, 4, 48
 RATES = [0.3, 0.2]
@@ -46,8 +46,7 @@ def make_data(count: int = N, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, CLASSES)).double()
+    return make_mlp(10, 12, CLASSES)
 
 
 def make_states(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -70,13 +69,10 @@ def find_projection(model: nn.Module, seed: int = 0) -> Tensor:
     """`(numbers, DIM)`: the matrix of the projection, from the projections of all unit vectors."""
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
-    grads = persample.PerSampleGradients(parameters, LossReduction("sum"), Processes())
-    grads.start(total)
     unit = torch.eye(total, dtype=torch.float64).split([p.numel() for p in parameters.values()], dim=1)
-    for (name, p), part in zip(parameters.items(), unit, strict=True):
-        grads._receive(name, Dense(part.reshape(total, *p.shape)))
-    grads.finish()
-    return grads.project(DIM, seed, method="kronecker")
+    named = zip(parameters.items(), unit, strict=True)
+    terms = {name: Dense(part.reshape(total, *p.shape)) for (name, p), part in named}
+    return make_rows(parameters, terms, total).project(DIM, seed, method="kronecker")
 
 
 def find_blocks(model: nn.Module, projection: Tensor) -> list[Tensor]:

@@ -17,6 +17,7 @@ import persample
 from persample.scanning import ScanError, queries, stored_gradients
 from persample.scanning.queries import StoredGradients
 from persample.scanning.store import Store
+from tests.support.modules import make_mlp
 
 pytestmark = pytest.mark.quick
 
@@ -30,8 +31,7 @@ def data(count: int = N, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, CLASSES))
+    return make_mlp(10, 12, CLASSES, dtype=torch.float32)
 
 
 def make_states(model: nn.Module) -> list[dict[str, Tensor]]:

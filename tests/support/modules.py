@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+def make_mlp(
+    *sizes: int, is_last_tanh: bool = False, seed: int | None = 0, dtype: torch.dtype = torch.float64
+) -> nn.Sequential:
+    """Linear layers of these sizes with Tanh between them. With a seed, their weights are always the same."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    layers = [part for pair in itertools.pairwise(sizes) for part in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*(layers if is_last_tanh else layers[:-1])).to(dtype)
 
 
 def read_state(module: nn.Module) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from persample.terms.cost import (
     choose_patch_norm_algorithm,
     force_algorithm,
 )
+from persample.terms.patch_algorithms import compute_by_gemm, compute_by_groups
 from persample.terms.products import multiply
 from persample.terms.sketch import SparseSketch, TensorSketch
 from persample.testing.oracle import stack_gradients
@@ -357,7 +358,7 @@ def test_channels_last_convolutions_by_every_algorithm(groups: int, each: tuple[
 def test_convolutions_in_blocks_of_positions(
     kernel: Any, stride: Any, padding: Any, dilation: Any, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persample.terms.patches._MAX_ADDED", 20)
+    monkeypatch.setattr("persample.terms.patch_algorithms._MAX_ADDED", 20)
     torch.manual_seed(0)
     x = torch.randn(3, 2, 4, 11, 9, dtype=torch.float64)
     sizes = [
@@ -366,9 +367,9 @@ def test_convolutions_in_blocks_of_positions(
     ]
     term = Patches(x, torch.randn(3, 2, 6, *sizes, dtype=torch.float64), kernel, stride, padding, dilation, groups)
     weights = torch.rand(3, dtype=torch.float64)
-    rows = term._compute_by_gemm()
+    rows = compute_by_gemm(term)
     torch.testing.assert_close(term.sum(weights), torch.tensordot(weights, rows, 1))
-    torch.testing.assert_close(term._compute_by_groups(), rows)
+    torch.testing.assert_close(compute_by_groups(term), rows)
 
 
 @pytest.mark.parametrize("block_size", [1, 400, 2000])
@@ -376,7 +377,8 @@ def test_convolutions_in_blocks_of_positions(
 def test_convolutions_in_blocks_of_samples(
     block_size: int, groups: int, each: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("persample.terms.patches.BLOCK_SIZE", block_size)
+    for module in ("patches", "patch_algorithms"):
+        monkeypatch.setattr(f"persample.terms.{module}.BLOCK_SIZE", block_size)
     term, expected = convolution(2, (6, 5), (3, 3), groups, each, padding=1, stride=(1, 2))
     check_every_algorithm(term, expected)
     out = torch.empty(expected.shape)

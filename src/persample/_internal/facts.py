@@ -6,7 +6,7 @@ other function in `_internal/functions.py`. CONTRIBUTING.md says how to add a fu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,8 @@ class Facts:
         is_pointwise: computes each entry of the result from entries at the same place, with broadcasting.
         reads_positions: computes something else for a row at another position.
         is_size_free: the motion of most calls does not depend on sizes.
+        size_free_if: tells of which calls that is true, if not of all in which the samples lie in patterns.
+        by_shape: finds the layout of the result from shapes, in place of the motion.
         handles_any_layout: the declaration is asked first, whatever is known about the arguments.
         is_linear: is linear in all arguments at once.
         is_bilinear: is linear in one argument at a time.
@@ -94,6 +96,8 @@ class Facts:
     is_pointwise: bool = False
     reads_positions: bool = False
     is_size_free: bool = False
+    size_free_if: Callable[[Any], bool] | None = None
+    by_shape: Callable[..., Any] | None = None
     handles_any_layout: bool = False
     is_linear: bool = False
     is_bilinear: bool = False

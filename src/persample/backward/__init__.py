@@ -12,20 +12,3 @@ from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan, RecordedUse
 from persample.backward.retained import MAX_ENTRIES, RetainedUse
 from persample.backward.tap import Tap, is_tap
-
-__all__ = [
-    "MAX_ENTRIES",
-    "Collector",
-    "Deliver",
-    "Plan",
-    "PositionSplitter",
-    "RecordedUse",
-    "RetainedUse",
-    "Tap",
-    "asked_sources",
-    "compute_parameter_gradients",
-    "group_by_rows",
-    "is_entry_move",
-    "is_tap",
-    "make_refusal",
-]

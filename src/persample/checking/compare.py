@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
+from persample.checking.errors import compute_error, compute_scales, find_largest_finite
 from persample.checking.report import ParameterReport, Report, Verdict
 from persample.checking.subject import Gradient, Subject
+from persample.checking.terms import describe_norms, describe_term
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients
+from persample.gradients import PerSampleGradients, find_term
 from persample.losses import check_inputs_and_targets, takes_outputs
 from persample.recording import Verify
-from persample.terms import Outer, Patches, Rows, Sum, Term, choose_norm_algorithm, find_factors
+from persample.terms import Term, find_factors
 
 # Error that rounding may cause, relative to the scale of a row, by the least precise number type of the computation.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2}
-COARSE_TOLERANCE = 1e-1  # bfloat16 and number types with fewer digits
 
-# Lower bound of the scale of a row, relative to the largest gradient entry of the same sample. Some gradients are zero
-# except for rounding, such as the gradient of a bias before a softmax: their own entries are no scale for errors.
-LEAST_SCALE = 1e-3
+
+COARSE_TOLERANCE = 1e-1  # bfloat16 and number types with fewer digits
 
 
 def check(
@@ -146,11 +146,7 @@ class _Comparison:
         recording, wrong = None, set[str]()
         random = self.subject.is_random(self.count)
         if random:
-            recording = self._record()
-            self._find_reduction(recording, None, plain)
-            wrong = self._find_wrong_sums(recording, plain)
-            random = not self.subject.turn_off_dropout(self.count)
-            self._note_randomness(random, recording, wrong)
+            recording, wrong, random = self._turn_off_dropout(plain)
             plain = plain if random else self.subject.compute_gradient(0, self.count)
         loop = None if random else self._run_loop()
         if recording is None or (recording.grads is not None and not random):
@@ -163,10 +159,9 @@ class _Comparison:
             errors = {} if loop is None else self._compute_errors(recording.grads, loop)
             wrong |= self._find_wrong_sums(recording, plain) if loop is None else self._find_wrong(errors)
             verdicts = {name: self._judge(name, wrong, loop, plain) for name in errors or plain}
+            terms = {name: find_term(recording.grads, name) for name in recording.rules}
             found = [
-                self._describe_parameter(
-                    name, recording.grads._find_term(name), rules, verdicts[name], errors.get(name)
-                )
+                self._describe_parameter(name, terms[name], rules, verdicts[name], errors.get(name))
                 for name, rules in recording.rules.items()
             ]
         self._add_remarks(found, coupled)
@@ -183,6 +178,18 @@ class _Comparison:
         )
 
     # ---- runs ----
+
+    def _turn_off_dropout(self, plain: Gradient) -> tuple[_Recording, set[str], bool]:
+        """Record the model with its random numbers, and turn off its dropout.
+
+        Returns the recording, the parameters whose rows do not add up, and whether the model is still random.
+        """
+        recording = self._record()
+        self._find_reduction(recording, None, plain)
+        wrong = self._find_wrong_sums(recording, plain)
+        is_random = not self.subject.turn_off_dropout(self.count)
+        self._note_randomness(is_random, recording, wrong)
+        return recording, wrong, is_random
 
     def _record(self) -> _Recording:
         try:
@@ -247,18 +254,18 @@ class _Comparison:
 
     def _compute_errors(self, grads: PerSampleGradients, loop: Gradient) -> dict[str, float]:
         """Error of each parameter's recorded rows against the loop, relative to the scale of a row."""
-        scales = _compute_scales(loop)
-        return {name: _compute_error(grads.dense([name])[name], own, scales[name]) for name, own in loop.items()}
+        scales = compute_scales(loop)
+        return {name: compute_error(grads.dense([name])[name], own, scales[name]) for name, own in loop.items()}
 
     def _compute_sum_errors(self, rows: Gradient, plain: Gradient, reduction: str | None) -> dict[str, float]:
         """Error of the reduced rows against the gradient of the batch, relative to the scale of the rows."""
         parts = self.count if reduction == "mean" else 1
-        scales = _compute_scales(rows)
+        scales = compute_scales(rows)
         return {
-            name: _compute_error(
+            name: compute_error(
                 own.sum(0, keepdim=True) / parts,
                 plain[name].unsqueeze(0),
-                torch.maximum(scales[name].amax(0) / parts, _find_largest_finite(plain[name].unsqueeze(0))),
+                torch.maximum(scales[name].amax(0) / parts, find_largest_finite(plain[name].unsqueeze(0))),
             )
             for name, own in rows.items()
         }
@@ -342,67 +349,6 @@ class _Comparison:
             self.notes.append(
                 f"Please report wrong numbers, unless you registered one of these rules: {_join_names(rules)}."
             )
-
-
-def describe_term(term: Term) -> str:
-    """Structure of a term, by class names.
-
-    >>> outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
-    >>> describe_term(Sum([Rows(torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, 4), 5), outer]))
-    'Rows + Outer'
-    """
-    inner = " + ".join(dict.fromkeys(map(describe_term, _find_inner_terms(term))))
-    if isinstance(term, Sum):
-        return inner
-    return f"{type(term).__name__}({inner})" if inner else type(term).__name__
-
-
-def describe_norms(term: Term) -> str:
-    """How the norms of a term are computed: "ghost", "dense" or "rows"; see `ParameterReport`.
-
-    >>> describe_norms(Outer(torch.ones(2, 1, 4), torch.ones(2, 1, 5)))
-    'ghost'
-    >>> describe_norms(Outer(torch.ones(2, 9, 4), torch.ones(2, 9, 5)))
-    'dense'
-    """
-    if inner := _find_inner_terms(term):
-        return " + ".join(dict.fromkeys(map(describe_norms, inner)))
-    if isinstance(term, Outer):
-        return "ghost" if term.positions == 1 else choose_norm_algorithm(term.positions, *term.shape)
-    if isinstance(term, Patches):
-        return term.choose_norm_algorithm()
-    return "rows" if isinstance(term, Rows) else "dense"
-
-
-def _find_inner_terms(term: Term) -> list[Term]:
-    """The terms that a composite term holds."""
-    held = [part for value in vars(term).values() for part in (value if isinstance(value, (list, tuple)) else [value])]
-    return [part for part in held if isinstance(part, Term)]
-
-
-def _compute_error(got: Tensor, want: Tensor, scale: Tensor) -> float:
-    """Largest difference between rows, relative to their scales. NaN in both tensors counts as equal."""
-    same = (got == want) | (got.isnan() & want.isnan())
-    difference = (got - want).abs().masked_fill(same, 0)
-    return float((_find_largest(difference.nan_to_num(torch.inf, torch.inf)) / scale).max())
-
-
-def _compute_scales(rows: Gradient) -> dict[str, Tensor]:
-    """Scale of each row: its largest entry, but at least `LEAST_SCALE` times the largest entry of the sample."""
-    own = {name: _find_largest_finite(part) for name, part in rows.items()}
-    tiny = torch.tensor(torch.finfo(torch.float64).tiny, dtype=torch.float64)
-    least = LEAST_SCALE * torch.stack([*own.values(), tiny.expand_as(next(iter(own.values())))]).amax(0)
-    return {name: torch.maximum(part, least) for name, part in own.items()}
-
-
-def _find_largest_finite(rows: Tensor) -> Tensor:
-    return _find_largest(rows.abs().nan_to_num(0, 0, 0))
-
-
-def _find_largest(rows: Tensor) -> Tensor:
-    """Largest entry of each row, shape `(batch,)`; zero for rows without entries."""
-    matrix = rows.reshape(len(rows), rows[0].numel()).cpu().double()
-    return matrix.amax(1) if matrix.numel() else matrix.new_zeros(len(matrix))
 
 
 def _check_arguments(model: Any, samples: Any, loss_reduction: Any) -> None:

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 from persample import _torch
 from persample._internal.dropout import NoDropoutMode
-from persample._internal.dtypes import to_double
 from persample._internal.functions import find_dropped
 from persample._internal.graph import preserve_grads
+from persample._internal.precision import to_double
 from persample._internal.rng import seed_all
 from persample._internal.tree import find_tensors
 from persample.backward import asked_sources

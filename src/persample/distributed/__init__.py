@@ -9,5 +9,3 @@ Other packages use `find_processes` and `Processes`.
 
 from persample.distributed.base import Processes
 from persample.distributed.find import find_processes
-
-__all__ = ["Processes", "find_processes"]

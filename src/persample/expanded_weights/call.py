@@ -49,6 +49,53 @@ def call_for_per_sample_grads(
     >>> model.weight.grad_sample.shape
     torch.Size([5, 2, 3])
     """
+    _check_arguments(module, batch_size, loss_reduction)
+    _check_cleared(module)
+    batch_dim = 0 if batch_first else 1
+
+    @wraps(module.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _check_cleared(module)
+        arguments = Arguments(module.forward, args, kwargs, batch_dim)
+        with _errors_of_torch():
+            batch = arguments.find_batch_size(opens_objects=False) if batch_size is None else batch_size
+        if batch == 0:
+            raise RuntimeError(
+                "0 is not a valid batch size for Expanded Weights but got input tensor of that batch size"
+            )
+        tracker = _make_tracker(module, batch, loss_reduction)
+        with _errors_of_torch():
+            arguments.add_to(tracker, search=batch_size is not None)
+        outputs = _run(module, args, kwargs, tracker)
+        replaced = [output is not guard_output(output, tracker) for output in iterate_tensors(outputs)]
+        if any(replaced):  # the model returned a parameter
+            outputs = _torch.pytree.tree_map_only(Tensor, partial(guard_output, tracker=tracker), outputs)
+        return outputs
+
+    return call
+
+
+def _make_tracker(module: nn.Module, batch: int, loss_reduction: str) -> Tracker:
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    refuse_parameter_hooks(trainable)
+    collector = Collector(trainable.values(), to_grad_sample(batch, loss_reduction))
+    return Tracker(collector, module, batch=batch, loss_reduction=loss_reduction, advice=make_advice(LAYOUT_OPTIONS))
+
+
+def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker) -> Any:
+    """The outputs of the module. After an error, its buffers and the random numbers are as before."""
+    rng_state = torch.get_rng_state()
+    try:
+        with tracker:
+            tracker.begin_audit()
+            return module(*args, **kwargs)
+    except BaseException:
+        tracker.restore_buffers()
+        torch.set_rng_state(rng_state)
+        raise
+
+
+def _check_arguments(module: Any, batch_size: Any, loss_reduction: Any) -> None:
     if loss_reduction not in ("sum", "mean"):
         raise RuntimeError(f"Expected loss_reduction argument to be sum or mean, got {loss_reduction}")
     if not isinstance(module, nn.Module):
@@ -64,42 +111,6 @@ def call_for_per_sample_grads(
             )
     if torch.distributed.is_available() and _torch.get_fsdp_states(module):
         raise PerSampleError("grad_sample cannot be sharded like the parameters of fully_shard: use persample.record.")
-    _check_cleared(module)
-    batch_dim = 0 if batch_first else 1
-
-    @wraps(module.forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        _check_cleared(module)
-        arguments = Arguments(module.forward, args, kwargs, batch_dim)
-        with _errors_of_torch():
-            batch = arguments.find_batch_size(opens_objects=False) if batch_size is None else batch_size
-        if batch == 0:
-            raise RuntimeError(
-                "0 is not a valid batch size for Expanded Weights but got input tensor of that batch size"
-            )
-        trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        refuse_parameter_hooks(trainable)
-        collector = Collector(trainable.values(), to_grad_sample(batch, loss_reduction))
-        tracker = Tracker(
-            collector, module, batch=batch, loss_reduction=loss_reduction, advice=make_advice(LAYOUT_OPTIONS)
-        )
-        with _errors_of_torch():
-            arguments.add_to(tracker, search=batch_size is not None)
-        rng_state = torch.get_rng_state()
-        try:
-            with tracker:
-                tracker.begin_audit()
-                outputs = module(*args, **kwargs)
-        except BaseException:
-            tracker.restore_buffers()
-            torch.set_rng_state(rng_state)
-            raise
-        replaced = [output is not guard_output(output, tracker) for output in iterate_tensors(outputs)]
-        if any(replaced):  # the model returned a parameter
-            outputs = _torch.pytree.tree_map_only(Tensor, partial(guard_output, tracker=tracker), outputs)
-        return outputs
-
-    return call
 
 
 @contextmanager

@@ -14,20 +14,3 @@ from persample.forward.outside import OutsideTensors
 from persample.forward.program import get_program
 from persample.forward.tracker import Tracker
 from persample.forward.tried import TriedFunction, TriedFunctions
-
-__all__ = [
-    "CONTRIBUTIONS",
-    "Audit",
-    "FirstLoss",
-    "Isolation",
-    "OutsideTensors",
-    "TensorMap",
-    "Tracker",
-    "TriedFunction",
-    "TriedFunctions",
-    "get_program",
-    "guard_output",
-    "make_advice",
-    "refuse_mixed_outputs",
-    "refuse_state",
-]

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
-from persample._internal.dtypes import INDEX_DTYPES
 from persample._internal.facts import all_with, facts
 from persample._internal.functions import find_results, is_inplace
+from persample._internal.precision import INDEX_DTYPES
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.births import Births

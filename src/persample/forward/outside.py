@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.dtypes import INDEX_DTYPES
 from persample._internal.functions import find_results
+from persample._internal.precision import INDEX_DTYPES
 from persample._internal.tree import find_tensors
 from persample.forward.known_tensors import TensorMap
 from persample.forward.remembered import RememberedConstants, find_site

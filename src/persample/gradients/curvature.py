@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.dtypes import promote, widen
-from persample.terms import Folded, Joined, Outer, Patches, Term, is_complex
+from persample._internal.precision import promote, widen
+from persample.errors import PerSampleError
+from persample.terms import Folded, Joined, Outer, Patches, Term, is_complex, iterate_samples
 
 # How positions that share a weight are combined; see `compute_kronecker_factors`.
 KroneckerKind = Literal["expand", "reduce"]
@@ -41,6 +42,12 @@ def sample_labels(logits: Tensor, generator: torch.Generator | None = None) -> T
     with _torch.DisableTorchFunction():
         rows = logits.detach().float().softmax(-1).flatten(0, -2)
         return rows.multinomial(1, generator=generator).view(logits.shape[:-1])
+
+
+def check_kind(kind: str) -> None:
+    """Refuse an unknown kind of factors."""
+    if kind not in ("expand", "reduce"):
+        raise PerSampleError(f"kind must be 'expand' or 'reduce', got {kind!r}.")
 
 
 def compute_kronecker_factors(term: Term, kind: KroneckerKind, scale: float) -> KroneckerFactors | None:
@@ -78,7 +85,7 @@ def find_sides(term: Term, rows: int, columns: int) -> Iterator[tuple[Tensor, Te
     if _is_matrix(term, rows, columns):
         yield from ((grad, input) for input, grad in _iterate_sides(term))
         return
-    for _, (block,) in term.iterate_samples():
+    for _, (block,) in iterate_samples(term):
         matrices = block.reshape(len(block), rows, columns)
         yield matrices.mT, matrices
 

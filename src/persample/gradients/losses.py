@@ -8,77 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.precision import in_full_precision
 from persample.errors import PerSampleError
 from persample.forward import TriedFunctions
+from persample.gradients.base import answer
 from persample.gradients.explanation import Explanation
+from persample.gradients.kept_terms import KeptTerms
 from persample.gradients.matrix import PerSampleGradients
-from persample.layouts import Reduced, SampleUnits
+from persample.layouts import Reduced
 from persample.terms import Term
 
 
-class LossGradients:
-    """The gradients of several losses of the same batch: `record(model, losses=["a", "b"])`.
+class LossIntake:
+    """The intakes of several losses of one forward pass: each backward pass fills that of the next loss.
 
-    The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
-    the methods here compare the losses.
-
-    >>> import persample
-    >>> model = torch.nn.Linear(3, 2)
-    >>> with persample.record(model, losses=["first", "second"]) as grads:
-    ...     out = model(torch.randn(5, 3))
-    ...     out[:, 0].square().mean().backward(retain_graph=True)
-    ...     out.sin().sum(1).mean().backward()
-    >>> grads["first"].norms().shape, grads.gram().shape, grads.conflicts().shape
-    (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
+    Attributes:
+        passes: the number of backward passes that have ended.
     """
 
-    is_early = is_first_of_two = False  # as `RecordedGradients` has them
+    is_early = is_first_of_two = False  # as `Intake` has them
 
-    def __init__(self, names: Sequence[str], make: Callable[[], PerSampleGradients]) -> None:
-        self.losses = list(names)
-        self._grads = [make() for _ in names]
-        self._passes = 0
-        for grads in self._grads[1:]:  # the forward pass is that of all losses
-            grads.share_forward(self._grads[0])
-
-    # ---- filling ----
-
-    def start(self, batch_size: int) -> int:
-        """Set the batch size; all forward passes of a recording must have the same."""
-        for grads in self._grads:
-            grads.start(batch_size)
-        return batch_size
-
-    def make_sample_units(self) -> SampleUnits | None:
-        """The units of the samples, for the forward pass, which is that of all losses."""
-        found = self._grads[0].make_sample_units()
-        for grads in self._grads[1:]:
-            grads.share_sample_units(found)
-        return found
+    def __init__(self, losses: Sequence[str], make: Callable[[], KeptTerms]) -> None:
+        self.losses = list(losses)
+        self.intakes = [make() for _ in losses]
+        self.rows, self.notes = self.intakes[0].rows, self.intakes[0].notes
+        self.passes = 0
 
     def grow(self, batch_size: int) -> None:
         """Add samples to the batch: a forward pass has got another part of it."""
-        if self._passes:
+        if self.passes:
             raise PerSampleError(
                 "This forward pass gets another part of the batch than the last one, after a backward pass of one of "
                 "the losses: pass samples= with the tensor that has one row for each sample."
             )
-        for grads in self._grads:
-            grads.grow(batch_size)
-
-    def has_same_units(self, batch_size: int) -> bool:
-        """Whether the next batch, of this size, has the units of this one."""
-        return self._grads[0].has_same_units(batch_size)
+        for intake in self.intakes:
+            intake.grow(batch_size)
 
     @property
-    def _current(self) -> PerSampleGradients:
-        if self._passes >= len(self._grads):
+    def _current(self) -> KeptTerms:
+        if self.is_complete:
             raise PerSampleError(
                 f"A recording with losses={self.losses} has had a backward pass for each of them, and another one has "
                 "begun. Name all losses, or add them up before backward()."
             )
-        return self._grads[self._passes]
+        return self.intakes[self.passes]
 
     def receive(self, parameter: Tensor, term: Term) -> None:
         """Take what a backward pass found for a parameter."""
@@ -102,12 +74,17 @@ class LossGradients:
 
     def end_pass(self) -> None:
         """Note that the backward pass of a loss has ended: the next one is of the next loss."""
-        self._passes += 1
+        self.passes += 1
 
     @property
     def is_complete(self) -> bool:
         """Whether the backward passes of all losses have ended."""
-        return self._passes == len(self._grads)
+        return self.passes >= len(self.intakes)
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether the recording splits gradients into parts for each position."""
+        return self.intakes[0].has_positions
 
     def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
         """Run a call of `loss.backward()`."""
@@ -118,9 +95,28 @@ class LossGradients:
 
     def note_outside(self, tensor: Tensor) -> None:
         """Note a tensor from outside: its memory may change without the recording noticing."""
-        self._grads[0].note_outside(tensor)
+        self.notes.outside.add(tensor)
 
-    # ---- as one of the recordings ----
+
+class LossGradients:
+    """The gradients of several losses of the same batch: `record(model, losses=["a", "b"])`.
+
+    The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
+    the methods here compare the losses.
+
+    >>> import persample
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with persample.record(model, losses=["first", "second"]) as grads:
+    ...     out = model(torch.randn(5, 3))
+    ...     out[:, 0].square().mean().backward(retain_graph=True)
+    ...     out.sin().sum(1).mean().backward()
+    >>> grads["first"].norms().shape, grads.gram().shape, grads.conflicts().shape
+    (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
+    """
+
+    def __init__(self, intake: LossIntake) -> None:
+        self.losses, self._intake = intake.losses, intake
+        self._grads = [PerSampleGradients(own) for own in intake.intakes]
 
     @property
     def batch_size(self) -> int:
@@ -138,41 +134,26 @@ class LossGradients:
         return self._grads[0].names
 
     @property
-    def has_positions(self) -> bool:
-        """Whether the recording splits gradients into parts for each position."""
-        return self._grads[0].has_positions
-
-    @property
-    def tried(self) -> TriedFunctions:
-        """Filled by the tracker."""
-        return self._grads[0].tried
-
-    @property
     def verification(self) -> str:
         """Whether samples were compared with the batch."""
-        return self._grads[0].verification
-
-    def note_verification(self, status: str) -> None:
-        """Note whether samples were compared with the batch, in words."""
-        for grads in self._grads:
-            grads.note_verification(status)
+        return self._intake.notes.verification
 
     @property
     def row_verification(self) -> str:
         """Whether a row was compared with the gradient of the sample alone."""
-        return self._grads[0].row_verification
+        return self._intake.notes.row_verification
 
-    def note_row_verification(self, status: str) -> None:
-        """Note whether a row was compared with the gradient of the sample alone, in words."""
-        for grads in self._grads:
-            grads.note_row_verification(status)
+    @property
+    def tried(self) -> TriedFunctions:
+        """The functions whose motion was found by trial."""
+        return self._intake.notes.tried
 
     def explain(self) -> Explanation:
         """What was kept for each parameter by the first loss."""
         return self._grads[0].explain()
 
     def __repr__(self) -> str:
-        return f"LossGradients({self._passes} of {len(self.losses)} backward passes: {', '.join(self.losses)})"
+        return f"LossGradients({self._intake.passes} of {len(self.losses)} backward passes: {', '.join(self.losses)})"
 
     # ---- answers ----
 
@@ -190,10 +171,11 @@ class LossGradients:
         return len(self.losses)
 
     def _check_complete(self) -> None:
-        if self._passes < len(self._grads):
+        if not self._intake.is_complete:
             raise PerSampleError(
-                f"{self._passes} of {len(self._grads)} backward passes have reached the weights: a recording with "
-                f"losses={self.losses} needs one for each, in this order, with retain_graph=True for all but the last."
+                f"{self._intake.passes} of {len(self._grads)} backward passes have reached the weights: a recording "
+                f"with losses={self.losses} needs one for each, in this order, with retain_graph=True for all but the "
+                "last."
             )
 
     def _compare(self, compare: Callable[[PerSampleGradients, PerSampleGradients], Tensor]) -> list[list[Tensor]]:
@@ -205,15 +187,13 @@ class LossGradients:
                 found[i][j] = found[j][i] = compare(first, self._grads[j])
         return found
 
-    @torch.no_grad()
-    @in_full_precision
+    @answer
     def gram(self) -> Tensor:
         """`(rows, losses, losses)`: the inner products of the gradients of the losses, for each sample."""
         found = self._compare(lambda first, second: first.inner(second))
         return torch.stack([torch.stack(row, -1) for row in found], 1)
 
-    @torch.no_grad()
-    @in_full_precision
+    @answer
     def mean_gram(self) -> Tensor:
         """`(losses, losses)`: the inner products of the mean gradients of the losses, in float64."""
         self._check_complete()
@@ -232,8 +212,7 @@ class LossGradients:
         """`(losses, losses)`: the share of the samples for which the gradients of two losses point apart."""
         return (self.gram() < 0).double().mean(0)
 
-    @torch.no_grad()
-    @in_full_precision
+    @answer
     def mean(self, weights: Tensor) -> dict[str, Tensor]:
         """`{name: shape}`: the weighted sum of the mean gradients, with a weight for each loss."""
         self._check_complete()

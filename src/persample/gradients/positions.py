@@ -29,13 +29,16 @@ class PositionGradients:
         rest: the parameters with a part that belongs to no position, such as those of a layer after the pooling.
     """
 
-    def __init__(self, count: int, parts: PerSampleGradients, rest: PerSampleGradients, scale: float) -> None:
-        self.count = count
-        self._parts, self._rest, self._scale = parts, rest, scale
-
-    @property
-    def rest(self) -> list[str]:
-        return sorted(self._rest._stacks)
+    def __init__(
+        self,
+        count: int,
+        parts: PerSampleGradients,
+        rest_rows: PerSampleGradients,
+        rest: list[str],
+        scale: float,
+    ) -> None:
+        self.count, self.rest = count, rest
+        self._parts, self._rest, self._scale = parts, rest_rows, scale
 
     def norms(self) -> Tensor:
         """`(batch, positions)`: the norm of each part."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
+from persample.errors import PerSampleError
 from persample.terms import KroneckerSketch, Sides, Sketch, SparseSketch, TensorSketch, Term, allocate
 
 Method = Literal["tensor", "sparse", "kronecker"]
@@ -65,6 +66,17 @@ class Projection:
             if name in parts:
                 total[:, self._slices[name]] += parts[name]
         return total
+
+
+def check_projection(method: str, dim: int, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse arguments of `project()`, and parameters that it is not defined for."""
+    if method not in METHODS:
+        raise PerSampleError(f"method must be one of {', '.join(map(repr, METHODS))}; got {method!r}.")
+    if dim < 1:
+        raise PerSampleError(f"dim must be a positive number, got {dim}.")
+    for name, p in parameters.items():
+        if p.is_complex():
+            raise PerSampleError(f"'{name}' is complex, and project() is defined for real parameters only.")
 
 
 def make_projection(method: Method, dim: int, seed: int, shapes: Shapes, device: torch.device) -> Projection:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import widen
 from persample._internal.memory import find_free_memory
+from persample._internal.precision import widen
 from persample._internal.text import format_bytes
 from persample.distributed import Processes
 from persample.errors import PerSampleError
@@ -87,14 +87,7 @@ def split_units(units: Units, processes: Processes) -> SplitUnits | None:
     """How the rows of units are distributed over processes; None if each unit has all its samples in one of them."""
     sizes = units.groups.count_samples().tolist()
     gathered = processes.gather_objects([(name, size) for name, size in zip(units.names, sizes, strict=True)])
-    totals: dict[Any, int] = {}
-    owners: dict[Any, int] = {}
-    shared: dict[Any, int] = {}
-    for rank, found in gathered:
-        for name, size in found:
-            totals[name] = totals.get(name, 0) + size
-            if size and owners.setdefault(name, rank) != rank:
-                shared.setdefault(name, len(shared))
+    totals, owners, shared = _find_owners(gathered)
     first = gathered[0][0]  # has the rows of units without samples
     # All processes must decide alike, because those with split units wait for each other.
     if all(owners.get(name, first) == rank for rank, found in gathered for name, _ in found):
@@ -125,3 +118,18 @@ def split_units(units: Units, processes: Processes) -> SplitUnits | None:
         kept=torch.tensor([shared[name] for name in kept], dtype=torch.long, device=device),
         kept_rows=list_rows(kept),
     )
+
+
+def _find_owners(
+    gathered: Sequence[tuple[int, Sequence[tuple[Any, int]]]],
+) -> tuple[dict[Any, int], dict[Any, int], dict[Any, int]]:
+    """By unit: the number of samples, the first process with samples of it, and the number of a shared unit."""
+    totals: dict[Any, int] = {}
+    owners: dict[Any, int] = {}
+    shared: dict[Any, int] = {}
+    for rank, found in gathered:
+        for name, size in found:
+            totals[name] = totals.get(name, 0) + size
+            if size and owners.setdefault(name, rank) != rank:
+                shared.setdefault(name, len(shared))
+    return totals, owners, shared

@@ -19,113 +19,44 @@ from persample.layouts.algebra import (
 )
 from persample.layouts.algebra.engine import move as move_layout
 from persample.layouts.by_ids import find_layout_of_base, find_layout_of_view
-from persample.layouts.by_index import Indexing
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.call import HAS_PARAMETERS, HAS_SAMPLES, Call, Key, make_call, make_size_free_key
-from persample.layouts.counts import (
-    CountedSizes,
-    Scale,
-    SizesRead,
-    Totals,
-    find_listed_total,
-    find_read_total,
-)
+from persample.layouts.counts import CountedSizes, Scale, SizesRead, Totals, find_listed_total, find_read_total
 from persample.layouts.crossed import has_mixed_pairs
-from persample.layouts.divisors import Divisor, DivisorMode, describe_divisors, find_own_factors
+from persample.layouts.divisors import (
+    Divisor,
+    DivisorMode,
+    SampleUnits,
+    describe_divisors,
+    find_own_factors,
+    make_sample_units,
+)
 from persample.layouts.find import find_motion, find_plain_layout, give_to_one_sample, mark_plain
+from persample.layouts.ids import add_samples_to_layout, make_layout, make_sample_ids
+from persample.layouts.indexing import Indexing
 from persample.layouts.layout import (
     Crossed,
     Divided,
     Layout,
     Lost,
-    Owners,
     Reduced,
     Reduction,
     Scattered,
     Where,
-    add_samples_to_layout,
-    has_equal_shares,
-    join_samples,
     lose_entries,
-    make_layout,
     make_pattern,
-    make_sample_ids,
-    place_rows,
-    replace_samples,
-    split_samples,
-    take_sample,
 )
 from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
 from persample.layouts.recurrent import make_packed_layout
 from persample.layouts.reductions import make_reduced
-from persample.layouts.sample_units import SampleUnits, make_sample_units
+from persample.layouts.samples import (
+    Owners,
+    has_equal_shares,
+    join_samples,
+    place_rows,
+    replace_samples,
+    split_samples,
+    take_sample,
+)
 from persample.layouts.within_units import enter_units, find_motion_with_units
-
-__all__ = [
-    "BY_SHAPE",
-    "DECLARATIONS",
-    "HAS_PARAMETERS",
-    "HAS_SAMPLES",
-    "MEMO",
-    "SIZE_FREE",
-    "Call",
-    "CountedSizes",
-    "Crossed",
-    "Divided",
-    "Divisor",
-    "DivisorMode",
-    "Effect",
-    "Indexing",
-    "Key",
-    "Layout",
-    "Lost",
-    "Motion",
-    "NoParts",
-    "Owners",
-    "Reduced",
-    "Reduction",
-    "SampleUnits",
-    "Scale",
-    "Scattered",
-    "SizesRead",
-    "Summed",
-    "Totals",
-    "Where",
-    "add_samples_to_layout",
-    "describe_divisors",
-    "enter_units",
-    "find_declared_motion",
-    "find_layout_of_base",
-    "find_layout_of_view",
-    "find_listed_total",
-    "find_motion",
-    "find_motion_by_trial",
-    "find_motion_with_units",
-    "find_own_factors",
-    "find_plain_layout",
-    "find_read_total",
-    "find_size_free_layout",
-    "get_argument",
-    "give_to_one_sample",
-    "has_different_orders",
-    "has_equal_shares",
-    "has_mixed_pairs",
-    "join_samples",
-    "lose_entries",
-    "make_call",
-    "make_layout",
-    "make_packed_layout",
-    "make_pattern",
-    "make_reduced",
-    "make_sample_ids",
-    "make_sample_units",
-    "make_size_free_key",
-    "make_uniform_motion",
-    "mark_plain",
-    "move_layout",
-    "place_rows",
-    "replace_samples",
-    "split_samples",
-    "take_sample",
-]

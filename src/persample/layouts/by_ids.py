@@ -14,17 +14,8 @@ from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.by_trial import is_row_equivariant
 from persample.layouts.call import Call
-from persample.layouts.layout import (
-    Layout,
-    Lost,
-    Reduced,
-    Scattered,
-    Where,
-    find_layout_of_ids,
-    lose_entries,
-    make_sample_ids,
-    make_strided_ids,
-)
+from persample.layouts.ids import find_layout_of_ids, make_sample_ids, make_strided_ids
+from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where, lose_entries
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # ---- motions ----

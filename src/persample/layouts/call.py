@@ -258,10 +258,15 @@ class Call:
         """Whether the call changes its first argument."""
         return is_inplace(self.func)
 
+    @property
+    def pairs(self) -> list[tuple[Tensor, Where | None]]:
+        """Each tensor, and where the samples lie in it."""
+        return list(zip(self.tensors, self.where, strict=True))
+
     def find_samples(self) -> set[int]:
         """The samples that the arguments hold."""
         found: set[int] = set()
-        for tensor, where in zip(self.tensors, self.where, strict=True):
+        for tensor, where in self.pairs:
             if isinstance(where, Layout):
                 is_whole_batch = where.ids is None and tensor.shape[where.dim] > 0
                 found |= set(range(self.batch) if is_whole_batch else where.ids or ())

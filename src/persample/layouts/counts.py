@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.divisors import Divisor, DivisorMode, make_number_of_rows, make_sum_of_entries
+from persample.layouts.divisors import Divisor, DivisorMode, SampleUnits, make_number_of_rows, make_sum_of_entries
 from persample.layouts.layout import Layout, Lost, Reduced, Where
-from persample.layouts.sample_units import SampleUnits
 
 # Numbers that depend on all samples, such as the number of valid tokens; None if a loss may not be divided by one,
 # because it is computed from outputs, or is no sum.

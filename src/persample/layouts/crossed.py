@@ -7,17 +7,17 @@ different samples must be zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from persample._internal.functions import find_results
 from persample.layouts.algebra.engine import merge_rows, move
 from persample.layouts.call import Call
-from persample.layouts.layout import Crossed, Layout, Lost, Where, find_layout_of_ids, make_sample_ids
+from persample.layouts.divisors import SampleUnits
+from persample.layouts.ids import find_layout_of_ids, make_sample_ids
+from persample.layouts.layout import Crossed, Layout, Lost, Where
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.sample_units import SampleUnits
 
 
 def find_crossed_motion(call: Call, results: Sequence[Tensor]) -> Motion | None:
@@ -44,7 +44,7 @@ def has_mixed_pairs(gradient: Tensor, crossed: Crossed, batch: int, units: Sampl
 def _combine_entries(call: Call, shape: torch.Size) -> Crossed | None:
     crossed = next(where for where in call.where if isinstance(where, Crossed))
     found: dict[int, Layout] = {}
-    for tensor, where in zip(call.tensors, call.where, strict=True):
+    for tensor, where in call.pairs:
         layouts = where.rows if isinstance(where, Crossed) else [where] if isinstance(where, Layout) else []
         for layout in layouts:
             here = move(layout, layout.dim + len(shape) - tensor.dim())
@@ -65,14 +65,9 @@ def _move(call: Call) -> Motion | None:
     if not isinstance(crossed, Crossed) or any(call.where[1:]):
         return None
     ids = (make_sample_ids(tensor, layout, call.batch) for layout in crossed.rows)
-    moved = (_run(call, owners) for owners in ids)
+    moved = (call.run([owners, *call.tensors[1:]]) for owners in ids)
     found = [_find_where(first, second, crossed, call.batch) for first, second in zip(*moved, strict=True)]
     return Motion(tuple(found), depends_on_values=True)
-
-
-def _run(call: Call, moved: Tensor) -> Iterable[Tensor]:
-    args, kwargs = call.fill([moved, *call.tensors[1:]])
-    return find_results(call.func(*args, **kwargs), args)
 
 
 def _find_where(first: Tensor, second: Tensor, crossed: Crossed, batch: int) -> Where | None:

@@ -17,8 +17,37 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.layout import Layout, Scattered, make_sample_ids
-from persample.layouts.sample_units import SampleUnits
+from persample.layouts.ids import make_sample_ids
+from persample.layouts.layout import Layout, Scattered
+
+
+@dataclass(eq=False)
+class SampleUnits:
+    """The unit of each sample, if rows are those of units, and the first sample of each unit.
+
+    Attributes:
+        have_met: whether samples of one unit were combined in a tensor that requires grad.
+    """
+
+    of_sample: tuple[int, ...]
+    first: tuple[int, ...]
+    have_met: bool = False
+
+
+def make_sample_units(of_sample: Sequence[int]) -> SampleUnits | None:
+    """The units of the samples of a batch; None if each sample has its own.
+
+    >>> make_sample_units([7, 3, 7]).first
+    (0, 1)
+    """
+    first: dict[int, int] = {}
+    for n, unit in enumerate(of_sample):
+        first.setdefault(unit, n)
+    numbers = {unit: number for number, unit in enumerate(first)}
+    if len(first) == len(of_sample):
+        return None
+    return SampleUnits(tuple([numbers[unit] for unit in of_sample]), tuple(first.values()))
+
 
 # What is done with a divisor that counts: it is held constant, replaced by each sample's own number, or refused.
 DivisorMode = Literal["batch", "own", "refuse"]

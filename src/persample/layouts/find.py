@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
-from persample._internal.dtypes import INDEX_DTYPES
+from persample._internal.precision import INDEX_DTYPES
 from persample.errors import get_op_name, raise_if_out_of_memory
 from persample.layouts.algebra import DECLARATIONS, find_declared_motion
 from persample.layouts.by_ids import find_motion_by_ids
@@ -19,23 +19,26 @@ from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, fin
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.call import Call, Key, make_trial_key
 from persample.layouts.crossed import find_crossed_motion
-from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
-from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
-from persample.layouts.packed import find_packed_motion
-from persample.layouts.reductions import (
+from persample.layouts.means import (
     add_divisors,
-    adds_up_one_sample,
-    enter_divided,
-    find_motion_after_reduction,
     find_unequal_divisors,
     has_ignored_targets,
     is_mean_over_valid_targets,
-    leave_divided,
     make_mean,
-    make_reduced,
     normalise_divisor,
     require_equal_divisors,
+)
+from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
+from persample.layouts.packed import find_packed_motion
+from persample.layouts.reductions import (
+    adds_up_one_sample,
+    enter_divided,
+    find_motion_after_reduction,
+    leave_divided,
+    make_reduced,
 )
 from persample.layouts.scattered import find_scattered_motion
 
@@ -56,9 +59,7 @@ def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
 def mark_plain(call: Call, result: Any, rules_version: int) -> None:
     """After a call without weights: later calls with its key may skip the steps, if all that it does is to return one
     new tensor."""
-    has_possible_weight = any(
-        t.requires_grad and where is None for t, where in zip(call.tensors, call.where, strict=True)
-    )
+    has_possible_weight = any(t.requires_grad and where is None for t, where in call.pairs)
     if call.is_inplace or has_possible_weight or not isinstance(result, Tensor):
         return
     key = _find_memo_key(call)
@@ -249,8 +250,7 @@ def _make_motion_of_one_sample(call: Call, results: Sequence[Tensor], sample: in
 def give_to_one_sample(call: Call) -> Call:
     """The same call in a batch of one, in which a sum over the samples belongs to the sample."""
     where = [
-        _make_layout_of_one_sample(0, tensor, call) if isinstance(own, Reduced) else own
-        for tensor, own in zip(call.tensors, call.where, strict=True)
+        _make_layout_of_one_sample(0, tensor, call) if isinstance(own, Reduced) else own for tensor, own in call.pairs
     ]
     return replace(call, where=tuple(where))
 
@@ -279,8 +279,7 @@ def _has_indexing_name(func: Callable[..., Any]) -> bool:
 
 def _has_deciding_index(call: Call) -> bool:
     return any(
-        t.dtype in INDEX_DTYPES and (where is None or call.facts.operator not in _LOOKUPS)
-        for t, where in zip(call.tensors, call.where, strict=True)
+        t.dtype in INDEX_DTYPES and (where is None or call.facts.operator not in _LOOKUPS) for t, where in call.pairs
     )
 
 

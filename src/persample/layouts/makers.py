@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import INDEX_DTYPES
+from persample._internal.precision import INDEX_DTYPES
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.layout import Crossed, Layout, Lost, Reduced, Where

@@ -17,7 +17,8 @@ from torch import Tensor
 from persample._internal.facts import T
 from persample.layouts.call import Call
 from persample.layouts.counts import PackedOrder
-from persample.layouts.layout import Layout, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from persample._internal.tree import map_tensors
 from persample.errors import get_op_name
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Reduced, Scattered, make_sample_ids
+from persample.layouts.ids import make_sample_ids
+from persample.layouts.layout import Layout, Reduced, Scattered
 
 
 class NoParts(Exception):
@@ -43,9 +44,7 @@ class Summed:
         for tensor, source, version in zip(call.tensors, self.sources, self.versions, strict=True):
             if source is None and not tensor.is_inference() and tensor._version != version:
                 raise NoParts(f"an argument of {get_op_name(call.func)} has changed since")
-        is_single = [
-            isinstance(where, Layout) and not t.dim() for t, where in zip(call.tensors, call.where, strict=True)
-        ]
+        is_single = [isinstance(where, Layout) and not t.dim() for t, where in call.pairs]
         if any(self.sources) or any(is_single):
             return self._follow_sums(is_single)
         if call.facts.is_plain_sum or call.facts.operator == "mean":

@@ -13,7 +13,8 @@ from persample._internal.recurrent import declare_batch_second, recurrent_layer
 from persample.errors import get_op_name
 from persample.layouts.algebra import declare
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, Where, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout, Lost, Where
 from persample.layouts.motion import MEMO, Motion
 
 

@@ -163,7 +163,7 @@ def _may_count(call: Call, found: Reduced) -> bool:
     """Whether a call divides a sum by a number that may count something: one that is no part of the model."""
     if not (call.facts.is_division and found.kind == "sum" and call.counted.divisors == "batch"):
         return False
-    numbers = [tensor for tensor, where in zip(call.tensors, call.where, strict=True) if where is None]
+    numbers = [tensor for tensor, where in call.pairs if where is None]
     return not any(map(call.counted.is_held, numbers))
 
 
@@ -200,7 +200,7 @@ def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
     numbers = [arg for arg in operands if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
     if numbers:
         return numbers[0] or None, False
-    others = [t for t, where in zip(call.tensors, call.where, strict=True) if not isinstance(where, Reduced)]
+    others = [t for t, where in call.pairs if not isinstance(where, Reduced)]
     if not call.facts.is_division or found.kind != "sum" or not others or others[0].numel() != 1:
         return None, False
     trace = tracing.get_trace()

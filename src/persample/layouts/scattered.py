@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from persample._internal.facts import T
-from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors
 from persample.errors import get_op_name
 from persample.layouts.algebra.engine import get_argument, normalise_dims
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where, find_layout_of_ids, make_sample_ids
+from persample.layouts.ids import find_layout_of_ids, make_sample_ids
+from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where
 from persample.layouts.motion import Motion
 from persample.layouts.reductions import make_reduced
 
@@ -57,21 +57,16 @@ def _move(call: Call) -> list[Where | None] | None:
     if is_loose and (len(moved) > 1 or not _keeps_rows(call)):
         return None
     ids = [make_sample_ids(call.tensors[i], call.where[i], call.batch).clone() for i in moved]
-    found = [find_layout_of_ids(part, call.batch, is_loose) for part in _run(call, ids)]
+    found = [find_layout_of_ids(part, call.batch, is_loose) for part in call.run([*ids, *call.tensors[len(moved) :]])]
     if any(isinstance(where, (Layout, Scattered)) and where.loose_index for where in layouts):
         return [replace(w, loose_index=True) if isinstance(w, (Layout, Scattered)) else w for w in found]
     return list(found)
 
 
-def _run(call: Call, moved: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    args, kwargs = call.fill([*moved, *call.tensors[len(moved) :]])
-    return find_results(call.func(*args, **kwargs), args)
-
-
 def _keeps_rows(call: Call) -> bool:
     """Whether row i of each result consists of entries of row i."""
     tensor = call.tensors[0]
-    parts = _run(call, [_number_rows(tensor.shape)])
+    parts = call.run([_number_rows(tensor.shape), *call.tensors[1:]])
     return all(len(part) == len(tensor) and torch.equal(part, _number_rows(part.shape)) for part in parts if part.dim())
 
 
@@ -84,7 +79,7 @@ def _combine_entries(call: Call, results: Sequence[Tensor]) -> list[Where | None
     if any(isinstance(where, (Layout, Scattered)) and (where.loose or where.loose_index) for where in call.where):
         return None
     owner = torch.full(results[0].shape, -1, dtype=torch.int32, device=results[0].device)
-    for tensor, where in zip(call.tensors, call.where, strict=True):
+    for tensor, where in call.pairs:
         ids = make_sample_ids(tensor, where, call.batch).expand_as(owner)
         if bool(((owner >= 0) & (ids >= 0) & (owner != ids)).any()):
             return [Lost(f"{get_op_name(call.func)} combines entries of different samples") for _ in results]

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from persample.layouts.call import Call
+from persample.layouts.divisors import SampleUnits
 from persample.layouts.find import find_motion
-from persample.layouts.layout import Crossed, Layout, Lost, Reduced, Scattered, Where, find_layout_of_ids, make_layout
+from persample.layouts.ids import find_layout_of_ids, make_layout, map_layouts
+from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, Where
 from persample.layouts.motion import Motion
-from persample.layouts.sample_units import SampleUnits
 
 
 @dataclass(frozen=True)
@@ -29,21 +30,19 @@ class _Renumbering:
     after: int
 
     def apply(self, where: Where | None, tensor: Tensor) -> Where | None:
-        if isinstance(where, Crossed):
-            first, second = (self.apply(rows, tensor) for rows in where.rows)
-            assert isinstance(first, Layout) and isinstance(second, Layout)
-            return replace(where, rows=(first, second))
-        if not isinstance(where, (Layout, Scattered)):
-            return where
         if isinstance(where, Scattered):
             table = torch.tensor([*self.numbers, -1], dtype=torch.int32, device=where.ids.device)
             found = find_layout_of_ids(table[where.ids.long()], self.after, where.loose)  # -1 selects the last entry
-        else:
-            ids = where.get_ids(tensor.shape[where.dim] if tensor.dim() else 1, self.before)
+            assert isinstance(found, (Layout, Scattered))
+            return replace(found, loose_index=where.loose_index)
+
+        def renumber(layout: Layout) -> Layout:
+            ids = layout.get_ids(tensor.shape[layout.dim] if tensor.dim() else 1, self.before)
             ids = tuple([n if n < 0 else self.numbers[n] for n in ids])
-            found = replace(make_layout(where.dim, ids, self.after, where.loose), by_rank=where.by_rank)
-        assert isinstance(found, (Layout, Scattered))
-        return replace(found, loose_index=True) if where.loose_index else found
+            made = make_layout(layout.dim, ids, self.after, layout.loose)
+            return replace(made, loose_index=layout.loose_index, by_rank=layout.by_rank)
+
+        return where if isinstance(where, Divided) else map_layouts(where, renumber)
 
 
 def _renumber(units: SampleUnits, batch: int) -> tuple[_Renumbering, _Renumbering]:
@@ -81,7 +80,7 @@ def enter_units(call: Call) -> Call:
     enter, leave = _renumber(units, call.batch)
     found = [
         leave.apply(enter.apply(where, tensor), tensor) if isinstance(where, Scattered) else where
-        for tensor, where in zip(call.tensors, call.where, strict=True)
+        for tensor, where in call.pairs
     ]
     units.have_met = True
     return replace(call, where=tuple(found))

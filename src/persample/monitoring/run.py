@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.groups import group_by_module
+from persample._internal.models import group_by_module
 from persample._internal.text import format_table
 from persample.batches import BatchDim
 from persample.errors import PerSampleError

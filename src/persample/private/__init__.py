@@ -5,8 +5,8 @@ Users import the names in `__all__` from here, and the integrations from `persam
 """
 
 try:
-    import cryptography  # noqa: F401
-    import opacus  # noqa: F401
+    import cryptography
+    import opacus
 except ImportError as error:
     raise ImportError("persample.private needs Opacus and cryptography: pip install 'persample[private]'") from error
 

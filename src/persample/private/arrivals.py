@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from persample._internal.dtypes import widen
+from persample._internal.precision import widen
 from persample.gradients import StreamedClip
 from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError

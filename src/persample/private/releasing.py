@@ -9,7 +9,7 @@ from opacus.optimizers.optimizer import _generate_noise
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.dtypes import widen
+from persample._internal.precision import widen
 from persample.private.mechanism import CorrelatedMechanism
 from persample.private.noise import Noise, add_noise_of
 from persample.private.one_step import Sums

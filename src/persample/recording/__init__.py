@@ -13,26 +13,3 @@ from persample.recording.options import Constants, Coupled, Keep, Model, Options
 from persample.recording.rows_before import Rows
 from persample.recording.session import is_paused, is_recording, leave_ended_modes
 from persample.recording.watching import Watch, find_watch, watch
-
-__all__ = [
-    "CONTRIBUTIONS",
-    "Constants",
-    "Coupled",
-    "Keep",
-    "Model",
-    "ModuleHook",
-    "Options",
-    "Rows",
-    "Selection",
-    "Verify",
-    "Watch",
-    "find_parts",
-    "find_watch",
-    "get_trainable",
-    "is_paused",
-    "is_recording",
-    "leave_ended_modes",
-    "record",
-    "rows",
-    "watch",
-]

@@ -18,7 +18,15 @@ from persample._internal.models import SeveralModels, combine_models
 from persample.backward import is_tap
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
-from persample.gradients import LossReduction, NonFinite, PerSampleGradients, UnitIds, UnitReduction
+from persample.gradients import (
+    BatchRows,
+    KeptTerms,
+    LossReduction,
+    NonFinite,
+    PerSampleGradients,
+    UnitIds,
+    UnitReduction,
+)
 from persample.recording.options import Model, Options, Selection, get_trainable
 from persample.recording.session import is_recording
 from persample.terms import Dense
@@ -83,15 +91,16 @@ def rows(
     trainable = _find_trainable(model)
     recorded = options.select(trainable)
     _check_losses(losses, trainable)
-    grads = PerSampleGradients(recorded, LossReduction(), Processes(), nonfinite, options.unit_options)
-    grads.start(len(losses))
+    rows = BatchRows(recorded.values(), Processes(), options.unit_options)
+    intake = KeptTerms(recorded, LossReduction(), rows, nonfinite)
+    rows.start(len(losses))
     passes = _Passes(losses, list(recorded.values()), trainable)
     passes.run(memory, retain_graph)
     for p, values in zip(recorded.values(), passes.rows, strict=True):
-        grads.receive(p, Dense(values))
-    grads.finish()
-    grads.note_verification(f"the gradients of {len(losses)} losses, by a backward pass for each")
-    return grads
+        intake.receive(p, Dense(values))
+    intake.finish()
+    intake.notes.note_verification(f"the gradients of {len(losses)} losses, by a backward pass for each")
+    return PerSampleGradients(intake)
 
 
 def _find_trainable(model: Model) -> dict[str, Tensor]:

@@ -67,7 +67,7 @@ class BackwardPasses:
     def __init__(
         self, wiring: Wiring, verifier: Verifier, failed: Callable[[BaseException], None], has_hooks: bool
     ) -> None:
-        self._tracker, self._collector, self._grads = wiring.tracker, wiring.collector, wiring.grads
+        self._tracker, self._collector, self._intake = wiring.tracker, wiring.collector, wiring.intake
         self._delivery, self._verifier, self._failed = wiring.delivery, verifier, failed
         self._unrecorded = nullcontext() if has_hooks else wiring.delivery.unrecorded
 
@@ -95,7 +95,7 @@ class BackwardPasses:
             ):
                 collector.prepare_backward()
                 if call.is_of_tensor:
-                    self._grads.run_backward(call.run, collector.anchor, collector.factor_bytes)
+                    self._intake.run_backward(call.run, collector.anchor, collector.factor_bytes)
                 else:
                     call.run()
                 if call.is_for_all:
@@ -158,7 +158,7 @@ class Recording:
             the gradients of all uses to `grad`. Not available under several processes.
 
     Attributes:
-        grads: what is recorded.
+        grads: what is recorded; `intake` is the part that the recording fills.
         recorded: the recorded parameters by name.
         needs_hooks: whether the caller must refuse gradients from uses that were not recorded by hooks.
         samples: which samples the calls have.
@@ -178,7 +178,8 @@ class Recording:
         _refuse_nesting()
         wiring = make_wiring(model, options, ended, has_hooks, isolation, complain)
         self._model, self.processes, self.recorded = wiring.model, wiring.processes, wiring.recorded
-        self.grads, self.collector, self.tracker = wiring.grads, wiring.collector, wiring.tracker
+        self.intake, self.grads = wiring.intake, wiring.grads
+        self.collector, self.tracker = wiring.collector, wiring.tracker
         # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
         self.needs_hooks = not wiring.is_alone or options.keep_grad
         self.verifier = Verifier(wiring)

@@ -40,7 +40,7 @@ class Verifier:
     def __init__(self, wiring: Wiring) -> None:
         self.is_running = False
         self.rng_state = torch.get_rng_state()
-        self._options, self._processes, self._grads = wiring.options, wiring.processes, wiring.grads
+        self._options, self._processes, self._notes = wiring.options, wiring.processes, wiring.intake.notes
         self._tracker, self._collector, self._row_check = wiring.tracker, wiring.collector, wiring.row_check
         self._verification: Verification | None = None  # of the running call
         # The module of the running call, its arguments and environment, if calls like it were verified.
@@ -86,7 +86,7 @@ class Verifier:
 
     def _refuse_unverified(self, has_reads: bool) -> None:
         """Refuse a call that was not verified. If all of it runs in torch, the tracker has followed the samples."""
-        found = self._grads.verification
+        found = self._notes.verification
         if found == f"not verified: {NOT_REPEATABLE}":
             raise PerSampleError(
                 f"{NOT_REPEATABLE.capitalize()}: the model uses what it has kept outside of its modules (a global, "
@@ -124,7 +124,7 @@ class Verifier:
             # A check compares all rows itself.
             verification.has_row = self._options.positions is None and asked_sources.get() is None
             self.note_status(verification.finish(output, self._options))
-        self._grads.note_row_verification(verification.no_row)
+        self._notes.note_row_verification(verification.no_row)
         if verification.row is not None:
             self._row_check.add(verification.row)
         return verification
@@ -137,10 +137,10 @@ class Verifier:
 
     def note_status(self, status: str) -> None:
         """Note what was found for a call: a recording is verified if all of its calls are."""
-        if self._has_status and self._grads.verification.startswith("not verified"):
+        if self._has_status and self._notes.verification.startswith("not verified"):
             return
         self._has_status = True
-        self._grads.note_verification(status)
+        self._notes.note_verification(status)
 
     def _start_late_verification(
         self, called: nn.Module, arguments: Arguments, environment: Hashable
@@ -203,7 +203,7 @@ class Verifier:
         return True
 
     def _end_row(self, status: str) -> None:
-        self._grads.note_row_verification(status)
+        self._notes.note_row_verification(status)
         self._row_check.end()
 
     def close(self) -> None:

@@ -334,7 +334,7 @@ class Watch(Calls):
             raise_or_complain(_make_error_of_other_step(), self.give_up if self.is_lenient else None)
             return
         grads = step.recording.grads
-        if grads.is_complete:
+        if step.recording.intake.is_complete:
             step.recording.tracker.progress.end()
             if self.declared.before is not None:
                 self.declared.before.resume()

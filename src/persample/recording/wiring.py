@@ -19,7 +19,21 @@ from persample.backward import Collector, PositionSplitter, group_by_rows
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward import FirstLoss, Isolation, OutsideTensors, Tracker, get_program, make_advice
-from persample.gradients import Gradients, LossGradients, LossReduction, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.gradients import (
+    AnyIntake,
+    BatchRows,
+    ClipIntake,
+    ForwardNotes,
+    Gradients,
+    KeptTerms,
+    LossGradients,
+    LossIntake,
+    LossReduction,
+    NormsIntake,
+    PerSampleGradients,
+    StreamedClip,
+    StreamedNorms,
+)
 from persample.layouts import Reduced
 from persample.recording.hooks import UnrecordedGradients
 from persample.recording.options import Options, select_trainable
@@ -34,13 +48,14 @@ class Delivery:
 
     Args:
         complain: takes refusals in place of raising them; sums are added to `p.grad` all the same.
+        intake: takes the terms.
         recorded: the recorded parameters. A gradient of one that arrives by itself came from a use that was not seen.
         ended: called at the end of a backward pass.
     """
 
     def __init__(
         self,
-        grads: Gradients,
+        intake: AnyIntake,
         processes: Processes,
         keep_grad: bool,
         complain: Complain | None,
@@ -48,7 +63,7 @@ class Delivery:
         ended: Callable[[], None],
     ) -> None:
         self.complain = complain
-        self._grads, self._processes, self._keep_grad = grads, processes, keep_grad
+        self._intake, self._processes, self._keep_grad = intake, processes, keep_grad
         self.unrecorded, self._ended = UnrecordedGradients(recorded), ended
         self._is_waiting = False
         self._has_ended = False
@@ -56,30 +71,30 @@ class Delivery:
     @in_full_precision
     def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
         """Pass on the terms of a parameter."""
-        for group in group_by_rows(terms) if self._grads.has_positions else [terms]:
+        for group in group_by_rows(terms) if self._intake.has_positions else [terms]:
             term = add_terms(group)
-            self._call(self._grads.receive, parameter, term)
-            if self._keep_grad and not self._grads.is_first_of_two:
+            self._call(self._intake.receive, parameter, term)
+            if self._keep_grad and not self._intake.is_first_of_two:
                 total = term.sum(torch.ones(term.batch, device=parameter.device))
-                self._grads.note_sum(parameter, term, total)
+                self._intake.note_sum(parameter, term, total)
                 self._processes.add_to_grad(parameter, total.to(parameter.dtype))
 
     def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
         """Pass on a gradient that belongs to no sample."""
-        if not self._grads.is_first_of_two:
-            self._grads.receive_shared(parameter, shared)
+        if not self._intake.is_first_of_two:
+            self._intake.receive_shared(parameter, shared)
             if self._keep_grad:
                 self._processes.add_to_grad(parameter, shared)
 
     def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
         """Note the loss that the running backward pass starts from."""
-        self._call(self._grads.note_loss, loss, reaches_weights)
+        self._call(self._intake.note_loss, loss, reaches_weights)
 
     @in_full_precision
     def finish(self) -> None:
         """Note that a pass, or a pass inside it, has ended."""
         self.unrecorded.check()
-        self._call(self._grads.finish)
+        self._call(self._intake.finish)
         self._has_ended = True
         if not self._is_waiting:
             self._end()
@@ -100,7 +115,7 @@ class Delivery:
     def _end(self) -> None:
         has_ended, self._has_ended = self._has_ended, False
         if has_ended:
-            self._grads.end_pass()
+            self._intake.end_pass()
             self._ended()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
@@ -117,6 +132,7 @@ class Wiring:
     Attributes:
         model: the model, which is freed with its last name also while it is watched.
         recorded: the recorded parameters by name.
+        intake: the part of the gradients that the recording fills.
         outside: decides about tensors from outside.
         is_alone: whether this process has the whole batch.
         is_watched: whether the calls are steps of a watched model, each with a whole batch.
@@ -126,6 +142,7 @@ class Wiring:
     model: ref[nn.Module]
     processes: Processes
     recorded: Mapping[str, Tensor]
+    intake: AnyIntake
     grads: Gradients
     delivery: Delivery
     row_check: RowCheck
@@ -153,11 +170,11 @@ def make_wiring(
     trainable = select_trainable(parameters)
     recorded = options.select(trainable)
     _check_parameters(trainable, trainable if options.keep_grad else recorded, is_watched)
-    grads, row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
+    (intake, grads), row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
     is_alone, is_traced = type(processes) is Processes, tracing.get_trace() is not None
     is_coupled = options.coupled is not None
-    delivery = Delivery(grads, processes, options.keep_grad, complain if is_alone else None, recorded, ended)
-    collector = _make_collector(options, trainable.values(), processes, grads, delivery, row_check)
+    delivery = Delivery(intake, processes, options.keep_grad, complain if is_alone else None, recorded, ended)
+    collector = _make_collector(options, trainable.values(), processes, intake, delivery, row_check)
     has_private_options = isolation is not None or is_traced  # without `coupled`, and with exact sizes
     outside = _make_outside(model, options, is_watched, remembers=not has_private_options)
     tracker = Tracker(
@@ -168,7 +185,7 @@ def make_wiring(
         processes=processes,
         note_loss=FirstLoss(delivery.note_loss, options.loss_reduction) if is_coupled else delivery.note_loss,
         outside=outside,
-        note_outside=grads.note_outside,
+        note_outside=intake.note_outside,
         isolation=isolation,
         complain=delivery.complain,
         is_coupled=is_coupled,
@@ -176,10 +193,10 @@ def make_wiring(
         # FSDP frees weights that a use without a tap would keep, a traced step has no values, and uses that are
         # computed as one are not split into positions.
         can_retain=is_alone and not is_traced and options.positions is None,
-        tried=grads.tried,
+        tried=intake.notes.tried,
         modules=modules,
     )
-    parts = grads, delivery, row_check, collector, outside, tracker
+    parts = intake, grads, delivery, row_check, collector, outside, tracker
     return Wiring(options, ref(model), processes, recorded, *parts, is_watched)
 
 
@@ -187,7 +204,7 @@ def _make_collector(
     options: Options,
     trainable: Iterable[Tensor],
     processes: Processes,
-    grads: Gradients,
+    intake: AnyIntake,
     delivery: Delivery,
     row_check: RowCheck,
 ) -> Collector:
@@ -195,8 +212,8 @@ def _make_collector(
         trainable if type(processes) is Processes else map(processes.get_used, trainable),
         row_check.follow(delivery.deliver),
         delivery.finish,
-        early=grads.is_early,
-        deliver_stack=None if options.keep_grad else row_check.follow_stack(grads.receive_stack),
+        early=intake.is_early,
+        deliver_stack=None if options.keep_grad else row_check.follow_stack(intake.receive_stack),
         deliver_shared=delivery.deliver_shared,
         complain=delivery.complain,
         positions=None if options.positions is None else PositionSplitter(options.positions),
@@ -205,7 +222,7 @@ def _make_collector(
 
     def note(_: Any) -> None:
         """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
-        if not grads.batch_size and (own := found()) is not None:
+        if not intake.rows.batch_size and (own := found()) is not None:
             own.note_pass()
 
     collector.anchor_node.register_prehook(note)
@@ -223,22 +240,31 @@ def _check_parameters(trainable: Mapping[str, Tensor], used: Mapping[str, Tensor
             )
 
 
-def _make_gradients(options: Options, recorded: Mapping[str, Tensor], processes: Processes) -> Gradients:
+def _make_gradients(
+    options: Options, recorded: Mapping[str, Tensor], processes: Processes
+) -> tuple[AnyIntake, Gradients]:
+    """What the recording fills, and the gradients that the user asks."""
     if options.positions is not None and type(processes) is not Processes:
         raise PerSampleError("positions is not available under several processes.")
-    kept = options.nonfinite, options.unit_options
+    rows, notes = BatchRows(recorded.values(), processes, options.unit_options), ForwardNotes()
 
     def make_reduction() -> LossReduction:
         return LossReduction(options.loss_reduction, options.divisor_mode == "own")
 
-    def make() -> PerSampleGradients:
-        return PerSampleGradients(recorded, make_reduction(), processes, *kept, options.positions)
+    def make_kept() -> KeptTerms:
+        return KeptTerms(recorded, make_reduction(), rows, options.nonfinite, notes, options.positions)
 
     if options.bound is not None:
-        return StreamedClip(recorded, make_reduction(), processes, options.bound, *kept)
+        clip = ClipIntake(recorded, make_reduction(), rows, options.bound, options.nonfinite)
+        return clip, StreamedClip(clip)
     if options.keep == "norms":
-        return StreamedNorms(recorded, make_reduction(), processes, *kept)
-    return make() if options.losses is None else LossGradients(options.losses, make)
+        norms = NormsIntake(recorded, make_reduction(), rows, options.nonfinite)
+        return norms, StreamedNorms(norms)
+    if options.losses is not None:
+        losses = LossIntake(options.losses, make_kept)
+        return losses, LossGradients(losses)
+    kept = make_kept()
+    return kept, PerSampleGradients(kept)
 
 
 def _make_outside(model: nn.Module, options: Options, is_watched: bool, remembers: bool) -> OutsideTensors:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from persample._internal.facts import find_functions
 from persample.rules.registry import RuleFunction, Terms, register_rule
-from persample.rules.shapes import sum_to_shape
-from persample.terms import Dense
+from persample.terms import Dense, sum_to_shape
 
 
 def _register_elementwise(name: str, weight_first: bool) -> Callable[[RuleFunction], RuleFunction]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,17 +60,24 @@ def compute_generic_gradients(
             warnings.filterwarnings("ignore", "There is a performance drop")  # the fallback loop of vmap is fine here
             return list(torch.func.vmap(vjp, in_dims=(0, dims, 0))(samples, weight_values, wanted_grads))
     except RuntimeError:  # no batching rule, control flow that depends on values, or a write in place
-        try:
+        with _advise_on_rules(func):
             return _loop_over_samples(func, run, samples, weight_values, dims, wanted_grads)
-        except PerSampleError:
-            raise
-        except Exception as error:
-            raise_if_out_of_memory(error)
-            raise PerSampleError(
-                f"{get_op_name(func)} has no rule, so it is called with each sample as a batch of one. That "
-                f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one. "
-                f"{ROWS_ADVICE}"
-            ) from error
+
+
+@contextmanager
+def _advise_on_rules(func: Callable[..., Any]) -> Iterator[None]:
+    """Say in errors of a function that was called with a batch of one what could be done."""
+    try:
+        yield
+    except PerSampleError:
+        raise
+    except Exception as error:
+        raise_if_out_of_memory(error)
+        raise PerSampleError(
+            f"{get_op_name(func)} has no rule, so it is called with each sample as a batch of one. That "
+            f"failed: {error}\nAdd a rule for it with persample.register_rule, or make it accept a batch of one. "
+            f"{ROWS_ADVICE}"
+        ) from error
 
 
 def _loop_over_samples(

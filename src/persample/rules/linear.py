@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample.rules.registry import Terms, register_rule
-from persample.rules.shapes import sum_to_shape
-from persample.terms import Dense, Outer, Term
+from persample.terms import Dense, Outer, Term, sum_to_shape
 
 
 def _is_layer(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:

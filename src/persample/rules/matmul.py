@@ -10,8 +10,7 @@ from torch import Tensor
 
 from persample._internal.facts import find_functions
 from persample.rules.registry import Terms, register_rule
-from persample.rules.shapes import sum_to_shape
-from persample.terms import Blocks, Dense, Folded, Outer
+from persample.terms import Blocks, Dense, Folded, Outer, sum_to_shape
 
 _PRODUCTS = [*find_functions("mm", "matmul"), torch.linalg.matmul]
 

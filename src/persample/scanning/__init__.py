@@ -7,9 +7,9 @@ when they are asked for: some need more packages.
 from typing import TYPE_CHECKING
 
 try:
-    import numpy  # noqa: F401
-    import pyarrow  # noqa: F401
-    import tqdm  # noqa: F401
+    import numpy
+    import pyarrow
+    import tqdm
 except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 

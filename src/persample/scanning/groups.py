@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from persample._internal.groups import group_by_module
+from persample._internal.models import group_by_module
 from persample.scanning.errors import ScanError
 
 Groups = Callable[[str], str] | Mapping[str, Sequence[str]]

@@ -10,9 +10,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from persample._internal.dtypes import widen
 from persample._internal.graph import preserve_grads
 from persample._internal.host import copy_to_host
+from persample._internal.precision import widen
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import BatchDim

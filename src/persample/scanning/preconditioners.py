@@ -14,7 +14,7 @@ from torch import Tensor
 
 from persample.gradients import find_sides
 from persample.scanning.damping import LEAST_PART
-from persample.terms import Dense, Outer, Sides, Term, split_shape, widen_factors
+from persample.terms import Dense, Outer, Sides, Term, iterate_samples, split_shape, widen_factors
 
 # A side with more entries, such as a vocabulary, is not rotated: its eigenvectors are taken to be the unit vectors.
 LARGEST_SIDE = 4096
@@ -144,7 +144,7 @@ class Block(Preconditioner):
 
     def measure(self, term: Term) -> Sequence[Tensor]:
         products, trace = torch.zeros(()), torch.zeros(())
-        for _, (block,) in term.iterate_samples():
+        for _, (block,) in iterate_samples(term):
             rows = block.reshape(len(block), self.shape.numel())
             drawn = rows if self._drawn is None else rows @ self._drawn.to(rows).mT
             products, trace = products + drawn.mT @ rows, trace + rows.square().sum()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from persample._internal.dtypes import widen
+from persample._internal.precision import widen
 from persample.batches import BatchDim
 from persample.gradients import ProjectionMethod
 from persample.losses import LossFunction

@@ -13,13 +13,14 @@ from persample.terms.base import (
     convert_to_double,
     find_factors,
     is_complex,
+    iterate_samples,
     map_factors,
     sum_dense,
     widen_factors,
 )
 from persample.terms.blocks import Blocks
 from persample.terms.cost import Algorithm, choose_norm_algorithm, force_algorithm
-from persample.terms.dense import Dense
+from persample.terms.dense import Dense, sum_to_shape
 from persample.terms.folded import Folded
 from persample.terms.groups import Groups, add_samples, make_groups, merge_samples
 from persample.terms.joined import Joined
@@ -68,6 +69,7 @@ __all__ = [
     "find_maker",
     "force_algorithm",
     "is_complex",
+    "iterate_samples",
     "make_accumulator",
     "make_groups",
     "map_factors",
@@ -76,6 +78,7 @@ __all__ = [
     "prefers_onednn",
     "split_shape",
     "sum_dense",
+    "sum_to_shape",
     "use_library",
     "widen_factors",
 ]

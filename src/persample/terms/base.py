@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, to_double, widen
+from persample._internal.precision import promote, to_double, widen
 from persample.terms.kronecker import Sides
 from persample.terms.sketch import Sketch
 
@@ -77,7 +77,7 @@ class Term(ABC):
 
     def squared_norms(self) -> Tensor:
         """`(batch,)`: |g_n|²."""
-        return torch.cat([sum_squares(block) for _, (block,) in self.iterate_samples()])
+        return torch.cat([sum_squares(block) for _, (block,) in iterate_samples(self)])
 
     def measure(self, compact: bool = False, summed: bool = True) -> tuple[Tensor, Tensor | None, Term]:
         """`squared_norms()`, their floor (`terms/rounding.py`) or None, and an equal term.
@@ -129,7 +129,7 @@ class Term(ABC):
     def sum(self, weights: Tensor) -> Tensor:
         """`weight.shape`: the sum over n of weights[n] g_n."""
         return add_tensors(
-            torch.tensordot(weights[samples].to(block), block, 1) for samples, (block,) in self.iterate_samples()
+            torch.tensordot(weights[samples].to(block), block, 1) for samples, (block,) in iterate_samples(self)
         )
 
     def sum_each(self, weights: Tensor, count: int) -> Tensor:
@@ -147,27 +147,27 @@ class Term(ABC):
 
     def inner(self, other: Term) -> Tensor:
         """`(batch,)`: <g_n, h_n>, where h is another term of the same weight and batch."""
-        return torch.cat([_flatten_samples((a.conj() * b).real).sum(1) for _, (a, b) in self.iterate_samples(other)])
+        return torch.cat([_flatten_samples((a.conj() * b).real).sum(1) for _, (a, b) in iterate_samples(self, other)])
 
     def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
         """`inner(other)`, and the sum of the absolute values of what was added up."""
-        products = [_flatten_samples(a.conj() * b) for _, (a, b) in self.iterate_samples(other)]
+        products = [_flatten_samples(a.conj() * b) for _, (a, b) in iterate_samples(self, other)]
         return torch.cat([p.real.sum(1) for p in products]), torch.cat([p.abs().sum(1) for p in products])
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         """`(batch, other.batch)`: <g_n, h_m>, where h is another term of the same weight."""
-        pairs = (promote(a, b) for a, b in self.iterate_rows(other, block_size=block_size))
+        pairs = (promote(a, b) for a, b in iterate_rows(self, other, block_size=block_size))
         return add_tensors((_flatten_samples(a).conj() @ _flatten_samples(b).mT).real for a, b in pairs)
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
         """`weight.shape`: the sum over n of |g_n|², entry by entry."""
-        parts = [block.abs().square().sum(0) for (block,) in self.iterate_rows(block_size=block_size)]
+        parts = [block.abs().square().sum(0) for (block,) in iterate_rows(self, block_size=block_size)]
         return torch.cat(parts) if self.shape else parts[0]
 
     def project(self, sketch: Sketch) -> Tensor:
         """`(batch, sketch.size)`: the sketch of each g_n."""
-        starts = range(0, max(1, self.row_count), self._count_rows_per_block(BLOCK_SIZE))
-        blocks = zip(starts, self.iterate_rows(), strict=True)
+        starts = range(0, max(1, count_rows(self)), _count_rows_per_block(self, BLOCK_SIZE))
+        blocks = zip(starts, iterate_rows(self), strict=True)
         return add_tensors(sketch.project_dense(block, start) for start, (block,) in blocks)
 
     def multiply_sides(self, sides: Sides) -> Tensor:
@@ -175,46 +175,11 @@ class Term(ABC):
         if sides.left is None:  # then there are few rows
             return sides.multiply_dense(widen_factors(self).dense())
         total, start = None, 0
-        for (block,) in self.iterate_rows():
+        for (block,) in iterate_rows(self):
             stop = start + block.shape[1:].numel() // sides.columns
             part = sides.select_rows(start, stop).multiply_dense(block)
             total, start = part if total is None else total.add_(part), stop
         return add_tensors([total] if total is not None else [])
-
-    @property
-    def row_count(self) -> int:
-        """The number of rows of the weight."""
-        return self.shape[0] if self.shape else 1
-
-    def _count_rows_per_block(self, block_size: int) -> int:
-        row_size = max(1, self.batch * self.shape[1:].numel())
-        return max(1, block_size // row_size)
-
-    def iterate_rows(self, *others: Term, block_size: int = BLOCK_SIZE) -> Iterator[tuple[Tensor, ...]]:
-        """Dense forms of this term and the others, widened, for consecutive blocks of rows of the weight.
-
-        A block has at most `block_size` entries, but at least one row.
-        """
-        terms = (self, *others)
-        step = min(term._count_rows_per_block(block_size) for term in terms)
-        if step >= self.row_count:
-            yield tuple(widen_factors(term).dense() for term in terms)
-            return
-        for start in range(0, self.row_count, step):
-            stop = min(start + step, self.row_count)
-            yield tuple(widen_factors(term.part(start, stop)).dense() for term in terms)
-
-    def iterate_samples(self, *others: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-        """Dense forms of this term and the others, widened, for consecutive ranges of samples; with the range.
-
-        Neither a dense form nor the factors of its samples, which may have to be copied, exceed `BLOCK_SIZE` entries,
-        unless one sample does.
-        """
-        factor_size = sum(t.numel() for t in find_factors(self)) // max(1, self.batch)
-        step = max(1, BLOCK_SIZE // max(1, self.shape.numel(), factor_size))
-        for start in range(0, max(1, self.batch), step):
-            stop = min(start + step, self.batch)
-            yield slice(start, stop), tuple(widen_factors(t.some(start, stop)).dense() for t in (self, *others))
 
 
 @dataclass(frozen=True)
@@ -240,6 +205,48 @@ class SharedDirection(Term):
 
     def part(self, start: int, stop: int) -> SharedDirection:
         return SharedDirection(self.direction[start:stop], self.batch)
+
+
+# ---- blocks of the dense form ----
+
+
+def count_rows(term: Term) -> int:
+    """The number of rows of the weight."""
+    return term.shape[0] if term.shape else 1
+
+
+def _count_rows_per_block(term: Term, block_size: int) -> int:
+    row_size = max(1, term.batch * term.shape[1:].numel())
+    return max(1, block_size // row_size)
+
+
+def iterate_rows(*terms: Term, block_size: int = BLOCK_SIZE) -> Iterator[tuple[Tensor, ...]]:
+    """Dense forms of some terms of one weight, widened, for consecutive blocks of rows of the weight.
+
+    A block has at most `block_size` entries, but at least one row.
+    """
+    count = count_rows(terms[0])
+    step = min(_count_rows_per_block(term, block_size) for term in terms)
+    if step >= count:
+        yield tuple(widen_factors(term).dense() for term in terms)
+        return
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        yield tuple(widen_factors(term.part(start, stop)).dense() for term in terms)
+
+
+def iterate_samples(*terms: Term) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """Dense forms of some terms of one batch, widened, for consecutive ranges of samples; with the range.
+
+    Neither a dense form nor the factors of its samples, which may have to be copied, exceed `BLOCK_SIZE` entries,
+    unless one sample does.
+    """
+    first = terms[0]
+    factor_size = sum(t.numel() for t in find_factors(first)) // max(1, first.batch)
+    step = max(1, BLOCK_SIZE // max(1, first.shape.numel(), factor_size))
+    for start in range(0, max(1, first.batch), step):
+        stop = min(start + step, first.batch)
+        yield slice(start, stop), tuple(widen_factors(t.some(start, stop)).dense() for t in terms)
 
 
 def is_dense_smaller(term: Term, times: int = 1) -> bool:

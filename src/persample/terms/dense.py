@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, widen
+from persample._internal.precision import promote, widen
 from persample.terms.base import Term, is_dense_smaller, sum_squares, widen_factors
 from persample.terms.kronecker import Sides
 
@@ -55,3 +56,17 @@ class Dense(Term):
 def make_dense(term: Term, times: int = 1) -> Term:
     """The dense form, if it has no more entries than `times` the factors; else the term."""
     return Dense(widen_factors(term).dense()) if is_dense_smaller(term, times) else term
+
+
+def sum_to_shape(rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """Sum `(batch, ...)` to `(batch, *shape)`: the gradient of a weight of `shape` that was broadcast.
+
+    >>> import torch
+    >>> sum_to_shape(torch.ones(2, 3, 4), (4,)).shape, sum_to_shape(torch.ones(2, 3, 4), (3, 1)).shape
+    (torch.Size([2, 4]), torch.Size([2, 3, 1]))
+    """
+    missing = tuple(range(1, rows.dim() - len(shape)))
+    if missing:
+        rows = rows.squeeze(missing) if all([rows.shape[dim] == 1 for dim in missing]) else rows.sum(missing)
+    repeated = [1 + d for d, size in enumerate(shape) if size == 1 and rows.shape[1 + d] != 1]
+    return rows.sum(repeated, keepdim=True) if repeated else rows

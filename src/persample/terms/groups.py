@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, widen
-from persample.terms.base import Term, find_factors
+from persample._internal.precision import promote, widen
+from persample.terms.base import Term, find_factors, iterate_samples
 from persample.terms.dense import Dense
 from persample.terms.joined import Joined
 
@@ -187,7 +187,7 @@ def merge_samples(term: Term, groups: Groups) -> Term:
     if merged is not None:
         return merged
     total: Tensor | None = None
-    for samples, (block,) in term.iterate_samples():
+    for samples, (block,) in iterate_samples(term):
         part = groups.add_up(block, samples)
         total = part if total is None else total.add_(part)
     assert total is not None

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample._internal.dtypes import promote
+from persample._internal.precision import promote
 from persample.terms.products import multiply
 from persample.terms.sketch import make_generator
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, to_double, widen
+from persample._internal.precision import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.cost import choose_norm_algorithm, choose_sketch_algorithm
 from persample.terms.dense import make_dense
@@ -139,33 +139,22 @@ class Outer(Term):
         return squares.add_(lost), find_floor_of_products(size, max(self.shape)), self
 
     def _multiply_own_positions(self) -> tuple[Tensor, Tensor]:
-        """`_multiply_positions(self)`, and what their sum can lose to underflow."""
+        """`_multiply_positions(self, self)`, and what their sum can lose to underflow."""
         a, g = self._widen_factors()
         inputs = multiply_rows(a)
         grads = multiply_rows(g).conj() if self.shared is None else self.shared.multiply(g)
         squares = [products.diagonal(dim1=1, dim2=2).real.sum(1) * self.positions for products in (inputs, grads)]
         return inputs.mul_(grads), find_lost_squares(squares[0], squares[1], max(self.shape))
 
-    def _multiply_positions(self, other: Outer) -> Tensor:
-        """`(batch, t, s)`: the inner products of what the positions t of this term and s of the other contribute."""
-        a, g, b, h = self._widen_factors(other.input, other.grad)
-        return multiply_stacks(a, b.mH).mul_(multiply_stacks(g.conj(), h.mT))
-
-    def _can_multiply_positions(self, other: Term) -> TypeGuard[Outer]:
-        return (
-            isinstance(other, Outer)
-            and choose_norm_algorithm(max(self.positions, other.positions), *self.shape) != "dense"
-        )
-
     def inner(self, other: Term) -> Tensor:
-        if not self._can_multiply_positions(other):
+        if not _can_multiply_positions(other, self):
             return super().inner(other)
-        return self._multiply_positions(other).real.sum((1, 2))
+        return _multiply_positions(self, other).real.sum((1, 2))
 
     def inner_and_size(self, other: Term) -> tuple[Tensor, Tensor]:
-        if not self._can_multiply_positions(other):
+        if not _can_multiply_positions(other, self):
             return super().inner_and_size(other)
-        return add_up_products(self._multiply_positions(other))
+        return add_up_products(_multiply_positions(self, other))
 
     def sum(self, weights: Tensor) -> Tensor:
         input, grad, weights = self._widen_factors(weights)
@@ -188,7 +177,7 @@ class Outer(Term):
         return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
-        if not isinstance(other, Outer) or not self._prefers_positions(other):
+        if not isinstance(other, Outer) or not _prefers_positions(self, other):
             return super().gram(other, block_size)
         size = self.positions * other.batch * other.positions
         step = max(1, block_size // max(1, size))
@@ -200,14 +189,6 @@ class Outer(Term):
         if self.positions == other.positions == 1:
             return products
         return products.view(self.batch, self.positions, other.batch, other.positions).sum((1, 3))
-
-    def _prefers_positions(self, other: Outer) -> bool:
-        """Whether all products of positions of two terms take fewer operations than the dense forms."""
-        own, others = self.batch * self.positions, other.batch * other.positions
-        if self.positions == other.positions == 1:
-            return True
-        dense = (own + others + self.batch * other.batch) * self.shape.numel()
-        return own * others * sum(self.shape) < dense
 
     def square_sum(self, block_size: int = BLOCK_SIZE) -> Tensor:
         if self.positions != 1:  # the square of a sum over positions is not the sum of the squares
@@ -228,3 +209,24 @@ class Outer(Term):
             return super().multiply_sides(sides)
         input, grad = self._widen_factors()
         return sides.multiply_left(grad).mT @ sides.multiply_right(input)
+
+
+def _multiply_positions(one: Outer, other: Outer) -> Tensor:
+    """`(batch, t, s)`: the inner products of what the positions t of one term and s of the other contribute."""
+    a, g, b, h = one._widen_factors(other.input, other.grad)
+    return multiply_stacks(a, b.mH).mul_(multiply_stacks(g.conj(), h.mT))
+
+
+def _can_multiply_positions(other: Term, one: Outer) -> TypeGuard[Outer]:
+    return (
+        isinstance(other, Outer) and choose_norm_algorithm(max(one.positions, other.positions), *one.shape) != "dense"
+    )
+
+
+def _prefers_positions(one: Outer, other: Outer) -> bool:
+    """Whether all products of positions of two terms take fewer operations than the dense forms."""
+    own, others = one.batch * one.positions, other.batch * other.positions
+    if one.positions == other.positions == 1:
+        return True
+    dense = (own + others + one.batch * other.batch) * one.shape.numel()
+    return own * others * sum(one.shape) < dense

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import host, tracing
-from persample._internal.dtypes import promote, to_double, widen
+from persample._internal.precision import promote, to_double, widen
 from persample.terms.base import BLOCK_SIZE, Term, sum_squares
 from persample.terms.kronecker import Sides
 from persample.terms.outer import Outer

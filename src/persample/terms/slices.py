@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote, widen
+from persample._internal.precision import promote, widen
 from persample.terms.base import Term, sum_squares
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import promote
+from persample._internal.precision import promote
 from persample.terms.base import BLOCK_SIZE, Term, add_tensors, sum_dense
 from persample.terms.blocks import Blocks
 from persample.terms.dense import Dense

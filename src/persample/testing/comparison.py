@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import to_double
+from persample._internal.precision import to_double
 
 # Smallest scale that a difference is divided by: entries of an answer that should be zero may have rounding errors.
 SMALLEST_SCALE = 1e-3

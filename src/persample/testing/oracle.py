@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from persample import _torch
-from persample._internal.dtypes import to_double
 from persample._internal.graph import preserve_grads
+from persample._internal.precision import to_double
 from persample.batches import Batch, BatchDim
 from persample.losses import compute_loss, takes_outputs
 

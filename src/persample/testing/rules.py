@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from persample._internal.dtypes import to_double
 from persample._internal.functions import find_dropped
+from persample._internal.precision import to_double
 from persample.backward import asked_sources
 from persample.errors import PerSampleError
 from persample.gradients import compute_clip_factors, make_projection

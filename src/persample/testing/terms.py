@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from persample._internal.dtypes import to_double
+from persample._internal.precision import to_double
 from persample.terms import (
     Algorithm,
     Dense,

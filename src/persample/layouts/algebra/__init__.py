@@ -4,7 +4,7 @@ From the layouts of the arguments and the shapes, the layout of the result follo
 and values. `find_declared_motion` is for `persample.layouts`; `declare` adds a function.
 """
 
-from persample.layouts.algebra import (  # noqa: F401  they declare motions
+from persample.layouts.algebra import (
     attention,
     dims,
     embedding_bag,
@@ -16,20 +16,5 @@ from persample.layouts.algebra import (  # noqa: F401  they declare motions
     sequences,
     shapes,
 )
-from persample.layouts.algebra.engine import (
-    DECLARATIONS,
-    declare,
-    find_declared_motion,
-    get_argument,
-)
+from persample.layouts.algebra.engine import DECLARATIONS, declare, find_declared_motion, get_argument
 from persample.layouts.algebra.size_free import BY_SHAPE, SIZE_FREE, find_size_free_layout
-
-__all__ = [
-    "BY_SHAPE",
-    "DECLARATIONS",
-    "SIZE_FREE",
-    "declare",
-    "find_declared_motion",
-    "find_size_free_layout",
-    "get_argument",
-]

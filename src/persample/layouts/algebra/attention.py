@@ -18,20 +18,21 @@ from persample.layouts.motion import Motion, make_uniform_motion
 _EXCLUDED = -1e9
 
 
-@declare(F.scaled_dot_product_attention, is_size_free=True)
+def _is_by_sample(call: Call) -> bool:
+    """Rows of queries may belong to samples, too."""
+    return all(where is None or where.dim < tensor.dim() - 2 for tensor, where in call.pairs)  # type: ignore[union-attr]
+
+
+@declare(F.scaled_dot_product_attention, is_size_free=True, size_free_if=_is_by_sample)
 def attend(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Queries, keys and values are matrices; the dimensions before them are independent."""
-    in_matrices = [
-        isinstance(where, Layout) and where.dim >= tensor.dim() - 2
-        for tensor, where in zip(call.tensors, call.where, strict=True)
-    ]
+    in_matrices = [isinstance(where, Layout) and where.dim >= tensor.dim() - 2 for tensor, where in call.pairs]
     if any(in_matrices[1:3]):
         return _attend_to_rows(call, results)
     if any(in_matrices):
         return _attend_from_rows(call, results)
     if get_argument(call, 8, "enable_gqa", default=False) and any(
-        isinstance(where, Layout) and where.dim == tensor.dim() - 3
-        for tensor, where in zip(call.tensors, call.where, strict=True)
+        isinstance(where, Layout) and where.dim == tensor.dim() - 3 for tensor, where in call.pairs
     ):
         return None  # the samples lie in the dimension of the heads, in which keys are repeated
     return broadcast(call, results)

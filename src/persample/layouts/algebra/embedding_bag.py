@@ -11,14 +11,15 @@ from torch import Tensor
 from persample._internal.functions import find_bags
 from persample.layouts.algebra.engine import declare, get_argument
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, find_layout_of_ids, make_sample_ids
+from persample.layouts.ids import find_layout_of_ids, make_sample_ids
+from persample.layouts.layout import Layout, Lost
 from persample.layouts.motion import Motion
 
 
 @declare(F.embedding_bag)
 def _embedding_bag(call: Call, results: Sequence[Tensor]) -> Motion:
     """A bag belongs to the sample of its indices and weights, and of the offset at which it begins."""
-    where = {id(t): w for t, w in zip(call.tensors, call.where, strict=True)}
+    where = {id(t): w for t, w in call.pairs}
     input, weight, offsets = call.args[0], get_argument(call, 1, "weight"), get_argument(call, 2, "offsets")
     weights = get_argument(call, 8, "per_sample_weights")
     reads_values = offsets is not None

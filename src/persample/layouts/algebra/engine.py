@@ -13,7 +13,8 @@ from persample._internal.facts import describe
 from persample.errors import get_op_name
 from persample.layouts.algebra.arguments import has_tensors_by_keyword, put_tensors_in_order
 from persample.layouts.call import Call
-from persample.layouts.layout import Crossed, Layout, Lost, make_layout, make_pattern
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Crossed, Layout, Lost, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # Returns how a call moves the samples, or None if the declaration does not cover this call. It may read everything of
@@ -50,7 +51,7 @@ def find_declared_motion(call: Call, results: Sequence[Tensor]) -> Motion | None
         return None
     moves_entries = call.facts.moves_entries and not _is_reinterpretation(call)
     is_loose = False
-    for tensor, where in zip(call.tensors, call.where, strict=True):
+    for tensor, where in call.pairs:
         if where is None:
             continue
         if not isinstance(where, Layout) or where.loose_index or not tensor.dim():
@@ -213,7 +214,7 @@ def broadcast(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return None
     rows = [
         move(where, where.dim + len(shape) - tensor.dim())
-        for tensor, where in zip(call.tensors, call.where, strict=True)
+        for tensor, where in call.pairs
         if isinstance(where, Layout) and tensor.shape[where.dim] == shape[where.dim - tensor.dim()]
     ]
     if len(rows) == 2 and rows[0].dim != rows[1].dim and 0 not in shape:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from persample.layouts.algebra.engine import DIFFERENT_ORDERS, declare, get_argument, keep_leading, lose, move
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 
 _CONVOLUTIONS = {
@@ -29,7 +30,12 @@ def is_batched_convolution(call: Call) -> bool:
     return call.tensors[0].dim() == _CONVOLUTIONS[call.func] + 2
 
 
-@declare(*_CONVOLUTIONS, is_size_free=True, shares_weights=True)
+def _is_by_sample(call: Call) -> bool:
+    """Not so if groups of channels may belong to samples."""
+    return is_batched_convolution(call) and all(where is None or where.dim == 0 for where in call.where)  # type: ignore[union-attr]
+
+
+@declare(*_CONVOLUTIONS, is_size_free=True, size_free_if=_is_by_sample, shares_weights=True)
 def convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     is_batched = is_batched_convolution(call)

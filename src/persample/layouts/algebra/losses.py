@@ -33,7 +33,7 @@ def _get_arguments(call: Call) -> dict[str, Any]:
 
 
 def _get_layout(call: Call, tensor: Any) -> Where | None:
-    return next((where for t, where in zip(call.tensors, call.where, strict=True) if t is tensor), None)
+    return next((where for t, where in call.pairs if t is tensor), None)
 
 
 def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Motion | None:
@@ -80,7 +80,21 @@ def _divide_by_weights(call: Call, results: Sequence[Tensor], entries: Motion, c
     return None if motion is None else replace(motion, depends_on_values=True)
 
 
-@declare(F.cross_entropy, F.nll_loss, averages_targets=True, class_weights="weight", is_size_free=True, **_ENTRYWISE)
+def _has_equal_patterns(call: Call) -> bool:
+    """Two other patterns are in the same order at some sizes only."""
+    layouts = [where for where in call.where if isinstance(where, Layout)]
+    return len(layouts) == 2 and layouts[0] == layouts[1] and layouts[0].dim == 0
+
+
+@declare(
+    F.cross_entropy,
+    F.nll_loss,
+    averages_targets=True,
+    class_weights="weight",
+    is_size_free=True,
+    size_free_if=_has_equal_patterns,
+    **_ENTRYWISE,
+)
 def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Logits `(N, C, ...)`, with classes `(N, ...)` or probabilities `(N, C, ...)`: no result for each class."""
     arguments = _get_arguments(call)

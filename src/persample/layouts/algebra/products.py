@@ -21,7 +21,8 @@ from persample.layouts.algebra.engine import (
     move,
 )
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
 from persample.layouts.reductions import make_reduced
 

@@ -10,7 +10,8 @@ from persample import _torch
 from persample._internal.facts import T
 from persample.layouts.algebra.engine import declare, get_argument
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, Lost, make_layout
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout, Lost
 from persample.layouts.motion import Motion
 
 
@@ -19,7 +20,7 @@ def _pad_sequence(call: Call, results: Sequence[Tensor]) -> Motion:
     """Sequences of different lengths, each of which belongs to one sample, become rows."""
     samples = [
         set(where.get_ids(tensor.shape[where.dim], call.batch))
-        for tensor, where in zip(call.tensors, call.where, strict=True)
+        for tensor, where in call.pairs
         if isinstance(where, Layout)
     ]
     if len(samples) < len(call.tensors) or any(len(of_sequence) > 1 for of_sequence in samples):

@@ -13,7 +13,8 @@ from torch import Tensor
 from persample._internal.facts import T
 from persample.layouts.algebra.engine import declare, find_common_rows, get_argument, lose, move, normalise_dims
 from persample.layouts.call import Call
-from persample.layouts.layout import Layout, make_layout, make_pattern
+from persample.layouts.ids import make_layout
+from persample.layouts.layout import Layout, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
 
 # ---- the same entries in the same order ----
@@ -36,9 +37,21 @@ def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], ba
     return None
 
 
-@declare("view", "reshape", moves_entries=True, reshapes=True, takes_sizes=True)
-@declare("flatten", "unflatten", "ravel", moves_entries=True, reshapes=True)
-@declare("squeeze", "unsqueeze", "view_as", "reshape_as", moves_entries=True)
+def _find_reshaped(
+    where: Layout, shape: Sequence[int], new_shape: Sequence[int], args: tuple[Any, ...], batch: int
+) -> Layout | None:
+    if args and isinstance(args[0], torch.dtype):
+        return None
+    if where.dim == 0 and where.inner == 1 and shape[0] == batch and new_shape and new_shape[0] == batch:
+        return where
+    entries = math.prod(shape)
+    return factorise(where, shape, new_shape, batch) if 0 < entries == math.prod(new_shape) else None
+
+
+@declare("view", "reshape", moves_entries=True, reshapes=True, takes_sizes=True, by_shape=_find_reshaped)
+@declare("flatten", "unflatten", "ravel", moves_entries=True, reshapes=True, by_shape=_find_reshaped)
+@declare("squeeze", "unsqueeze", moves_entries=True, by_shape=_find_reshaped)
+@declare("view_as", "reshape_as", moves_entries=True)
 def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where, result = call.tensors[0], call.where[0], results[0]
     if not isinstance(where, Layout) or call.is_inplace:
@@ -111,7 +124,14 @@ def _movedim(call: Call, results: Sequence[Tensor]) -> Motion | None:
 # ---- repeated entries ----
 
 
-@declare("expand", "broadcast_to", "repeat", "tile", moves_entries=True, takes_sizes=True)
+def _find_expanded(
+    where: Layout, shape: Sequence[int], new_shape: Sequence[int], args: tuple[Any, ...], batch: int
+) -> Layout | None:
+    return make_pattern(where.dim + len(new_shape) - len(shape), where.inner)
+
+
+@declare("expand", "broadcast_to", moves_entries=True, takes_sizes=True, by_shape=_find_expanded)
+@declare("repeat", "tile", moves_entries=True, takes_sizes=True)
 @declare("expand_as", moves_entries=True)
 def _expand(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """New dimensions in front; a repeated batch keeps its pattern."""
@@ -154,7 +174,13 @@ def _join(call: Call, results: Sequence[Tensor], dim: int, rank: int, is_new: bo
     return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare("cat", moves_entries=True, is_size_free=True)
+def _keeps_sizes(call: Call) -> bool:
+    """Not so beside a constant along the dimension of the samples, which may be empty."""
+    dim = get_argument(call, 1, "dim", "axis", default=0)
+    return None not in call.where or all(w is None or dim % t.dim() != w.dim for t, w in call.pairs)  # type: ignore[union-attr]
+
+
+@declare("cat", moves_entries=True, is_size_free=True, size_free_if=_keeps_sizes)
 def concatenate(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", "axis", default=0)
@@ -220,7 +246,7 @@ def find_padding(call: Call) -> tuple[int, int] | None:
     return before, after
 
 
-@declare(F.pad, torch.constant_pad_nd, is_size_free=True)
+@declare(F.pad, torch.constant_pad_nd, is_size_free=True, size_free_if=lambda call: find_padding(call) == (0, 0))
 def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Pairs of amounts for the last dimensions, the last one first; a negative amount removes entries."""
     tensor, where = call.tensors[0], call.where[0]
@@ -275,7 +301,17 @@ def _scatter_part(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return None if own == dim else find_common_rows(call, base.shape, [0, int(is_missing and dim < own)])
 
 
-@declare(T.__getitem__, moves_entries=True, picks_entries=True)
+def _find_indexed(
+    where: Layout, shape: Sequence[int], new_shape: Sequence[int], args: tuple[Any, ...], batch: int
+) -> Layout | None:
+    items = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if any([isinstance(item, Tensor) for item in items]):
+        return None
+    dim = find_dim_after_indexing(items, where.dim, len(shape))
+    return None if dim is None else make_pattern(dim, where.inner)
+
+
+@declare(T.__getitem__, moves_entries=True, picks_entries=True, by_shape=_find_indexed)
 def _getitem(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Numbers, slices, None and `...`, and one constant index that does not select samples."""
     where = call.where[0]

@@ -12,14 +12,3 @@ from persample.recording.verification.one_pass import (
 )
 from persample.recording.verification.rows import RowCheck
 from persample.recording.verification.status import NOT_REPEATABLE, NotVerified, describe
-
-__all__ = [
-    "NOT_REPEATABLE",
-    "NotVerified",
-    "RowCheck",
-    "Verification",
-    "describe",
-    "describe_environment",
-    "start_late_verification",
-    "start_verification",
-]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
-from persample._internal.dtypes import to_double
+from persample._internal.precision import to_double
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
 from persample.recording.verification.runs import open_extra_passes

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from persample import _torch
 from persample._internal.copies import copy_values
 from persample._internal.dropout import NoDropoutMode
-from persample._internal.dtypes import to_double, widen
+from persample._internal.precision import to_double, widen
 from persample._internal.rng import RngState
 from persample._internal.state import ModuleState, Writes, keep_tensors
 from persample._internal.tree import iterate_tensors

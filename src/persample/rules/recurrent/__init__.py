@@ -9,5 +9,3 @@ backward is not run. Single steps (`torch.lstm_cell`, ...) have rules in `steps`
 
 from persample.rules.recurrent import calls, layer, steps
 from persample.rules.recurrent.cells import CELLS
-
-__all__ = ["CELLS", "calls", "layer", "steps"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,32 +38,21 @@ def compute_layer_terms(
 ) -> Terms:
     batch, directions, each, _ = state[0].shape
     sequences = Sequences(batch, each, None if valid is None else valid.flatten(1).sum(1))
-
-    def split(rows: Tensor | None) -> Any:
-        """The sequences in the dtype of the weights. Under autocast, results and gradients have another dtype."""
-        return None if rows is None else sequences.split(rows).to(weights[0].dtype)
-
-    x, first, last_grads = split(input), [split(part) for part in state], [split(part) for part in grads[1:]]
-    output, output_grad = split(results[0]), split(grads[0])
+    split = partial(_split, sequences, weights[0].dtype)
+    x, first, last_grads = split(input), [*map(split, state)], [*map(split, grads[1:])]
+    outputs = split(results[0]).chunk(directions, -1)
+    output_grads: Any = [None] * directions if grads[0] is None else split(grads[0]).chunk(directions, -1)
     weight_terms: list[Term] = []
     input_terms: list[Outer] = []
     first_grads: list[list[Tensor]] = []
     for d in range(directions):
         orient = sequences.reverse if d else _keep
         own_weights = weights[d * len(weights) // directions : (d + 1) * len(weights) // directions]
-        after = orient(output.chunk(directions, -1)[d])
-        before = torch.cat([first[0][d : d + 1], after[:-1]])
-        memory = [part[d] for part in first[1:]]
-        forward = RecurrentPass(orient(x).contiguous(), before, after, memory, own_weights, has_biases)
-
-        # The gradients of the initial state and of the states after each step, as a `Cell` takes them.
-        state_grads = [x.new_zeros(1 + len(x), *part.shape[1:]) for part in first]
-        if output_grad is not None:
-            state_grads[0][1:] = orient(output_grad.chunk(directions, -1)[d])
-        for rows, last in zip(state_grads, last_grads, strict=True):
-            if last is not None:
-                rows[sequences.ends] += last[d]
-
+        own_first = [part[d] for part in first]
+        forward = _restore_pass(orient(x), own_first, orient(outputs[d]), own_weights, has_biases)
+        of_output = None if output_grads[d] is None else orient(output_grads[d])
+        of_last = [None if last is None else last[d] for last in last_grads]
+        state_grads = _spread_state_gradients(len(x), own_first, of_output, of_last, sequences)
         gates = scan_backwards(CELLS[func], forward, state_grads)
         weight_terms += _compute_weight_terms(forward, gates, state_grads[0][1:], sequences)
         input_terms.append(Outer(own_weights[0].expand(batch, -1, -1), sequences.join(orient(gates.input)).mT))
@@ -73,6 +63,36 @@ def compute_layer_terms(
         "state": [Dense(torch.stack(parts, 1)) for parts in zip(*first_grads, strict=True)],
         "weights": weight_terms,
     }
+
+
+def _split(sequences: Sequences, dtype: torch.dtype, rows: Tensor | None) -> Any:
+    """The sequences in the dtype of the weights. Under autocast, results and gradients have another dtype."""
+    return None if rows is None else sequences.split(rows).to(dtype)
+
+
+def _restore_pass(
+    x: Tensor, first: Sequence[Tensor], after: Tensor, weights: Sequence[Tensor], has_biases: bool
+) -> RecurrentPass:
+    """One direction of the forward pass, from its initial state and the states after each step."""
+    before = torch.cat([first[0].unsqueeze(0), after[:-1]])
+    return RecurrentPass(x.contiguous(), before, after, first[1:], weights, has_biases)
+
+
+def _spread_state_gradients(
+    steps: int,
+    first: Sequence[Tensor],
+    of_output: Tensor | None,
+    of_last: Sequence[Tensor | None],
+    sequences: Sequences,
+) -> list[Tensor]:
+    """The gradients of the initial state and of the states after each step, as a `Cell` takes them."""
+    found = [part.new_zeros(1 + steps, *part.shape) for part in first]
+    if of_output is not None:
+        found[0][1:] = of_output
+    for rows, last in zip(found, of_last, strict=True):
+        if last is not None:
+            rows[sequences.ends] += last
+    return found
 
 
 def _compute_weight_terms(

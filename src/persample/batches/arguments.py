@@ -1,23 +1,33 @@
-"""Where the samples lie: in the arguments of a call of a model, and in a batch of data."""
+"""Where the samples lie in the arguments of a call of a model."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from persample import _torch
 from persample._internal.copies import copy_values
 from persample._internal.tree import has_attributes, iterate_tensors
+from persample.batches.dims import (
+    BatchDim,
+    BatchSizesDiffer,
+    Leaf,
+    NoSamplesFound,
+    WrongBatchSize,
+    choose_dim,
+    find_batch_size,
+    find_sample_dim,
+    find_state_dim,
+)
 from persample.errors import PerSampleError, refuse_forward_mode
 from persample.forward import Tracker
 from persample.layouts import Layout, make_packed_layout
@@ -29,99 +39,6 @@ from persample.ragged import (
     find_structured_reading,
     has_edges,
 )
-
-# The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
-# argument are the same for all samples.
-BatchDim = int | Sequence[int | None] | Mapping[str | int, int | None]
-
-# A tensor or PackedSequence, and the dimension in which its samples should lie.
-Leaf = tuple[Any, int | None]
-
-
-class NoSamplesFound(PerSampleError):
-    """No tensor has a batch dimension."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(
-            f"No tensor with a batch dimension was found in {where}. Pass the samples as a tensor, or as tensors in "
-            "lists, tuples, dicts or dataclasses; batch_dim says in which dimension the samples lie."
-        )
-
-
-class BatchSizesDiffer(PerSampleError):
-    """Two tensors have different sizes in their batch dimensions."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        super().__init__(
-            f"The tensors of the batch have different sizes in the batch dimension: {' and '.join(map(str, sizes))}. "
-            "Pass batch_size: a tensor that has no dimension of that size is then taken to be the same for all samples."
-        )
-        self.sizes = sizes
-
-
-class WrongBatchSize(PerSampleError):
-    """A tensor has another size in its batch dimension than the batch."""
-
-    def __init__(self, found: int, expected: int) -> None:
-        super().__init__(
-            f"An argument of the model has {found} samples in its batch dimension, and the batch has {expected}. Check "
-            "batch_size and batch_dim; an argument that is the same for all samples has batch_dim None."
-        )
-        self.found, self.expected = found, expected
-
-
-def find_batch_size(leaves: Iterable[Leaf], where: str) -> int:
-    """The number of samples, on which all leaves with a batch dimension must agree.
-
-    Raises:
-        NoSamplesFound: no leaf has a batch dimension.
-        BatchSizesDiffer: the leaves disagree.
-    """
-    sizes: dict[int, None] = {}
-    for leaf, dim in leaves:
-        if isinstance(leaf, PackedSequence):
-            sizes[int(leaf.batch_sizes[0])] = None
-        elif isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
-            sizes[leaf.shape[dim]] = None
-    if not sizes:
-        raise NoSamplesFound(where)
-    if len(sizes) > 1:
-        raise BatchSizesDiffer(list(sizes))
-    return next(iter(sizes))
-
-
-def find_sample_dim(tensor: Tensor, batch_size: int, dim: int, search: bool) -> int | None:
-    """`dim` if it has the size of the batch; else, with `search`, the only other dimension of that size, or None."""
-    if tensor.dim() > dim and tensor.shape[dim] == batch_size:
-        return dim
-    dims = [d for d, size in enumerate(tensor.shape) if size == batch_size] if search else []
-    return dims[0] if len(dims) == 1 else None
-
-
-def choose_dim(batch_dim: BatchDim | None, position: int | None, name: Any) -> int | None:
-    """The batch dimension of one argument, or of one part of a batch; 0 if `batch_dim` does not mention it."""
-    if batch_dim is None or isinstance(batch_dim, int):
-        return batch_dim
-    if isinstance(batch_dim, Mapping):
-        return next((batch_dim[key] for key in (name, position) if key in batch_dim), 0)  # type: ignore[index]
-    return batch_dim[position] if position is not None and position < len(batch_dim) else 0
-
-
-def find_state_dim(tensor: Tensor, batch_size: int, dim: int) -> int | None:
-    """The batch dimension of a tensor beside others: `dim`, or else the next one, or else the only one of that size.
-
-    The next one is that of the state of a recurrent layer, `(layers, batch, features)`.
-
-    >>> find_state_dim(torch.ones(2, 5, 5), 5, 0), find_state_dim(torch.ones(7, 3), 5, 0)
-    (1, None)
-    """
-    found = find_sample_dim(tensor, batch_size, dim, search=False)
-    if found is None and tensor.dim() > dim + 1 and tensor.shape[dim + 1] == batch_size:
-        found = dim + 1
-    return find_sample_dim(tensor, batch_size, dim, search=True) if found is None else found
-
-
-# ---- the arguments of a call ----
 
 _ARGUMENTS = "the arguments of the model"
 
@@ -388,106 +305,3 @@ def get_argument_names(function: Callable[..., Any]) -> list[str]:
     if names is None:
         names = _argument_names[key] = list(inspect.signature(key).parameters)
     return names if key is function else names[1:]  # a bound method has one argument less
-
-
-# ---- a batch of data ----
-
-
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """The tensors in `value`, nested in tuples, lists, mappings and dataclasses, and where the samples lie in them.
-
-    `pair`: the value is `(inputs, targets)`, and a `batch_dim` for each argument is about the inputs.
-    """
-
-    value: Any
-    batch_dim: BatchDim
-    batch_size: int | None
-    pair: bool = False
-
-    @property
-    def size(self) -> int:
-        """The number of samples."""
-        if self.batch_size is not None:
-            return self.batch_size
-        try:
-            return find_batch_size(self._leaves(), "the batch")
-        except (NoSamplesFound, BatchSizesDiffer):
-            parts = self.value if isinstance(self.value, (tuple, list)) else [self.value]
-            if has_edges((None, part) for part in parts):
-                raise GraphsShareNodes() from None
-            raise
-
-    def choose_count(self, samples: int) -> int:
-        """`samples`, or some more if another dimension has that size too, so that the two cannot be confused.
-
-        >>> import torch
-        >>> Batch(torch.ones(32, 4), 0, None).choose_count(4), Batch(torch.ones(3, 4), 0, None).choose_count(4)
-        (5, 3)
-        """
-        size = self.size
-        others = {
-            n
-            for leaf, dim in self._leaves()
-            if isinstance(leaf, Tensor)
-            for d, n in enumerate(leaf.shape)
-            if d != self._find_dim(leaf, dim, size)
-        }
-        least = min(samples, size)
-        return next((n for n in range(least, size + 1) if n not in others), least)
-
-    def take_samples(self, start: int, stop: int, convert: Callable[[Tensor], Tensor]) -> Any:
-        """Samples `start` to `stop` as a batch that shares no memory with this one."""
-        size = self.size
-
-        def cut(leaf: Any, dim: int | None) -> Any:
-            if isinstance(leaf, PackedSequence):
-                padded, lengths = pad_packed_sequence(leaf, batch_first=True)
-                own = convert(padded[start:stop].detach())
-                return pack_padded_sequence(own, lengths[start:stop], batch_first=True, enforce_sorted=False)
-            found = self._find_dim(leaf, dim, size)
-            own = leaf.detach() if found is None else leaf.detach().narrow(found, start, stop - start)
-            return convert(own).clone().requires_grad_(leaf.requires_grad)
-
-        return self._map(cut)
-
-    def _find_dim(self, tensor: Tensor, dim: int | None, size: int) -> int | None:
-        if dim is None:
-            return None
-        return find_sample_dim(tensor, size, dim, search=self.batch_size is not None or tensor.dim() <= dim)
-
-    def _leaves(self) -> list[Leaf]:
-        leaves: list[Leaf] = []
-        self._map(lambda leaf, dim: leaves.append((leaf, dim)))
-        return leaves
-
-    def _map(self, fn: Callable[[Any, int | None], Any]) -> Any:
-        if not self.pair:
-            return _map_leaves(self.value, fn, self.batch_dim)
-        inputs, targets = self.value
-        target_dim = self.batch_dim if isinstance(self.batch_dim, int) else 0
-        return _map_leaves(inputs, fn, self.batch_dim), _map_leaves(targets, fn, target_dim)
-
-
-def _map_leaves(value: Any, fn: Callable[[Any, int | None], Any], dims: BatchDim | None) -> Any:
-    """`value` with each tensor and PackedSequence replaced by `fn(leaf, dim)`; everything else is the same object."""
-    if isinstance(value, (Tensor, PackedSequence)):
-        return fn(value, choose_dim(dims, 0, 0))
-    if isinstance(value, Mapping):
-        named = {key: _map_leaves(part, fn, choose_dim(dims, i, key)) for i, (key, part) in enumerate(value.items())}
-        if not isinstance(value, MutableMapping):
-            return named
-        same = copy.copy(value)  # a BatchEncoding of transformers has attributes besides its items
-        for key, part in named.items():
-            same[key] = part
-        return same
-    if isinstance(value, (tuple, list)):
-        parts = [_map_leaves(part, fn, choose_dim(dims, i, i)) for i, part in enumerate(value)]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for i, name in enumerate(field.name for field in dataclasses.fields(value)):
-            # object.__setattr__: the dataclass may be frozen, but this copy is not in use yet.
-            object.__setattr__(made, name, _map_leaves(getattr(value, name), fn, choose_dim(dims, i, name)))
-        return made
-    return value

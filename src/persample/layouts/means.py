@@ -1,0 +1,197 @@
+"""What a mean over the samples divides by: their rows, the targets that are not ignored, weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from persample._internal import tracing
+from persample.errors import get_op_name
+from persample.layouts.call import Call
+from persample.layouts.divisors import Divisor, make_divisor, make_number_of_rows, make_sum_of_entries
+from persample.layouts.ids import make_sample_ids
+from persample.layouts.layout import Layout, Lost, Reduced, Scattered
+from persample.layouts.motion import Motion
+from persample.layouts.scales import ADVICE
+
+_FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torch
+
+
+def is_mean_over_valid_targets(call: Call) -> bool:
+    """Whether the divisor of a loss is the number of targets that are not ignored."""
+    return call.facts.averages_targets and call.kwargs.get("reduction", "mean") == "mean"
+
+
+def make_mean(motion: Motion) -> Motion:
+    """The motion of a mean, given that of the sum."""
+    changed = [
+        Reduced(where.cause, where.place, "mean") if isinstance(where, Reduced) else where for where in motion.results
+    ]
+    return Motion(tuple(changed), motion.aligned, motion.depends_on_values)
+
+
+def normalise_divisor(call: Call) -> Call | Lost:
+    """Replace a mean over valid targets by a sum, if some targets are ignored. `make_mean` undoes that.
+
+    Returns the call itself if no target is ignored, and `Lost` if the samples have different numbers of valid targets.
+    """
+    found = _find_valid_targets(call)
+    if found is None or found[0].is_meta:
+        return call
+    is_valid, layout = found
+    if layout.ids is None and bool(is_valid.all()):  # the usual case: each sample has the same number of rows
+        return call
+    owner = make_sample_ids(is_valid, layout, call.batch)
+    counts = owner[is_valid & (owner >= 0)].bincount(minlength=call.batch)
+    if bool((counts != counts[0]).any()):
+        return Lost(
+            f"{get_op_name(call.func)} is a mean over {counts.tolist()} targets of the samples, without the ignored "
+            f"ones, {ADVICE}"
+        )
+    return call if bool(is_valid.all()) else replace(call, kwargs={**call.kwargs, "reduction": "sum"})
+
+
+def has_ignored_targets(call: Call) -> bool:
+    """Whether the divisor of a mean over valid targets may differ from the number of all targets."""
+    is_listed = isinstance(call.where[0], Layout) and call.where[0].ids is not None
+    if is_listed or tracing.get_trace() is not None:  # values of a trace are not known
+        return True
+    target = _find_targets(call)
+    if target is None or target.is_meta:  # without values
+        return False
+    ignored = call.kwargs.get("ignore_index", -100)
+    if target.device.type == "cpu" and target.numel() <= _FEW_TARGETS:
+        return ignored in target.flatten().tolist()
+    return bool((target == ignored).any())
+
+
+def require_equal_divisors(call: Call, trace: tracing.Trace) -> None:
+    """Have each run of a compiled step check that the samples have equal numbers of valid targets."""
+    found = _find_valid_targets(call)
+    if found is not None:
+        is_valid, layout = found
+        owner = make_sample_ids(is_valid, layout, call.batch)
+        # Id -1 counts in an additional last row, which is dropped.
+        counts = torch.zeros(call.batch + 1, dtype=torch.int64, device=is_valid.device).index_add(
+            0, (owner % (call.batch + 1)).flatten().long(), is_valid.flatten().long()
+        )[:-1]
+        trace.require(
+            (counts == counts[0]).all(),
+            f"{get_op_name(call.func)} is a mean over different numbers of targets of the samples, without the ignored "
+            f"ones, {ADVICE}.",
+        )
+
+
+def _find_valid_targets(call: Call) -> tuple[Tensor, Layout] | None:
+    """For a mean over valid targets: which targets are not ignored, and where the samples lie in them.
+
+    None if the divisor cannot depend on the batch, or if the targets are probabilities, of which none is ignored.
+    """
+    target, where = _find_targets(call), call.where[0]
+    if target is None or not isinstance(where, Layout):
+        return None
+    return target != call.kwargs.get("ignore_index", -100), _move_to_targets(where)
+
+
+def _move_to_targets(where: Layout) -> Layout:
+    """Where the samples lie in targets, which lack the dimension of the classes."""
+    return replace(where, dim=max(0, where.dim - 1))
+
+
+def _find_targets(call: Call) -> Tensor | None:
+    """The targets of a mean over valid targets; None as in `_find_valid_targets`."""
+    where = call.where[0]
+    if len(call.args) > 2 or not isinstance(where, Layout):
+        return None
+    if (call.batch == 1 or where.ids is not None) and len(call.find_samples()) == 1:
+        return None
+    logits, target = call.tensors[:2]
+    if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
+        return None
+    return target
+
+
+def add_divisors(call: Call, reduced: Reduced) -> Reduced:
+    """What a call makes by a reduction, with the numbers that it divides by, or that it counts."""
+    divisor = _find_divisor(call, reduced) if call.counted.holds_divisors else None
+    if divisor is None:
+        return reduced
+    return replace(reduced, is_share=reduced.kind == "mean" and not reduced.counts, divisors=(divisor,))
+
+
+def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
+    """The number that a reduction counts or divides by; None if all samples have the same part of it."""
+    first, where = call.tensors[0], call.where[0]
+    if call.facts.averages_targets:
+        return _count_targets(call)
+    if reduced.counts and isinstance(where, (Layout, Scattered)):
+        return make_sum_of_entries(first != 0 if call.facts.operator == "count_nonzero" else first, where)
+    if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.facts.divides_by_weights:
+        return _count_weights(call, weight)
+    if reduced.kind == "mean" and call.func is not F.ctc_loss and (reduced.uneven or isinstance(where, Scattered)):
+        ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
+        return make_number_of_rows(ids[0], first.device) if ids else None  # else of a sum that is divided
+    return None
+
+
+def _count_targets(call: Call) -> Divisor | None:
+    target, where = _find_targets(call), call.where[0]
+    if target is None or not isinstance(where, Layout):
+        return None
+    target, layout = target.detach(), _move_to_targets(where)
+    weight, ignored = call.kwargs.get("weight"), call.kwargs.get("ignore_index", -100)
+    if weight is None:
+        return make_divisor("targets", lambda: target != ignored, layout, [target])
+    weight = weight.detach()
+
+    def weigh_targets() -> Tensor:
+        is_valid = target != ignored
+        weights: Tensor = weight[target.where(is_valid, 0)] * is_valid
+        return weights
+
+    return make_divisor("weighted targets", weigh_targets, layout, [target, weight])
+
+
+def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    (position,) = (i for i, tensor in enumerate(call.tensors) if tensor is weight)
+    where, kept = call.where[position] or call.where[0], weight.detach()
+    rank = call.tensors[position if call.where[position] else 0].dim()
+    if not isinstance(where, Layout):
+        return None
+    where = replace(where, dim=where.dim + len(shape) - rank)
+    return make_divisor("(sum of weights)", lambda: kept.expand(shape), where, [kept])
+
+
+def find_unequal_divisors(call: Call) -> Lost | None:
+    """`Lost` if a call is a mean over rows of which the samples have different numbers."""
+    name = get_op_name(call.func)
+    reduction = call.kwargs.get("reduction", "mean")
+    if not call.facts.is_additive or reduction not in ("mean", "batchmean") or call.facts.is_plain_sum:
+        return None
+    if len(call.find_samples()) == 1:
+        return None
+    count = 1 if call.func is F.ctc_loss else len(call.tensors)  # its mean is over the rows of the first argument
+    for tensor, where in zip(call.tensors[:count], call.where[:count], strict=True):
+        if isinstance(where, Layout) and where.ids is not None and tensor.dim():
+            if (name == "mean" and not _is_averaged(call, where.dim, tensor.dim())) or (
+                reduction == "batchmean" and where.dim != 0
+            ):
+                continue
+            counts = [where.ids.count(n) for n in range(call.batch)]
+            if len(set(counts)) > 1 and not call.counted.holds_divisors:
+                return Lost(f"{name} is a mean over {counts} rows of the samples, {ADVICE}")
+            if -1 in where.ids:
+                constant = where.ids.count(-1)
+                return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
+    return None
+
+
+def _is_averaged(call: Call, dim: int, dims: int) -> bool:
+    """Whether a call of `mean`, for a tensor with `dims` dimensions, averages over this dimension."""
+    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
+    averaged = range(dims) if given in (None, (), []) else (given,) if isinstance(given, int) else given
+    return any(d % dims == dim for d in averaged)
