@@ -169,7 +169,7 @@ def test_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_scan_in_json(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_scan("--json", "--table", "csv") == 0
+    assert run_scan("--json", "--table-format", "csv") == 0
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert printed.err == "a line of the user's own\n"

@@ -240,7 +240,7 @@ def test_files_are_named_in_table_queries_and_report(folder: Path, capsys: pytes
 
 def test_rows_of_a_table_are_named(folder: Path) -> None:
     (folder / "films.csv").write_text("key,text,label\n" + "".join(f"=k{i},text {i},{i % 2}\n" for i in range(5)))
-    arguments = ["--text", "films.csv", *TEXT, "--id-column", "key", "--table", "csv"]
+    arguments = ["--text", "films.csv", *TEXT, "--id-column", "key", "--table-format", "csv"]
     assert scan("words", *arguments) == 0
     assert Scan("out").table()["name"].to_pylist() == [f"=k{i}" for i in range(5)]
     assert "'=k0" in Path("out/table.csv").read_text()  # no spreadsheet takes it for a formula

@@ -46,7 +46,7 @@ QUICK = ["--batch-size", "4", "--shard-size", "8", "--project", "8", "--quiet"]
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("original")
     (directory / "tasks.py").write_text(TASKS)
-    done = run_command("scan", "tasks:scanned", "--out", "theirs", "--table", "csv", *QUICK, cwd=directory)
+    done = run_command("scan", "tasks:scanned", "--out", "theirs", "--table-format", "csv", *QUICK, cwd=directory)
     assert done.returncode == 0, done.stderr
     return directory
 
@@ -147,7 +147,7 @@ def test_restart_removes_nothing_behind_a_link(theirs: Path, capsys: pytest.Capt
 def test_restart_of_a_linked_scan_removes_nothing(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("link").symlink_to("theirs")
     before = {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()}
-    scan = ["scan", "tasks:scanned", "--out", "link", "--restart", "--table", "csv", *QUICK]
+    scan = ["scan", "tasks:scanned", "--out", "link", "--restart", "--table-format", "csv", *QUICK]
     assert "link is a symbolic link to a scan" in run_and_read_error(scan, capsys)
     assert {path: path.read_bytes() for path in theirs.rglob("*") if path.is_file()} == before
 
@@ -161,7 +161,7 @@ def test_resumed_scan_writes_nothing_behind_a_link(theirs: Path, capsys: pytest.
         if name.endswith("npz"):
             Path("precious", name).unlink()
     before = read_all("precious")
-    scan = ["scan", "tasks:scanned", "--out", "theirs", "--table", "csv", *QUICK]
+    scan = ["scan", "tasks:scanned", "--out", "theirs", "--table-format", "csv", *QUICK]
     assert "theirs/0 is a symbolic link" in run_and_read_error(scan, capsys)
     assert read_all("precious") == before
 

@@ -23,8 +23,8 @@ _EXIT_CODES = {0: "written", 2: "wrong arguments, or the file does not fit the d
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("fixes", metavar="FILE", help="CSV file with a filled column new_label")
     parser.add_argument("--images", metavar="FOLDER", help="folder with a subfolder of images for each class")
-    parser.add_argument("--text", metavar="TABLE", help="table: .csv, .jsonl or .parquet")
-    parser.add_argument("--label", default="label", metavar="NAME", help="column of the class (default: label)")
+    parser.add_argument("--text", "--table", metavar="TABLE", help="table: .csv, .jsonl or .parquet")
+    parser.add_argument("--label", "--target", default="label", metavar="NAME", help="class column (default: label)")
     parser.add_argument("--out", required=True, metavar="PATH", help="folder or table to write; it must not exist")
 
 

@@ -59,6 +59,14 @@ def parse_positive(text: str) -> int:
     return number
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Parse numbers with commas between them."""
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ArgumentTypeError(f"expected numbers with commas, such as 0.5,0.5,0.5, got '{text}'") from None
+
+
 def parse_positive_or_none(text: str) -> int | None:
     """Parse an argument that is a positive integer or 'none'."""
     if text == "none":

@@ -17,9 +17,11 @@ from persample.cli.task import (
     add_directory_arguments,
     convert_scan_errors,
     explain_folder,
+    find_texts,
     import_scanning,
     load_model_and_loss,
     load_scanned_task,
+    quote_texts,
     read_origin,
 )
 from persample.cli.user_code import UsageError, call_target, load_function
@@ -253,7 +255,8 @@ def _parse_damping(text: str) -> float | str:
 def _make_rows(scan: Scan, found: Any, score: str) -> Rows:
     ids = found.ids.tolist()
     rows = zip(ids, found.scores.tolist(), scan.describe(ids), strict=True)
-    return [{"example": i, score: value, **_select(example)} for i, value, example in rows]
+    texts = {i: {"text": text} for i, text in quote_texts(find_texts(scan), ids).items()}
+    return [{"example": i, score: value, **_select(example), **texts.get(i, {})} for i, value, example in rows]
 
 
 def _select(example: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from persample.cli.task import (
     check_data,
     convert_scan_errors,
     explain_folder,
+    get_data_path,
     has_data_files,
     import_scanning,
     load_data_files,
@@ -97,7 +98,7 @@ def load_contents(args: Namespace, scanning: Any, stack: ExitStack) -> Contents:
     if not has_files:
         note = f"the examples are not shown; --module {origin['target']!r} would call the function for them"
         return Contents(found, note=note)
-    if not Path(where := origin["images"] or origin["text"]).exists():
+    if not Path(where := get_data_path(origin) or "").exists():
         return Contents(found, note=f"the examples are not shown, because {where} is not there any more")
     can_mark = bool(origin["tokenizer"]) and Path(origin["tokenizer"]).exists()
     if args.module and (can_mark or not origin["text"]):

@@ -33,6 +33,7 @@ from persample.cli.task import (
     import_scanning,
     load_data_files,
     load_task,
+    quote_texts,
     read_origin,
 )
 from persample.cli.user_code import UsageError, join_lines
@@ -56,7 +57,12 @@ The data can also come from files: folders of images, one for each class, or a t
 Then the function returns the model, or the model and a loss:
 
     $ persample scan my_model:net --images photos/ --image-size 64 --out scans/photos
+    $ persample scan my_model:net --images photos/ --processor my_model/ --out scans/photos
+    $ persample scan my_model:net --table houses.csv --target sold --out scans/houses
     $ persample scan my_model:net --text reviews.csv --label mood --tokenizer tokenizer/ --out scans/reviews
+
+For --table, the function may take the table: its `feature_names` and `classes` say how many inputs and outputs
+the model needs. Its pipeline of scikit-learn is saved in the scan as pipeline.joblib.
 
 Labels are class numbers from 0, or names, which are numbered in the order of --classes, of the model's config,
 or of the alphabet. Without labels, the loss is the loss of the next token.
@@ -125,7 +131,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
         "--coupled", choices=["contributions"], help="scan samples that influence each other, as in contrastive losses"
     )
     parser.add_argument(
-        "--table", choices=["parquet", "csv"], default="parquet", help="file format of the table (default: parquet)"
+        "--table-format", choices=["parquet", "csv"], default="parquet", help="format of the result (default: parquet)"
     )
     parser.add_argument(
         "--nonfinite",
@@ -164,10 +170,12 @@ def _run(args: Namespace) -> int:
         if rank:
             return 0
         found.store.write_json(COMMAND_FILE, {**task.origin, "checkpoints": args.checkpoints})
+        if args.table:
+            task.data.save_pipeline(found.directory / "pipeline.joblib")
         report = _write_report(args, found, task) if args.report else None
     files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
     answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
-    print(format_json(answer) if args.json else "\n".join(_format_summary(found, files)))
+    print(format_json(answer) if args.json else "\n".join(_format_summary(found, files, task.data)))
     return 1 if found.skipped else 0
 
 
@@ -185,7 +193,7 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
         checkpoints=args.checkpoints,
         learning_rates=args.learning_rates,
         loss_reduction=args.loss_reduction,
-        table=args.table,
+        table=args.table_format,
         coupled=args.coupled,
         nonfinite=args.nonfinite,
         skip_bad=args.skip_bad,
@@ -224,7 +232,7 @@ def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
     )
 
 
-def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
+def _format_summary(found: Any, files: dict[str, Any], data: Any) -> Iterator[str]:
     """The summary as text."""
     from persample.scanning import say_opinion
 
@@ -254,8 +262,9 @@ def _format_summary(found: Any, files: dict[str, Any]) -> Iterator[str]:
     yield f"labels that are probably wrong: {found.estimate_wrong_labels()}"
     if (by := found.default_ranking) is not None:
         yield f"first by {by}:"
-        for i, example in zip(ids := found.ranked(by, 5).ids.tolist(), found.describe(ids), strict=True):
-            yield "  ".join(filter(None, [f"  {i}", example.get("name"), say_opinion(example)]))
+        texts = quote_texts(data, ids := found.ranked(by, 5).ids.tolist())
+        for i, example in zip(ids, found.describe(ids), strict=True):
+            yield "  ".join(filter(None, [f"  {i}", example.get("name"), texts.get(i), say_opinion(example)]))
     for name, path in files.items():
         yield f"{name}: {path}"
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from persample._internal.text import describe_value, format_list
-from persample.cli.command import parse_positive
+from persample.cli.command import parse_numbers, parse_positive
 from persample.cli.user_code import (
     UsageError,
     add_target_argument,
@@ -22,17 +24,23 @@ from persample.cli.user_code import (
     check_loss,
     check_model,
     convert_errors,
+    describe_error,
     join_lines,
+    load_function,
     load_model_data_and_loss,
 )
+
+if TYPE_CHECKING:
+    from persample.scanning import FeatureTable
 
 # File in the directory of a scan with the arguments of its command. The directory may come from somebody else: a
 # function that is named there is never called, unless the user names it again.
 COMMAND_FILE = "command.json"
+_QUOTED = 60  # characters of a text in a list
 
 _ORIGIN = (
     "target", "images", "image_size", "channels", "text", "text_column", "label", "tokenizer", "max_length",
-    "id_column", "classes", "prompt_column", "completion_column",
+    "id_column", "classes", "prompt_column", "completion_column", "table", "target_column", "transform",
 )  # fmt: skip
 
 
@@ -56,12 +64,23 @@ def add_task_arguments(parser: ArgumentParser) -> None:
     data.add_argument(
         "--image-size", type=parse_positive, default=64, metavar="N", help="size of resized images, N x N (default: 64)"
     )
+    data.add_argument("--resize", type=parse_numbers, metavar="S|W,H", help="resize the shorter side to S, or to W x H")
+    data.add_argument("--crop", type=parse_numbers, metavar="W,H", help="crop the middle of the images")
+    data.add_argument("--mean", type=parse_numbers, metavar="R,G,B", help="subtract these from values from 0 to 1")
+    data.add_argument("--std", type=parse_numbers, metavar="R,G,B", help="then divide by these")
+    data.add_argument(
+        "--processor",
+        metavar="PATH",
+        help="saved image processor of transformers, or config.json of timm",
+    )
     data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="1 for grey, 3 for colour (default: 3)")
     data.add_argument(
         "--text",
         metavar="FILE",
         help="table with a column of text: .csv, .parquet, .jsonl, or the folder of a saved Hugging Face dataset",
     )
+    data.add_argument("--table", metavar="FILE", help="numbers, categories and dates: .csv, .parquet or .jsonl")
+    data.add_argument("--target", dest="target_column", metavar="NAME", help="column of --table to predict")
     data.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (default: text)")
     data.add_argument("--label", metavar="NAME", help="column of the class (default: label, if it exists)")
     data.add_argument("--prompt-column", metavar="NAME", help="column of the prompt (default: prompt, if no text)")
@@ -92,7 +111,8 @@ def add_directory_arguments(parser: ArgumentParser, purpose: str) -> None:
 
 def get_origin(args: Namespace) -> dict[str, Any]:
     """The arguments that define the model and the data, and the folder in which the command runs."""
-    origin = {name: getattr(args, name) for name in _ORIGIN}
+    origin = {name: getattr(args, name) for name in _ORIGIN if name != "transform"}
+    origin["transform"] = _find_transform(args)
     return origin | {"classes": args.classes.split(",") if args.classes else None, "folder": os.getcwd()}
 
 
@@ -105,10 +125,34 @@ def read_origin(found: Any) -> dict[str, Any] | None:
         return None
     origin = found.store.read_json(COMMAND_FILE)
     folder = Path(origin.get("folder", "."))
-    for name in ("images", "text", "tokenizer"):
-        if origin[name] and ((folder / origin[name]).exists() or not Path(origin[name]).exists()):
+    for name in ("images", "text", "tokenizer", "table"):
+        if origin.get(name) and ((folder / origin[name]).exists() or not Path(origin[name]).exists()):
             origin[name] = str(folder / origin[name])
     return origin
+
+
+def _find_transform(args: Namespace) -> dict[str, Any] | None:
+    """The transform of the images that the arguments describe, as JSON; None if only their size is given."""
+    given = {name: getattr(args, name) for name in ("resize", "crop", "mean", "std") if getattr(args, name)}
+    if not given and not args.processor:
+        return None
+    from persample.scanning import ImageTransform, ScanError, read_processor
+
+    try:
+        base = read_processor(args.processor) if args.processor else ImageTransform((args.image_size, args.image_size))
+    except ScanError as error:
+        raise UsageError(str(error)) from error
+    for name in ("resize", "crop"):
+        if name in given:
+            given[name] = tuple(map(int, given[name]))
+    if len(given.get("crop", (1, 1))) == 1:
+        given["crop"] *= 2
+    return asdict(replace(base, **given))
+
+
+def get_data_path(origin: Mapping[str, Any]) -> str | None:
+    """The file or folder of the data; None if it comes from the user's function."""
+    return origin["images"] or origin["text"] or origin.get("table")
 
 
 @contextmanager
@@ -128,10 +172,14 @@ def load_task(origin: Mapping[str, Any]) -> Task:
     from persample.scanning import find_model_classes
 
     target = origin["target"]
-    if origin["images"] and origin["text"]:
-        raise UsageError("--images and --text cannot be combined")
+    if sum(bool(origin.get(name)) for name in ("images", "text", "table")) > 1:
+        raise UsageError("--images, --text and --table cannot be combined")
     if not has_data_files(origin):
         model, data, loss_fn = load_model_data_and_loss(target, "data")
+        return Task(model, data, loss_fn, None, origin)
+    if origin.get("table"):
+        data = load_data_files(origin)
+        model, loss_fn = _call_with_table(target, data)
         return Task(model, data, loss_fn, None, origin)
     model, loss_fn = load_model_and_loss(origin)
     if not origin["classes"] and (known := find_model_classes(model)) is not None:
@@ -169,24 +217,70 @@ def check_data(found: Any, data: Any, origin: Mapping[str, Any]) -> None:
 
     source = Source(data, skip_bad=found.settings.get("skip_bad", False))
     if source.compute_digest() != found.settings["data"]:
-        where = origin["images"] or origin["text"]
-        raise UsageError(f"{where} is not the data of this scan, or has changed: use --no-data")
+        raise UsageError(f"{get_data_path(origin)} is not the data of this scan, or has changed: use --no-data")
 
 
 def has_data_files(origin: Mapping[str, Any]) -> bool:
     """Whether the data comes from files, and not from the user's function."""
-    return bool(origin["images"] or origin["text"])
+    return get_data_path(origin) is not None
 
 
 def load_data_files(origin: Mapping[str, Any]) -> Any:
     """The data that the arguments name. Calls none of the user's functions."""
-    from persample.scanning import ImageFolder, TextTable
+    from persample.scanning import FeatureTable, ImageFolder, ImageTransform, TextTable
 
     classes = origin.get("classes")
     if origin["images"]:
-        return ImageFolder(origin["images"], origin["image_size"], origin["channels"], classes)
+        given = origin.get("transform")
+        transform = ImageTransform(**{key: _to_tuple(value) for key, value in given.items()}) if given else None
+        return ImageFolder(origin["images"], origin["image_size"], origin["channels"], classes, transform)
+    if origin.get("table"):
+        if not origin["target_column"]:
+            raise UsageError("--table needs --target: the column to predict")
+        return FeatureTable(origin["table"], origin["target_column"], origin.get("id_column"), classes)
     pairs = (origin.get("prompt_column"), origin.get("completion_column"))
     return TextTable(origin["text"], origin["text_column"], origin["label"], origin.get("id_column"), classes, *pairs)
+
+
+def _to_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _call_with_table(target: str, data: FeatureTable) -> tuple[nn.Module, Any]:
+    """Call the user's function with the table if it takes an argument, and return the model and the loss."""
+    function = load_function(target, optional=["table"])
+    try:
+        result = function(data) if inspect.signature(function).parameters else function()
+    except Exception as error:
+        raise UsageError(f"{target} failed: {describe_error(error)}") from error
+    model, loss_fn = result if isinstance(result, (tuple, list)) and len(result) == 2 else (result, None)
+    check_model(target, model)
+    if loss_fn is not None:
+        check_loss(target, loss_fn)
+    is_regression = isinstance(data[0][1], Tensor)
+    return model, loss_fn or (nn.MSELoss() if is_regression else nn.CrossEntropyLoss())
+
+
+def quote_texts(data: Any, ids: Sequence[int]) -> dict[int, str]:
+    """The beginnings of some texts of a table, for lists in a terminal; empty for other data."""
+    from persample.scanning import TextTable
+
+    return {i: shorten(data[i]["text"], _QUOTED, placeholder=" …") for i in ids} if isinstance(data, TextTable) else {}
+
+
+def find_texts(found: Any) -> Any:
+    """The texts of a scan, if its files are there and have not changed; else None."""
+    from persample.scanning import ScanError
+
+    origin = read_origin(found)
+    if origin is None or not origin["text"] or not Path(origin["text"]).exists():
+        return None
+    try:
+        data = load_data_files(origin)
+        check_data(found, data, origin)
+    except (UsageError, ScanError):
+        return None
+    return data
 
 
 def describe_labels(data: Any, origin: Mapping[str, Any]) -> Iterator[str]:
@@ -195,6 +289,12 @@ def describe_labels(data: Any, origin: Mapping[str, Any]) -> Iterator[str]:
         numbers = format_list([f"{i} {name}" for i, name in enumerate(data.classes)], most=20)
         order = "in the order of the model" if origin.get("classes") else "in alphabetical order"
         yield f"classes, {order}: {numbers}"
+    if transform := getattr(data, "transform", None):
+        yield f"images: {transform}"
+    if features := getattr(data, "feature_names", None):
+        yield f"features: {format_list(features, most=20)}"
+    if left_out := getattr(data, "left_out", None):
+        yield f"columns without numbers, categories or dates: {format_list(left_out)}"
     if skipped := getattr(data, "skipped", None):
         yield f"no classes, because they are hidden or have no images: {format_list(skipped)}"
 
@@ -202,6 +302,8 @@ def describe_labels(data: Any, origin: Mapping[str, Any]) -> Iterator[str]:
 def load_model_and_loss(origin: Mapping[str, Any]) -> tuple[nn.Module, Any]:
     """Call the user's function, and return the model and the loss of the scan."""
     target = origin["target"]
+    if origin.get("table"):
+        return _call_with_table(target, load_data_files(origin))
     if not has_data_files(origin):
         model, _, loss_fn = load_model_data_and_loss(target, "data")
         return model, loss_fn

@@ -53,8 +53,11 @@ def call_target(target: str) -> Any:
         raise UsageError(f"{target} failed: {describe_error(error)}") from error
 
 
-def load_function(target: str, arguments: Sequence[str] = ()) -> Any:
-    """Import `module:function`, which must be callable with as many arguments as there are names in `arguments`."""
+def load_function(target: str, arguments: Sequence[str] = (), optional: Sequence[str] = ()) -> Any:
+    """Import `module:function`, which must be callable with as many arguments as there are names in `arguments`.
+
+    It may also take those of `optional`.
+    """
     name, colon, function_name = target.rpartition(":")
     if not (name and colon and function_name.isidentifier()):
         raise UsageError(f"expected module:function, such as my_model:to_check, got '{target}'")
@@ -67,7 +70,8 @@ def load_function(target: str, arguments: Sequence[str] = ()) -> Any:
             raise UsageError(f"{name} has no function '{function_name}'; {available}")
         raise UsageError(f"'{function_name}' in {name} is {describe_value(function)}, not a function; {available}")
     try:
-        inspect.signature(function).bind(*arguments)
+        takes_more = len(inspect.signature(function).parameters) > len(arguments)
+        inspect.signature(function).bind(*arguments, *(optional if takes_more else ()))
     except TypeError as error:
         wanted = f"as {function_name}({', '.join(arguments)})" if arguments else "without arguments"
         raise UsageError(f"{target} must be callable {wanted}, but takes {inspect.signature(function)}") from error

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from persample.scanning.datasets import text_losses as text_losses
     from persample.scanning.datasets import wrap_tokenizer as wrap_tokenizer
     from persample.scanning.examples import say_opinion as say_opinion
+    from persample.scanning.feature_table import FeatureTable as FeatureTable
     from persample.scanning.fixes import apply_to_folder as apply_to_folder
     from persample.scanning.fixes import apply_to_table as apply_to_table
     from persample.scanning.fixes import read_fixes as read_fixes
@@ -50,12 +51,15 @@ if TYPE_CHECKING:
     from persample.scanning.report.wording import format_number as format_number
     from persample.scanning.source import Source as Source
     from persample.scanning.store import write_file as write_file
+    from persample.scanning.transforms import ImageTransform as ImageTransform
+    from persample.scanning.transforms import read_processor as read_processor
 
 _LAZY = {
     "checkpoints": "load_last",
     "comparison": "compare_scans",
     "datasets": "ImageFolder PretrainedTokenizer TextCollator TextTable load_tokenizer text_losses wrap_tokenizer",
     "examples": "say_opinion",
+    "feature_table": "FeatureTable",
     "fixes": "apply_to_folder apply_to_table read_fixes write_suspects",
     "from_run": "write_columns",
     "labels": "find_model_classes",
@@ -66,6 +70,7 @@ _LAZY = {
     "report.wording": "format_number",
     "source": "Source",
     "store": "write_file",
+    "transforms": "ImageTransform read_processor",
 }
 
 __getattr__ = find_lazily(__name__, _LAZY)

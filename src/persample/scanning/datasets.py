@@ -9,20 +9,21 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from pyarrow import csv, json, parquet
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from persample._internal.text import format_count
+from persample._internal.text import describe_value, format_count
 from persample.losses import call_model
 from persample.scanning.errors import ScanError, UnreadableExample
 from persample.scanning.labels import choose_classes, read_labels
 from persample.scanning.screening import Unreadable, say_why_unreadable
+from persample.scanning.transforms import ImageTransform
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
 
@@ -33,13 +34,23 @@ _IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".gif", ".bmp", ".webp", ".tif", ".t
 class ImageFolder(Dataset[tuple[Tensor, int]]):
     """The images in `root/CLASS/...` as pairs `(image, class)`.
 
-    Images are tensors `(channels, size, size)` with values from 0 to 1. Classes are numbered in the order of `classes`,
+    Images are tensors `(channels, size, size)` with values from 0 to 1, or what `transform` makes of them.
+    Classes are numbered in the order of `classes`,
     by default in alphabetical order. Hidden folders and folders without images are no classes; `skipped` names them.
     `names` are the paths of the files in `root`.
     """
 
-    def __init__(self, root: str | Path, size: int, channels: int = 3, classes: Sequence[str] | None = None) -> None:
-        self.root, self._size, self._mode = Path(root), (size, size), {1: "L", 3: "RGB"}[channels]
+    def __init__(
+        self,
+        root: str | Path,
+        size: int = 64,
+        channels: int = 3,
+        classes: Sequence[str] | None = None,
+        transform: ImageTransform | None = None,
+    ) -> None:
+        self.root, self._mode = Path(root), {1: "L", 3: "RGB"}[channels]
+        self.transform = transform or ImageTransform(resize=(size, size))
+        self.transform.check(channels)
         if not self.root.is_dir():
             raise ScanError(f"There is no folder {root}.")
         folders = sorted(path for path in self.root.iterdir() if path.is_dir())
@@ -55,10 +66,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
     @property
     def shape_hint(self) -> str:
         """What the user can choose about the shape of an example."""
-        width, height = self._size
         channels = format_count(1 if self._mode == "L" else 3, "channel")
+        size = self.transform.size
+        read = f"{size[0]} x {size[1]} pixels" if size else str(self.transform)
         return (
-            f"The images are read with {width} x {height} pixels and {channels}: "
+            f"The images are read with {read} and {channels}: "
             "pass the size and the number of channels of the model's training (--image-size and --channels)."
         )
 
@@ -78,15 +90,13 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         path, label = self.files[i]
         try:
             with Image.open(path) as image:
-                pixels = np.asarray(image.convert(self._mode).resize(self._size), dtype=np.float32) / 255
+                return self.transform(image.convert(self._mode)), label
         except Exception as error:
             raise UnreadableExample(f"Image {i}, {path}, cannot be read: {error}") from error
-        picture = torch.from_numpy(pixels)
-        return (picture[None] if picture.dim() == 2 else picture.permute(2, 0, 1)), label
 
 
 class TextTable(Dataset[dict[str, Any]]):
-    """The rows of a CSV, Parquet or JSONL file, or of a saved Hugging Face dataset, as `{"text": ..., "label": ...}`.
+    """The rows of a CSV, Parquet or JSONL file, a data frame or a saved dataset, as `{"text": ..., "label": ...}`.
 
     `text` and `label` are the columns to read; without `label`, a column "label" is used if there is one. Labels are
     integers from 0, or names, which are numbered in the order of `classes`, by default in alphabetical order. `names`
@@ -98,7 +108,7 @@ class TextTable(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        path: str | Path,
+        path: Any,
         text: str = "text",
         label: str | None = None,
         ids: str | None = None,
@@ -106,8 +116,8 @@ class TextTable(Dataset[dict[str, Any]]):
         prompt: str | None = None,
         completion: str | None = None,
     ) -> None:
-        table, known = _read_table(Path(path), label or "label")
-        self._where = path
+        table, known = read_table(path, label or "label")
+        self._where = path if isinstance(path, (str, Path)) else "the table"
         has_pairs = prompt is not None or completion is not None
         if not has_pairs and text not in table.column_names and {"prompt", "completion"} <= set(table.column_names):
             has_pairs = True
@@ -171,7 +181,29 @@ class TextCollator:
         return batch
 
     def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
-        return {key: torch.as_tensor(part) for key, part in self._tokenizer(texts).items()}
+        return _pad(self._tokenizer(texts))
+
+
+def _pad(tokens: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tokens as tensors. Lists of different lengths get zeros at their ends, and a mask of the real tokens.
+
+    >>> _pad({"input_ids": [[5, 6], [7]]})
+    {'input_ids': tensor([[5, 6],
+            [7, 0]]), 'attention_mask': tensor([[1, 1],
+            [1, 0]])}
+    """
+    lists = {key: part for key, part in tokens.items() if isinstance(part, list) and part and _is_ragged(part)}
+    found = {key: torch.as_tensor(part) for key, part in tokens.items() if key not in lists}
+    for key, part in lists.items():
+        found[key] = pad_sequence([torch.as_tensor(row) for row in part], batch_first=True)
+    if "input_ids" in lists and "attention_mask" not in tokens:
+        ones = [torch.ones(len(row), dtype=torch.long) for row in lists["input_ids"]]
+        found["attention_mask"] = pad_sequence(ones, batch_first=True)
+    return found
+
+
+def _is_ragged(part: list[Any]) -> bool:
+    return all(hasattr(row, "__len__") for row in part) and len({len(row) for row in part}) > 1
 
 
 def _mark_completions(tokens: Mapping[str, Tensor], prompts: Mapping[str, Tensor]) -> Tensor:
@@ -295,8 +327,11 @@ def _find_images(folder: Path) -> list[Path]:
     ]
 
 
-def _read_table(path: Path, label: str) -> tuple[pa.Table, list[str] | None]:
-    """The table in a file or a saved dataset, and the names of the classes of the label column if they are stored."""
+def read_table(data: Any, label: str) -> tuple[pa.Table, list[str] | None]:
+    """The table in a file, a saved dataset or a data frame, and the names of the classes of its label, if stored."""
+    if not isinstance(data, (str, Path)):
+        return _convert_frame(data), None
+    path = Path(data)
     if path.is_dir():
         return _read_saved_dataset(path, label)
     if not path.is_file():
@@ -307,6 +342,17 @@ def _read_table(path: Path, label: str) -> tuple[pa.Table, list[str] | None]:
         return _READERS[path.suffix](path), None
     except pa.ArrowInvalid as error:
         raise ScanError(f"{path} cannot be read: {error}") from error
+
+
+def _convert_frame(data: Any) -> pa.Table:
+    """A data frame of pandas or polars as a table."""
+    if isinstance(data, pa.Table):
+        return data
+    if callable(getattr(data, "to_arrow", None)):  # of polars
+        return data.to_arrow()
+    if hasattr(data, "iloc") and hasattr(data, "columns"):
+        return pa.Table.from_pandas(data, preserve_index=False)
+    raise ScanError(f"A table must be a file, a data frame or a pyarrow.Table, got {describe_value(data)}.")
 
 
 def _read_saved_dataset(path: Path, label: str) -> tuple[pa.Table, list[str] | None]:

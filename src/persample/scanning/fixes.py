@@ -98,6 +98,11 @@ class Fix:
         """Whether the example is removed."""
         return self.new.lower() == REMOVE
 
+    @property
+    def removes_unlabelled(self) -> bool:
+        """Whether an example is removed whose label the scan does not know, such as a file that cannot be read."""
+        return self.removes and not self.given
+
     def __str__(self) -> str:
         return f"{self.id} ({self.name})" if self.name else str(self.id)
 
@@ -142,7 +147,7 @@ def apply_to_folder(fixes: Sequence[Fix], folder: str | Path, out: str | Path) -
         place = PurePosixPath(fix.name)
         if not fix.name or place.is_absolute() or ".." in place.parts or not (root / place).is_file():
             raise ScanError(f"{root} has no file {fix.name!r}, the name of example {fix.id}.")
-        if place.parts[0] != fix.given:
+        if place.parts[0] != fix.given and not fix.removes_unlabelled:
             raise ScanError(
                 f"Example {fix} has the class {place.parts[0]!r} in {root}, but {fix.given!r} in the fixes."
             )
@@ -249,7 +254,7 @@ def _check_rows(fixes: dict[int, Fix], labels: Sequence[str], path: Path) -> Non
     for fix in fixes.values():
         if fix.id >= len(labels):
             raise ScanError(f"{path} has {len(labels)} rows, but the fixes have example {fix}.")
-        if labels[fix.id] != fix.given:
+        if labels[fix.id] != fix.given and not fix.removes_unlabelled:
             raise ScanError(
                 f"Row {fix.id} of {path} has the label {labels[fix.id]!r}, but {fix.given!r} in the fixes: the table "
                 "has changed since the scan, or its labels are numbers of the classes that the fixes name."

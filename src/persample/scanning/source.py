@@ -366,6 +366,11 @@ def _make_dataset(data: Any) -> Any:
         if len(sizes) > 1 or None in sizes:
             raise ScanError(f"The tensors of the data have different numbers of examples: {sorted(map(str, sizes))}.")
         return _TensorDict(data) if isinstance(data, Mapping) else TensorDataset(*data)
+    if hasattr(data, "columns") and hasattr(data, "dtypes"):  # a data frame
+        raise ScanError(
+            "A data frame does not say which column is the target: pass persample.scanning.FeatureTable(frame, "
+            "target='NAME') for features, or TextTable(frame, text='NAME', label='NAME') for texts."
+        )
     if _is_indexable(data):
         return data
     if isinstance(data, Iterator):

@@ -37,7 +37,7 @@ def _answer_issues(page: Page) -> Iterator[dict[str, str]]:
     for name, (title, text) in _ALWAYS.items():
         if (issue := page.issues.get(name)) is not None:
             groups = format_count(len(issue.info.get("groups", ())), "group")
-            text = text.format(groups=groups) if issue.count else "None was found."
+            text = text.format(groups=groups) if issue.count else "No example was found."
             yield _make_card(title, issue.count, text, "issues")
     broken = page.scan.skipped
     text = "could not be read or scanned, and were skipped." if broken else "All examples were read and scanned."
@@ -95,7 +95,8 @@ def list_steps(page: Page, origin: Mapping[str, Any] | None) -> list[tuple[str, 
         steps.append(("Copy the data with the fixes:", f"persample apply fixes.csv --images {folder} --out {fixed}"))
     elif table := origin.get("text") or origin.get("table"):
         stem, dot, suffix = table.rpartition(".")
-        label = f" --label {shlex.quote(origin['label'])}" if origin.get("label") else ""
+        column = origin.get("target_column") or origin.get("label")
+        label = f" --label {shlex.quote(column)}" if column else ""
         out = shlex.quote(f"{stem}-fixed{dot}{suffix}")
         command = f"persample apply fixes.csv --text {shlex.quote(table)}{label} --out {out}"
         steps.append(("Copy the data with the fixes:", command))
