@@ -211,6 +211,27 @@ def test_duplicates_match_brute_force(
         assert sorted(queries.find_duplicates(rows, 0.1)) == find_groups_by_brute_force(matrix, 0.1)
 
 
+def test_work_for_duplicates_is_bounded_where_all_rows_are_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An untrained model: all pairs may be close. Rows are read in blocks, not for each pair."""
+    torch.manual_seed(0)
+    matrix = torch.randn(64) + 0.15 * torch.randn(600, 64)
+    matrix[400] = matrix[7]
+    rows, read = store_rows(tmp_path, matrix), []
+    get = type(rows).__getitem__
+    monkeypatch.setattr(type(rows), "__getitem__", lambda self, ids: read.append(len(ids)) or get(self, ids))
+    monkeypatch.setattr(queries, "BLOCK_SIZE", 256)
+    monkeypatch.setattr(queries, "_COMPARED_AT_ONCE", 64)
+    bounds = queries._compute_bounds(rows)
+    ids = torch.arange(600)
+    candidates = len(queries._find_candidates(bounds, ids, ids, (1 - 0.1**2) ** 0.5))
+    assert candidates > 100_000  # the bound says nothing here
+    read.clear()
+    assert sorted(queries.find_duplicates(rows, 0.1)) == find_groups_by_brute_force(matrix, 0.1) == [[7, 400]]
+    assert sum(read) < candidates / 10
+
+
 @pytest.mark.parametrize("tolerance", [0.003, 0.1])
 def test_duplicates_in_float16(tolerance: float, tmp_path: Path) -> None:
     matrix = torch.randn(200, 64).repeat(2, 1)

@@ -22,6 +22,13 @@ _EXIT_CODES = {0: "written", 2: "wrong arguments, or the file does not fit the d
 
 def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("fixes", metavar="FILE", help="CSV file with a filled column new_label")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        metavar="TOOL",
+        default="csv",
+        help="tool of the file, as in export (default: csv)",
+    )
     parser.add_argument("--images", metavar="FOLDER", help="folder with a subfolder of images for each class")
     parser.add_argument("--text", "--table", metavar="TABLE", help="table: .csv, .jsonl or .parquet")
     parser.add_argument("--label", "--target", default="label", metavar="NAME", help="class column (default: label)")
@@ -33,9 +40,11 @@ def _run(args: Namespace) -> int:
     if bool(args.images) == bool(args.text):
         raise UsageError("apply takes either --images or --text")
     with convert_scan_errors(args.fixes):
-        from persample.scanning import apply_to_folder, apply_to_table, read_fixes
+        from persample.scanning import EXCHANGE_FORMATS, apply_to_folder, apply_to_table, import_fixes, read_fixes
 
-        fixes = read_fixes(args.fixes)
+        if args.source not in (known := ["csv", *EXCHANGE_FORMATS]):
+            raise UsageError(f"--from must be one of {', '.join(known)}, got '{args.source}'")
+        fixes = read_fixes(args.fixes) if args.source == "csv" else import_fixes(args.fixes, args.source)
         if args.images:
             apply_to_folder(fixes, args.images, args.out)
         else:

@@ -147,7 +147,7 @@ def _find_self_influence(args: Namespace, scanning: Any) -> Rows:
 
 
 def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
-    groups = scanning.Scan(args.directory).duplicates(args.tolerance)
+    groups = scanning.Scan(args.directory).duplicates(args.tolerance, progress=True)
     return [{"size": len(group), "examples": group} for group in groups[: args.k]]
 
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 # File in the directory of a scan with the arguments of its command. The directory may come from somebody else: a
 # function that is named there is never called, unless the user names it again.
 COMMAND_FILE = "command.json"
-_QUOTED = 60  # characters of a text in a list
 
 _ORIGIN = (
     "target", "images", "image_size", "channels", "text", "text_column", "label", "tokenizer", "max_length",
@@ -261,11 +260,12 @@ def _call_with_table(target: str, data: FeatureTable) -> tuple[nn.Module, Any]:
     return model, loss_fn or (nn.MSELoss() if is_regression else nn.CrossEntropyLoss())
 
 
-def quote_texts(data: Any, ids: Sequence[int]) -> dict[int, str]:
-    """The beginnings of some texts of a table, for lists in a terminal; empty for other data."""
+def quote_texts(data: Any, ids: Sequence[int], length: int | None = 60) -> dict[int, str]:
+    """The beginnings of some texts of a table, for lists in a terminal, or all of them; empty for other data."""
     from persample.scanning import TextTable
 
-    return {i: shorten(data[i]["text"], _QUOTED, placeholder=" …") for i in ids} if isinstance(data, TextTable) else {}
+    texts = {i: data[i]["text"] for i in ids} if isinstance(data, TextTable) else {}
+    return texts if length is None else {i: shorten(text, length, placeholder=" …") for i, text in texts.items()}
 
 
 def find_texts(found: Any) -> Any:

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from persample.scanning.datasets import text_losses as text_losses
     from persample.scanning.datasets import wrap_tokenizer as wrap_tokenizer
     from persample.scanning.examples import say_opinion as say_opinion
+    from persample.scanning.exchange import EXCHANGE_FORMATS as EXCHANGE_FORMATS
+    from persample.scanning.exchange import export_suspects as export_suspects
+    from persample.scanning.exchange import import_fixes as import_fixes
     from persample.scanning.feature_table import FeatureTable as FeatureTable
     from persample.scanning.fixes import apply_to_folder as apply_to_folder
     from persample.scanning.fixes import apply_to_table as apply_to_table
@@ -59,6 +62,7 @@ _LAZY = {
     "comparison": "compare_scans",
     "datasets": "ImageFolder PretrainedTokenizer TextCollator TextTable load_tokenizer text_losses wrap_tokenizer",
     "examples": "say_opinion",
+    "exchange": "EXCHANGE_FORMATS export_suspects import_fixes",
     "feature_table": "FeatureTable",
     "fixes": "apply_to_folder apply_to_table read_fixes write_suspects",
     "from_run": "write_columns",

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from persample._internal.text import format_table
 from persample.scanning.damping import Damping, Whitening, check_damping, choose_damping_of_directions
 from persample.scanning.notebook import format_html_table
+from persample.scanning.progress import Mode, show_progress
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.top import RunningTop
 
@@ -94,13 +96,14 @@ def find_outliers(rows: StoredGradients, k: int, damping: Damping = "auto") -> R
 # ---- duplicates ----
 
 
-def find_duplicates(rows: StoredGradients, tolerance: float) -> list[list[int]]:
+def find_duplicates(rows: StoredGradients, tolerance: float, mode: Mode = "none") -> list[list[int]]:
     """Groups of examples with the same gradient, up to a relative difference of `tolerance`.
 
     Each gradient of a group is compared with that of the first example; the difference is relative to the longer one.
     The result is exact, although most pairs are compared in a few directions only. A row of length 1 is split into a
     part `u` in the directions of largest variance and a rest of length `r`. Then the cosine of two rows is at most
-    `u·u' + r r'`, and only pairs for which this bound is large enough are compared in full.
+    `u·u' + r r'`, and only pairs for which this bound is large enough are compared in full. Where most pairs are, whole
+    blocks are compared by one product, so that the work is at most that of comparing all pairs in full, twice.
     """
     min_cosine = (1 - tolerance**2) ** 0.5 - _ROUNDING  # no pair within the tolerance has a smaller cosine
     bounds = _compute_bounds(rows)
@@ -113,16 +116,18 @@ def find_duplicates(rows: StoredGradients, tolerance: float) -> list[list[int]]:
                 is_lead[member] = False
                 groups.setdefault(lead, [lead]).append(member)
 
-    for own in torch.arange(len(rows)).split(_COMPARED_AT_ONCE):
-        earlier = is_lead.nonzero().flatten()
-        is_lead[own] = True
-        for part in earlier.split(BLOCK_SIZE) if len(earlier) else ():
-            join(_find_candidates(bounds, part, own, min_cosine))
-        own = own[is_lead[own]]
-        if not len(own):
-            continue
-        pairs = _find_candidates(bounds, own, own, min_cosine)
-        join(pairs[pairs[:, 0] < pairs[:, 1]])
+    with show_progress("duplicates", len(rows), 0, mode) as advance:
+        for own in torch.arange(len(rows)).split(_COMPARED_AT_ONCE):
+            earlier = is_lead.nonzero().flatten()
+            is_lead[own] = True
+            for part in earlier.split(BLOCK_SIZE) if len(earlier) else ():
+                join(_find_candidates(bounds, part, own, min_cosine))
+            advance(len(own))
+            own = own[is_lead[own]]
+            if not len(own):
+                continue
+            pairs = _find_candidates(bounds, own, own, min_cosine)
+            join(pairs[pairs[:, 0] < pairs[:, 1]])
     return list(groups.values())
 
 
@@ -138,7 +143,7 @@ def _compute_bounds(rows: StoredGradients) -> Tensor:
     basis = vectors[:, len(values) - kept :].float()
 
     def split(block: Tensor) -> Tensor:
-        block = torch.nn.functional.normalize(block)  # rounding to float16 has changed the lengths
+        block = normalize(block)  # rounding to float16 has changed the lengths
         inside = block @ basis
         rest = (block.square().sum(1) - inside.square().sum(1)).clamp(min=0).sqrt()
         return torch.cat([inside, rest[:, None]], 1)
@@ -155,9 +160,24 @@ def _find_candidates(bounds: Tensor, some: Tensor, others: Tensor, min_cosine: f
     return torch.stack([some[found[:, 0]], others[has_any[found[:, 1]]]], 1)
 
 
+def _drop_distant(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
+    """The pairs without those that one product of all their rows shows to differ by more than `tolerance`."""
+    (some, ones), (others, twos) = (ids.unique(return_inverse=True) for ids in pairs.T)
+    left, right = rows[some], rows[others]
+    cosines = (normalize(left) @ normalize(right).T)[ones, twos]
+    lengths = [
+        (part.norm(dim=1) * rows.lengths[ids].float())[places]
+        for part, ids, places in ((left, some, ones), (right, others, twos))
+    ]
+    ratio = torch.minimum(*lengths) / torch.maximum(*lengths).clamp(min=torch.finfo(torch.float32).tiny)
+    return pairs[1 + ratio.square() - 2 * ratio * cosines <= tolerance**2 + _ROUNDING]
+
+
 def _keep_duplicates(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
     """The pairs of gradients that differ, at their original lengths, by at most `tolerance` of the longer one."""
     kept = []
+    if len(pairs) > BLOCK_SIZE:
+        pairs = _drop_distant(rows, pairs, tolerance)
     for some in pairs.split(BLOCK_SIZE):
         one, other = (rows[ids] * rows.lengths[ids, None].float() for ids in some.T)
         longest = torch.maximum(one.norm(dim=1), other.norm(dim=1))

@@ -22,6 +22,7 @@ from persample.scanning.influence import Influence, InfluenceScores, Method, Sto
 from persample.scanning.notebook import format_html_table
 from persample.scanning.preconditioners import Name as ExactMethod
 from persample.scanning.probe import Adam, Probe
+from persample.scanning.progress import choose_mode
 from persample.scanning.queries import Ranking
 from persample.scanning.scanned_examples import ScannedExamples
 from persample.scanning.source import Source
@@ -122,15 +123,17 @@ class Scan(ScannedExamples):
         self._check_id(i)
         return queries.find_neighbours(self._get_gradients(-1), i, k)
 
-    def duplicates(self, tolerance: float = 0.1) -> list[list[int]]:
+    def duplicates(self, tolerance: float = 0.1, progress: bool = False) -> list[list[int]]:
         """Groups of examples with the same effect on the model, largest groups first.
 
         The gradients of a group differ from that of its first example by at most `tolerance`, relative to the longer
-        gradient. Examples without a gradient are in no group.
+        gradient. Examples without a gradient are in no group. The work is at most that of comparing all pairs in full,
+        twice; `progress` shows how far it is.
         """
         if not 0 < tolerance < 1:
             raise ScanError(f"tolerance must be between 0 and 1, got {tolerance}.")
-        return sorted(queries.find_duplicates(self._get_gradients(-1), tolerance), key=len, reverse=True)
+        mode = choose_mode(None if progress else False)
+        return sorted(queries.find_duplicates(self._get_gradients(-1), tolerance, mode), key=len, reverse=True)
 
     def outliers(self, k: int = 10, damping: Damping = "auto") -> Ranking:
         """The `k` examples with the most unusual gradient directions.
