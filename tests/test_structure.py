@@ -34,6 +34,8 @@ ALLOWED = {
     "_check_skip_next_step": "Opacus: BatchMemoryManager's signal to its optimizer",
     "_step_skip_queue": "Opacus: signals of BatchMemoryManager that its optimizer has not used yet",
     "_prepare_inputs": "transformers: moves the batch of the Trainer to its device",
+    "_set_signature_columns_if_needed": "transformers: fills the list of the columns that the Trainer keeps",
+    "_signature_columns": "transformers: the columns that the Trainer keeps",
     "_get_output_dir": "transformers: the folder of the Trainer's checkpoints",
 }
 

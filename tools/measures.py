@@ -37,7 +37,7 @@ MAX_ATTRIBUTES = 15
 MAX_FILE_LINES = 400
 
 # What is built on the core, and the parts of the core that no recording is made of. The rest is the engine.
-APPLICATIONS = {"cli", "monitoring", "scanning", "private", "checking", "compiled", "expanded_weights", "testing"}
+APPLICATIONS = set("cli steering monitoring scanning private checking compiled expanded_weights testing".split())
 BRICKS = {
     "terms",
     "rules",

@@ -1,13 +1,19 @@
-"""Monitors a training with Lightning. Requires `pip install 'persample[lightning]'`."""
+"""Monitors, values and dynamics in a training with Lightning. Requires `pip install 'persample[lightning]'`."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 import lightning.pytorch as pl
+from torch import Tensor
 
+from persample.monitoring.learning import Dynamics, dynamics
 from persample.monitoring.run import Monitor, monitor
+from persample.monitoring.values import Values, value
+
+S = TypeVar("S", Values, Dynamics)
 
 
 class MonitorCallback(pl.Callback):
@@ -59,3 +65,94 @@ class MonitorCallback(pl.Callback):
     def _stop(self) -> None:
         if self.monitor is not None:
             self.monitor.stop()
+
+
+class _StepsCallback(pl.Callback, Generic[S]):
+    """Runs a measuring of steps in `trainer.fit(...)`, with checkpoints.
+
+    Attributes:
+        steps: what measures the last fit; None before it.
+    """
+
+    def __init__(self, ids: Callable[[Any], Any], module: str, options: dict[str, Any]) -> None:
+        self._ids, self._module, self._options = ids, module, options
+        self._state: dict[str, Any] | None = None
+        self.steps: S | None = None
+
+    def _start(self, trainer: Any, pl_module: Any, model: Any) -> S:
+        raise NotImplementedError
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start to measure, from the checkpoint if there is one."""
+        self.steps = self._start(trainer, pl_module, pl_module.get_submodule(self._module))
+        if self._state:
+            self.steps.load_state_dict(self._state)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Number the steps as the trainer does, and take the ids of the batch."""
+        if self.steps is not None:
+            self.steps.step, self.steps.ids = trainer.global_step, self._ids(batch)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the measuring."""
+        if self.steps is not None:
+            self.steps.stop()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the measuring."""
+        self.on_train_end(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs."""
+        return {} if self.steps is None else self.steps.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self._state = state_dict
+
+
+class ValueCallback(_StepsCallback[Values]):
+    """Measures what each example does to a validation loss in `trainer.fit(...)`: see `persample.value`.
+
+    Args:
+        validation: a function of the LightningModule that returns the loss of a validation batch.
+        ids: a function of the batch of `training_step` that returns the ids of its examples.
+        module: the name of the submodule that is trained, by default the whole LightningModule.
+
+    The other options are those of `persample.value`. `callback.steps` is the `Values` of the last fit.
+    """
+
+    def __init__(
+        self, *, validation: Callable[[Any], Tensor], ids: Callable[[Any], Any], module: str = "", **options: Any
+    ) -> None:
+        super().__init__(ids, module, options)
+        self._validation = validation
+
+    def _start(self, trainer: Any, pl_module: Any, model: Any) -> Values:
+        return value(
+            model, validation=lambda _: self._validation(pl_module), optimizer=trainer.optimizers, **self._options
+        )
+
+
+class DynamicsCallback(_StepsCallback[Dynamics]):
+    """Measures how each example is learnt in `trainer.fit(...)`: see `persample.dynamics`.
+
+    `training_step` returns a dict with the loss, the `logits` `(batch, classes)` and the `labels` `(batch,)`.
+
+    Args:
+        ids: a function of the batch of `training_step` that returns the ids of its examples.
+        module: the name of the submodule that is trained, by default the whole LightningModule.
+
+    The other options are those of `persample.dynamics`. `callback.steps.write(directory)` makes a scan of the last fit.
+    """
+
+    def __init__(self, *, ids: Callable[[Any], Any], module: str = "", **options: Any) -> None:
+        super().__init__(ids, module, options)
+
+    def _start(self, trainer: Any, pl_module: Any, model: Any) -> Dynamics:
+        return dynamics(model, **self._options)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Take the outputs of the step."""
+        if self.steps is not None:
+            self.steps.note(outputs["logits"], outputs["labels"])
