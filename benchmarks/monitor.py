@@ -1,6 +1,7 @@
-"""The cost of `persample.monitor`, as a ratio to plain training: `python -m benchmarks.monitor`.
+"""The cost of `persample.monitor` and of other tools in a run, over plain training: `python -m benchmarks.monitor`.
 
-Runs of `EVERY` steps, of which one is measured, take turns with plain runs of the same steps. A GPT with 4 layers of
+Runs of `EVERY` steps take turns with plain runs of the same steps. The monitor measures one of them, and values are
+computed in each. The validation batch is as large as that of the first step. A GPT with 4 layers of
 width 128 with one fixed shape and with shapes that change in every step, and a small convolutional net. One thread,
 processor time, after the first measured step.
 """
@@ -13,6 +14,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,26 +32,33 @@ VOCABULARY = 1000
 Step = Callable[[], None]
 
 
-def make_gpt_steps(varied: bool) -> tuple[nn.Module, Callable[[], Sequence[Step]]]:
-    """A language model, and a function that draws the steps of a run."""
+Workload = tuple[nn.Module, Callable[[], Sequence[Step]], Callable[[nn.Module], Tensor]]
+
+
+def make_gpt_steps(varied: bool) -> Workload:
+    """A language model, a function that draws the steps of a run, and the loss of a validation batch."""
     model, generator = GPT(128, 4, 128, VOCABULARY), random.Random(0)
 
     def make_step(ids: Tensor) -> Step:
         def step() -> None:
             model.zero_grad()
-            logits = model(ids)[:, :-1]
-            F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1)).backward()
+            compute_loss(model, ids).backward()
 
         return step
+
+    def compute_loss(model: nn.Module, ids: Tensor) -> Tensor:
+        logits = model(ids)[:, :-1]
+        return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids[:, 1:].reshape(-1))
 
     def draw() -> list[Step]:
         shapes = [(generator.randint(6, 10), generator.randint(16, 120)) if varied else (8, 64) for _ in range(EVERY)]
         return [make_step(torch.randint(VOCABULARY, shape)) for shape in shapes]
 
-    return model, draw
+    held_out = torch.randint(VOCABULARY, (8, 64))
+    return model, draw, lambda model: compute_loss(model, held_out)
 
 
-def make_cnn_steps() -> tuple[nn.Module, Callable[[], Sequence[Step]]]:
+def make_cnn_steps() -> Workload:
     model = nn.Sequential(
         nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.GroupNorm(4, 64), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
@@ -61,7 +70,7 @@ def make_cnn_steps() -> tuple[nn.Module, Callable[[], Sequence[Step]]]:
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
 
-    return model, lambda: [step] * EVERY
+    return model, lambda: [step] * EVERY, lambda model: F.cross_entropy(model(x), y)
 
 
 WORKLOADS = {
@@ -71,10 +80,24 @@ WORKLOADS = {
 }
 
 
-def measure(name: str, rounds: int) -> dict[str, float | str]:
-    """The ratio of a monitored to a plain run of `EVERY` steps."""
+def is_norm_weight(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() == 1 and "bias" not in name
+
+
+TOOLS: dict[str, Callable[..., Any]] = {
+    "monitor": lambda model, validate: persample.monitor(model, every=EVERY),
+    "value": lambda model, validate: persample.value(model, validation=validate),
+    "value, refresh=10": lambda model, validate: persample.value(model, validation=validate, refresh=10),
+    "value of norm layers, refresh=10": lambda model, validate: persample.value(
+        model, validation=validate, refresh=10, parameters=is_norm_weight
+    ),
+}
+
+
+def measure(name: str, tool: str, rounds: int) -> dict[str, float | str]:
+    """The ratio of a run of `EVERY` steps with a tool to a plain run."""
     torch.manual_seed(0)
-    model, draw = WORKLOADS[name]()
+    model, draw, validate = WORKLOADS[name]()
     with persample.monitor(model, every=1):
         draw()[0]()  # what happens once for a model
     ratios = []
@@ -82,7 +105,7 @@ def measure(name: str, rounds: int) -> dict[str, float | str]:
         steps = draw()
         gc.collect()
         plain = _time_run(steps)
-        with persample.monitor(model, every=EVERY):
+        with TOOLS[tool](model, validate):
             ratios.append(_time_run(steps) / plain)
     low, median, high = compute_quartiles(ratios)
     return {"ratio": round(median, 3), "quartiles": f"{low:.3f} {high:.3f}"}
@@ -98,10 +121,11 @@ def _time_run(steps: Sequence[Step]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="rounds of timing (default: %(default)s)")
+    parser.add_argument("--tools", nargs="+", default=list(TOOLS), choices=TOOLS, help="what to measure (default: all)")
     parser.add_argument("--write", action="store_true", help=f"write the results to {RESULT.name}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result = {name: measure(name, options.rounds) for name in WORKLOADS}
+    result = {tool: {name: measure(name, tool, options.rounds) for name in WORKLOADS} for tool in options.tools}
     print(json.dumps(result, indent=1))
     if options.write:
         write_json(RESULT, {"every": EVERY, "rounds": options.rounds, "torch": torch.__version__, **result})

@@ -94,12 +94,19 @@ def run_prune_digits(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     example.main()
 
 
+def run_select_digits(example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "STEPS", 3)
+    monkeypatch.setattr(example, "SEEDS", 1)
+    example.main()
+
+
 # How the example is run, and what it prints.
 EXAMPLES: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "digits_norms": (run_digits_norms, r"samples checked against a loop with plain autograd: equal"),
     "importance_sampling": (run_importance_sampling, r"uniform +\d\.\d{3}\n +by gradient norm +\d\.\d{3}"),
     "private_augmentations": (run_private_augmentations, r"2 augmentations +accuracy +\d+\.\d%   epsilon [34]\.\d\d"),
     "prune_digits": (run_prune_digits, r"1200 examples, random[\s\S]*300 examples, largest EL2N +\d+\.\d%"),
+    "select_digits": (run_select_digits, r"held-out data alone +\d[\s\S]*select +\d+\.\d% ± 0\.0%"),
     "private_digits": (run_private, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "private_text": (run_private_text, r"no privacy[\s\S]*epsilon \d+\.\d\d at delta"),
     "two_losses": (run_two_losses, r"weight of the digits 0\.50[\s\S]*samples in conflict +\d+%"),

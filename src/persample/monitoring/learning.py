@@ -74,9 +74,14 @@ class Dynamics(MeasuredSteps[Found]):
         ids: the ids of the samples of the next call of the model; set it before the call.
         step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
 
-    >>> Dynamics.stop(found := dynamics(torch.nn.Linear(3, 2)))
-    >>> found.step
-    0
+    >>> model = torch.nn.Linear(3, 2)
+    >>> with dynamics(model) as found:
+    ...     found.ids = ["a", "b"]
+    ...     logits = model(torch.randn(2, 3))
+    ...     found.note(logits, torch.tensor([0, 1]))
+    ...     logits.square().mean().backward()
+    >>> found.seen, found.columns()["norm"].shape
+    (['a', 'b'], torch.Size([2]))
     """
 
     def __init__(self, model: Model, every: int, options: dict[str, Any]) -> None:

@@ -119,11 +119,12 @@ class Values(MeasuredSteps[StepValues]):
         ids: the ids of the samples of the next call of the model; set it before the call.
         step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
 
-    >>> model = torch.nn.Linear(3, 1)
-    >>> with value(model, validation=lambda model: model(torch.ones(2, 3)).mean()) as values:
-    ...     model(torch.ones(4, 3)).square().mean().backward()
-    >>> values.step
-    1
+    >>> model, x = torch.nn.Linear(3, 1), torch.randn(4, 3)
+    >>> with value(model, validation=lambda m: m(x).square().mean()) as values:
+    ...     values.ids = ["a", "b", "c", "d"]
+    ...     model(x).square().mean().backward()
+    >>> sorted(values.totals()), values.latest.values.shape
+    (['a', 'b', 'c', 'd'], torch.Size([4]))
     """
 
     def __init__(

@@ -23,7 +23,7 @@ from persample.gradients import PerSampleGradients
 
 
 def select(
-    grads: PerSampleGradients, count: int, direction: Mapping[str, Tensor] | None = None, diversity: float = 1.0
+    grads: PerSampleGradients, count: int, direction: Mapping[str, Tensor] | None = None, diversity: float = 0.1
 ) -> Tensor:
     """`(count,)`: the rows to train on, best first.
 
@@ -32,9 +32,8 @@ def select(
         count: how many rows to choose.
         direction: `{name: shape}`, what the chosen rows should agree with, such as the gradient of a validation loss;
             by default the mean of the pool.
-        diversity: how much rows count that are similar to those chosen before: ηc above, in units in which the mean
-            squared norm of a row times the number of chosen rows is the mean value of a row. 0 takes the largest
-            values.
+        diversity: how much similarity to rows chosen before counts: ηc above, times `count`. 0 takes the largest
+            values; with 1 the mean of the chosen rows comes as close to the direction as a greedy choice can.
 
     >>> import persample
     >>> model = torch.nn.Linear(3, 1)
@@ -55,20 +54,14 @@ def select(
 
 def choose_greedily(values: Tensor, gram: Tensor, count: int, diversity: float) -> Tensor:
     """`(count,)`: the greedy choice by the values `(rows,)` and the Gram matrix `(rows, rows)` of the rows."""
-    gains = values - _scale(values, gram, count) * diversity * gram.diagonal() / 2
-    factor, chosen = _scale(values, gram, count) * diversity, []
+    factor, chosen = diversity / count, []
+    gains = values - factor * gram.diagonal() / 2
     for _ in range(count):
         best = int(gains.argmax())
         chosen.append(best)
         gains = gains - factor * gram[best]
         gains[best] = -torch.inf
     return torch.tensor(chosen, device=values.device)
-
-
-def _scale(values: Tensor, gram: Tensor, count: int) -> float:
-    """The factor that makes penalties as large as values: at the end of the choice, for rows of average similarity."""
-    penalty = gram.diagonal().mean() * count
-    return float(values.abs().mean() / penalty) if penalty > 0 else 0.0
 
 
 def weighted_sum(grads: PerSampleGradients, chosen: Tensor, weights: Tensor | None = None) -> dict[str, Tensor]:
