@@ -276,6 +276,33 @@ def packed_text(size: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randint(11, (size, 5)), lengths, torch.randint(3, (size, 5)).where(mask, -100)
 
 
+def lengths_as_list(size: int) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    x, y, mask = sequence_mask(size)
+    return x, y, mask, mask.sum(1).int().tolist()
+
+
+@losses(
+    "sum over sequences, divided by the sum of a list of lengths",
+    regression,
+    lengths_as_list,
+    share=lambda model, sample, batch: squares_of_tokens(model, sample).sum() / sum(batch[3]),
+    take=lambda b, n: (b[0][n : n + 1], b[1][n : n + 1], b[2][n : n + 1], b[3][n : n + 1]),
+)
+def over_list_of_lengths(model: nn.Module, batch: Batch) -> Tensor:
+    return squares_of_tokens(model, batch).sum() / sum(batch[3])
+
+
+def squares_of_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch[0]) - batch[1]).pow(2).mean(-1) * batch[2]  # type: ignore[no-any-return]
+
+
+@losses(
+    "sum over sequences, divided by their length", regression, sequence_mask, sizes=(5, 3, 10), front_ends=(RECORD,)
+)
+def over_length(model: nn.Module, batch: Batch) -> Tensor:
+    return squares_of_tokens(model, batch).sum() / batch[0].size(1)
+
+
 # ---- penalties ----
 
 
@@ -460,6 +487,14 @@ def pgd(model: nn.Module, batch: Batch) -> Tensor:
         (grad,) = torch.autograd.grad(F.cross_entropy(model(adversarial), y, reduction="sum"), [adversarial])
         adversarial = (adversarial.detach() + 0.05 * grad.sign()).clamp(x - 0.1, x + 0.1)
     return F.cross_entropy(model(adversarial), y)
+
+
+@losses("TRADES: sum of divergences, times beta over the batch size, beside a mean", classifier, labelled)
+def trades(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    size = len(x)
+    divergence = nn.KLDivLoss(reduction="sum")(F.log_softmax(model(x + 0.1), 1), F.softmax(model(x), 1))
+    return F.cross_entropy(model(x), y) + 6 * (1.0 / size) * divergence
 
 
 # ---- embeddings, sets ----

@@ -158,7 +158,8 @@ def test_a_number_of_the_source_code_is_a_factor_whatever_the_batch_size(sizes: 
         lambda m, b: squares(m, b).sum() / (2 * 6),
         lambda m, b: squares(m, b).sum().div_(4.0),
         lambda m, b: torch.div(squares(m, b).sum(), 12),
-        lambda m, b: squares(m, b).sum() / 2 + 0.5 * m(b[0]).sum(),
+        lambda m, b: squares(m, b).sum() / 2 + 0.5 * m(b[0])[: len(b[0])].sum(),
+        lambda m, b: squares(m, b)[: len(b[0])].sum(dim=(0, 1)) * 0.25 + 0.5 * m(b[0]).sum(),
     ]
     for loss in losses:
         model = make_model()
@@ -204,7 +205,7 @@ def test_other_parts_of_the_loss_decide_what_a_number_is(name: str) -> None:
 
 def test_a_plain_sum_beside_a_mean_is_refused() -> None:
     model, batch = make_model(), make_batch(4)
-    for part in (lambda s: s.sum() / 7, lambda s: s.sum()):
+    for part in (lambda s: s.sum() / 7, lambda s: 0.1 * s.sum(), lambda s: s.sum()):
         with pytest.raises(PerSampleError, match="combines a sum over the samples"), record(model):
             (part(squares(model, batch)) + squares(model, batch).mean()).backward()
 

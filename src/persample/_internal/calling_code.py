@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import torch
 
 _LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
-_BETWEEN = {"KW_NAMES", "PRECALL", "CACHE", "EXTENDED_ARG"}  # the last argument and the call that gets it
+_BETWEEN = {"KW_NAMES", "PRECALL", "CACHE", "EXTENDED_ARG"}  # the last operand and the call that gets it
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
 
 
@@ -24,17 +24,21 @@ def find_calling_frame() -> FrameType:
 
 
 def is_written_out(number: float, frame: FrameType) -> bool:
-    """Whether the call that a frame makes has a number of the source code as its last argument: `x / 2`, `x.div(2)`."""
-    return _find_last_constant(frame.f_code, frame.f_lasti) == number
+    """Whether a number of the source code is an operand of what a frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
+    return number in _find_constants(frame.f_code, frame.f_lasti)
 
 
 @lru_cache(maxsize=256)
-def _find_last_constant(code: CodeType, position: int) -> object:
-    """The constant that is loaded right before an instruction; None if something else is."""
-    before = None
-    for instruction in dis.get_instructions(code):
-        if instruction.offset >= position:
-            break
-        if instruction.opname not in _BETWEEN:
-            before = instruction
-    return before.argval if before is not None and before.opname in _CONSTANTS else None
+def _find_constants(code: CodeType, position: int) -> tuple[object, ...]:
+    """The constants that are loaded as the last operand of an instruction, or as the one before it."""
+    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset < position]
+    while before and before[-1].opname in _BETWEEN:
+        before.pop()
+    found = [before[-1].argval] if before and before[-1].opname in _CONSTANTS else []
+    depth = 0
+    while before and depth < 1:  # the instructions that compute the last operand
+        instruction = before.pop()
+        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+    if before and before[-1].opname in _CONSTANTS:
+        found.append(before[-1].argval)
+    return tuple(found)

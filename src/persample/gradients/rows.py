@@ -244,8 +244,9 @@ class LossReduction:
         factors = find_own_factors(self._divisors, batch, rows.met_units) if self._owns_divisor else None
         if isinstance(factors, str):
             raise PerSampleError(
-                f"divisor='own' was given, but {factors}: {where}. Reduce each sample's loss by itself first, or leave "
-                "divisor='batch', which holds the number of the whole batch constant."
+                f"divisor='own' was given, but {factors}: {where}. Reduce each sample's loss by itself first, pass "
+                "loss_reduction='sum' if the number is a factor of each sample's loss, or leave divisor='batch', which "
+                "holds the number of the whole batch constant."
             )
         self._factors = factors
         self._set_found(loss.kind)

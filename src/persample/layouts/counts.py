@@ -107,7 +107,7 @@ class CountedSizes:
     @property
     def can_assume(self) -> bool:
         """Whether other parts of the loss can show what a number means of which nothing is known."""
-        return self.divisors == "batch" and self.given_reduction is None
+        return self.holds_divisors and self.given_reduction is None
 
     @property
     def is_open(self) -> bool:

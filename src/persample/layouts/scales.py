@@ -43,15 +43,22 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    if number is None or call.batch < 2 or not found.is_clear:
+    is_single = call.batch < 2 and not call.counted.wholes  # a first part of a batch may have one sample
+    if number is None or is_single or not found.is_clear:
         return found, depends_on_values
     if not call.counted.holds_divisors:
         reading = _read(call, found, number)
-    elif call.facts.is_division and not depends_on_values and is_written_out(number, find_calling_frame()):
-        reading = _Reading("factor")
+    elif _is_written_out(call, found, number) and not depends_on_values:
+        return found, False
     else:
         reading = _compare_with_earlier(call, found, number)
     return _apply(call, found, number, reading), depends_on_values
+
+
+def _is_written_out(call: Call, found: Reduced, number: float) -> bool:
+    """Whether a sum is scaled by a number of the source code: a factor, unless the user says what the loss is."""
+    is_open = found.kind == "sum" and call.counted.given_reduction is None
+    return is_open and is_written_out(number, find_calling_frame())
 
 
 def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Reduced | Lost:
@@ -67,7 +74,8 @@ def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Redu
         divided = {"kind": "mean", "is_share": True, "divisors": (reading.divisor,), "is_assumed": assumed}
         return replace(found, cause=cause, **divided)  # type: ignore[arg-type]
     if reading.meaning == "factor" and found.kind == "sum" and not call.facts.is_division:
-        return replace(found, is_assumed=call.counted.can_assume)  # `(6 / batch_size) * loss.sum()`
+        assumed = call.counted.can_assume and call.counted.divisors == "batch"
+        return replace(found, is_assumed=assumed)  # `(6 / batch_size) * loss.sum()`
     if reading.meaning == "size":
         kind, verb = ("sum", "multiplies") if found.kind == "mean" else ("mean", "divides")
         return replace(found, cause=f"{found.cause}, and {name} {verb} by {number:g}", kind=kind, divisors=())  # type: ignore[arg-type]
@@ -130,7 +138,7 @@ def _read(call: Call, found: Reduced, number: float) -> _Reading:
         return _Reading("statistic")
     if is_given and is_division and found.kind == "sum":
         return _Reading("count", Divisor("items", divisor))
-    if _may_count(call, found) and (divisor == 1 or not _is_product_of_sizes(found, divisor)):
+    if _may_count(call, found, number) and (divisor == 1 or not _is_product_of_sizes(found, divisor)):
         return _Reading("count", Divisor("items", divisor), is_assumed=True)
     return _Reading("unclear" if _may_be_size(call, found, number) else "factor")
 
@@ -159,12 +167,14 @@ def _find_total(call: Call, found: Reduced, divisor: float) -> list[Divisor | No
     return []
 
 
-def _may_count(call: Call, found: Reduced) -> bool:
+def _may_count(call: Call, found: Reduced, number: float) -> bool:
     """Whether a call divides a sum by a number that may count something: one that is no part of the model."""
-    if not (call.facts.is_division and found.kind == "sum" and call.counted.divisors == "batch"):
+    if not (call.facts.is_division and found.kind == "sum" and call.counted.holds_divisors):
         return False
     numbers = [tensor for tensor, where in call.pairs if where is None]
-    return not any(map(call.counted.is_held, numbers))
+    if numbers:
+        return not any(map(call.counted.is_held, numbers))
+    return not is_written_out(number, find_calling_frame())
 
 
 def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
