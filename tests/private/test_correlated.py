@@ -337,7 +337,7 @@ def test_restart(strategy: Strategy, tmp_path: Path) -> None:
         load(second, path)
         second.run(9)
         assert all(gap % strategy.separation == 0 for gap in get_gaps(first.batches + second.batches))
-        entries = second.optimizer.mechanism.count_entries(16)
+        entries = strategy.count_entries(16)
         assert second.engine.accountant.history == [(0.8, second.optimizer.mechanism.rate, entries)]
         fresh = make_matrix(strategy.coefficients) @ torch.stack(first.noise + second.noise).numpy()
         scale = 0.8 * second.optimizer.mechanism.scale

@@ -10,16 +10,19 @@ try:
 except ImportError as error:
     raise ImportError("persample.private needs Opacus and cryptography: pip install 'persample[private]'") from error
 
+from persample.private.adam import AdamBC
 from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.auditing import AuditResult, AuditRun, DirectTest, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
+from persample.private.plan import PlannedTraining, PrivacyPlan
 from persample.private.splitting import BatchMemoryManager
 from persample.private.statement import PrivacyStatement, read_statement
 from persample.private.stepping import Step
 from persample.private.strategies import BandedInverse, BandedInverseRoot, BandedMatrix, Cancelling, Strategy
 
 __all__ = [
+    "AdamBC",
     "AdaptiveOptimizer",
     "AuditResult",
     "AuditRun",
@@ -29,7 +32,9 @@ __all__ = [
     "BatchMemoryManager",
     "Cancelling",
     "DirectTest",
+    "PlannedTraining",
     "PrivacyEngine",
+    "PrivacyPlan",
     "PrivacyStatement",
     "PrivateOptimizer",
     "Step",

@@ -27,7 +27,12 @@ class Budget:
             raise PerSampleError("Pass either noise_multiplier or target_epsilon.")
 
     def make_private(self, engine: PrivacyEngine, steps: int, **options: Any) -> Any:
-        """Make the private optimizer for a training of `steps` steps from now on."""
+        """Make the private optimizer for a training of `steps` steps from now on, with batches of a trainer."""
+        for name in ("sample_rate", "strategy"):
+            if options.get(name) is not None:
+                raise PerSampleError(
+                    f"Trainers draw their batches themselves, so they do not support {name}. Use PrivacyEngine."
+                )
         if self.noise_multiplier is not None:
             return engine.make_private(noise_multiplier=self.noise_multiplier, **options)[1]
         assert self.target_epsilon is not None

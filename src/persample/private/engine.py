@@ -5,24 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from functools import partial
 from itertools import chain
 from typing import Any, Unpack
 
 import opacus
-import torch
-from opacus.validators.module_validator import ModuleValidator
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from persample import _torch
 from persample._internal.files import remove_unfinished, write_atomically
 from persample._internal.options import make_options, show_options
 from persample.private.accounting import make_event
 from persample.private.adaptive import AdaptiveOptimizer
+from persample.private.assembly import Assembly, get_sample_rate
 from persample.private.auditing import AuditResult
 from persample.private.checkpoints import (
     History,
@@ -33,29 +28,18 @@ from persample.private.checkpoints import (
     restore_parts,
 )
 from persample.private.criterion import Criterion
-from persample.private.errors import PrivateTrainingError, UnsupportedModule
+from persample.private.errors import PrivateTrainingError
 from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_multiplier
-from persample.private.loader import hand_out_batches
-from persample.private.mechanism import CorrelatedMechanism
+from persample.private.modules import find_unsupported, refuse_unsupported, replace_unsupported
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.options import WITH_CRITERION, EngineOptions, PrivateOptions
-from persample.private.processes import send_from_first
 from persample.private.sampling import (
-    WithAttributes,
-    check_loader,
-    copy_with_empty,
-    make_cyclic_sampler,
     make_secret_generator,
     prepare_empty_batches,
     replace_sampler,
 )
 from persample.private.statement import make_statement, write_statement
-from persample.private.units import make_unit_loader
 from persample.private.wrapping import Handle, show_as_wrapped
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class PrivacyEngine(opacus.PrivacyEngine):
@@ -121,103 +105,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         optimizer = _release_private(optimizer)
         _check_parameters(module, optimizer)
         self.validate(module=module, optimizer=optimizer, data_loader=data_loader)
-        distributed = _prepare_processes(module, chosen.distributed)
-        data_loader = self._with_secret_batches(data_loader, chosen)
-        mechanism = self._make_mechanism(module, data_loader, chosen, distributed)
-        data_loader = self._make_loader(data_loader, chosen, distributed, mechanism)
-        private = self._make_optimizer(optimizer, module, data_loader, chosen, distributed, amount)
-        if mechanism is not None:
-            private.correlate(mechanism)
-            private.attach_step_hook(mechanism.make_hook(self.accountant))
-        data_loader = hand_out_batches(data_loader, private)
+        private, data_loader = Assembly(self, chosen, module, data_loader).make(optimizer, amount)
         model = show_as_wrapped(module) if chosen.wrap_model else Handle(module, private)
         if chosen.grad_sample_mode in WITH_CRITERION:
             criterion = Criterion(chosen.criterion or nn.CrossEntropyLoss(), chosen.loss_reduction)
             return model, private, criterion, data_loader
         return model, private, data_loader
-
-    def _with_secret_batches(self, data_loader: DataLoader[Any], chosen: EngineOptions) -> Any:
-        """The loader with a generator of its batches that no seed of the program reaches, unless it has one itself."""
-        if chosen.poisson_sampling:
-            check_loader(data_loader)
-        has_generator = self.secure_mode or chosen.noise_generator is not None or data_loader.generator is not None
-        if has_generator or not chosen.poisson_sampling:
-            return data_loader
-        return WithAttributes(data_loader, generator=make_secret_generator())
-
-    def _make_mechanism(
-        self, module: nn.Module, data_loader: DataLoader[Any], chosen: EngineOptions, distributed: bool
-    ) -> CorrelatedMechanism | None:
-        if chosen.strategy is None:
-            return None
-        if self.secure_mode or _torch.get_fsdp_states(module):
-            raise PrivateTrainingError("Correlated noise (strategy) does not support secure_mode and FSDP2.")
-        return CorrelatedMechanism(chosen.strategy, partial(make_cyclic_sampler, data_loader, distributed))
-
-    def _make_loader(
-        self,
-        data_loader: DataLoader[Any],
-        chosen: EngineOptions,
-        distributed: bool,
-        mechanism: CorrelatedMechanism | None,
-    ) -> DataLoader[Any]:
-        """The loader of Poisson samples, of examples or of units."""
-        if mechanism is not None:
-            return copy_with_empty(data_loader, mechanism.sampler, chosen.batch_first)
-        if chosen.unit_ids is None:
-            return self._prepare_data_loader(
-                data_loader,
-                distributed=distributed,
-                poisson_sampling=chosen.poisson_sampling,
-                batch_first=chosen.batch_first,
-                rand_on_empty=chosen.rand_on_empty,
-            )
-        return make_unit_loader(
-            data_loader,
-            chosen.unit_ids,
-            examples_per_unit=chosen.examples_per_unit,
-            generator=self.secure_rng if self.secure_mode else data_loader.generator,
-            distributed=distributed,
-            batch_first=chosen.batch_first,
-        )
-
-    def _make_optimizer(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module,
-        data_loader: DataLoader[Any],
-        chosen: EngineOptions,
-        distributed: bool,
-        amount: Mapping[str, Any],
-    ) -> PrivateOptimizer:
-        """The private optimizer, whose steps the accountant counts. `amount` is that of the noise, with its bound."""
-        sample_rate = 1 / len(data_loader)
-        sampled: Any = data_loader.dataset if chosen.unit_ids is None else data_loader.batch_sampler
-        count = len(sampled) if chosen.unit_ids is None else sampled.unit_count
-        processes = torch.distributed.get_world_size() if distributed else 1
-        common: dict[str, Any] = {
-            **amount,
-            "module": module,
-            "expected_batch_size": int(count * sample_rate) / processes,
-            "loss_reduction": chosen.loss_reduction,
-            "poisson_sampling": chosen.poisson_sampling,
-            "distributed": distributed,
-            "normalize_clipping": chosen.normalize_clipping,
-            "grad_samples": chosen.fills_rows,
-            "has_units": chosen.unit_ids is not None,
-            "recording": chosen.recording,
-            "generator": self.secure_rng if self.secure_mode else chosen.noise_generator,
-            "secure_mode": self.secure_mode,
-        }
-        if chosen.clipping == "adaptive":
-            private: PrivateOptimizer = AdaptiveOptimizer(optimizer, **common, **chosen.adaptive)
-        else:
-            private = PrivateOptimizer(optimizer, clipping=chosen.clipping, **common)
-        if chosen.poisson_sampling and not self.secure_mode and data_loader.generator is not None:
-            private.generators.append(data_loader.generator)
-        self.optimizers.append(private)
-        private.attach_step_hook(self.accountant.get_optimizer_hook_fn(sample_rate=sample_rate))
-        return private
 
     def _make_private_by_opacus(self, chosen: EngineOptions, **arguments: Any) -> tuple[Any, ...]:
         """`make_private` of Opacus for gradients that the user fills in, with noise that no seed reaches."""
@@ -270,14 +163,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             max_grad_norm: bound of the gradient of a sample.
             **options: see `EngineOptions`.
         """
-        make_options(EngineOptions, "make_private_with_epsilon", options, PrivateOptions)
-        if (epochs is None) == (steps is None):
-            raise PrivateTrainingError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
-        length, value = ("epochs", epochs) if steps is None else ("steps", steps)
-        if value is None or not value > 0:
-            raise PrivateTrainingError(
-                f"{length} must be positive, because the noise for target_epsilon depends on it, got {value}"
-            )
+        chosen = make_options(EngineOptions, "make_private_with_epsilon", options, PrivateOptions)
+        _check_length(epochs, steps)
         found = self.make_private(
             module=module,
             optimizer=optimizer,
@@ -287,7 +174,8 @@ class PrivacyEngine(opacus.PrivacyEngine):
             **options,
         )
         private, batches = found[1], len(found[-1])
-        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": 1 / batches}
+        rate = get_sample_rate(found[-1], chosen)
+        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta, "sample_rate": rate}
         try:
             if steps is None:
                 assert epochs is not None
@@ -303,7 +191,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
         """Give an optimizer the noise for a budget; a private one also refuses steps that would exceed it."""
         mechanism = getattr(private, "mechanism", None)
         if mechanism is not None:
-            steps, budget = mechanism.count_entries(steps), {**budget, "sample_rate": mechanism.rate}
+            steps, budget = mechanism.strategy.count_entries(steps), {**budget, "sample_rate": mechanism.rate}
         noise_multiplier = find_noise_multiplier(self.accountant, steps=steps, tolerance=tolerance, **budget)
         private.noise_multiplier = noise_multiplier
         if not isinstance(private, PrivateOptimizer):
@@ -328,40 +216,18 @@ class PrivacyEngine(opacus.PrivacyEngine):
         self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
     ) -> None:
         """Raise for modules that are known to mix samples or to keep statistics of samples."""
-        for name, found in _find_unsupported(module).items():
-            if isinstance(found, _EMBEDDINGS):
-                raise UnsupportedModule(
-                    f"'{name}' ({type(found).__name__}) cannot be trained privately: max_norm scales down the rows of "
-                    "the weight that occur in the batch, without noise. Set max_norm=None, for example with "
-                    "PrivacyEngine.get_compatible_module(model) before you make the optimizer."
-                )
-            raise UnsupportedModule(
-                f"'{name}' ({type(found).__name__}) cannot be trained privately: it normalises with statistics of the "
-                "batch, or it keeps statistics of samples. Replace it by GroupNorm, for example with "
-                "PrivacyEngine.get_compatible_module(model) before you make the optimizer, or keep it in eval() mode."
-            )
+        refuse_unsupported(module)
 
     def is_compatible(
         self, *, module: nn.Module, optimizer: Optimizer | None = None, data_loader: DataLoader[Any] | None = None
     ) -> bool:
         """Whether `validate` accepts the module."""
-        return not _find_unsupported(module)
+        return not find_unsupported(module)
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """Copy the module, with modules that `validate` refuses replaced by the fixers of Opacus."""
-        module = deepcopy(module)
-        for name, part in _find_unsupported(module).items():
-            if isinstance(part, _EMBEDDINGS):
-                part.max_norm = None
-                continue
-            like = next(chain(part.parameters(), part.buffers()), torch.empty(0))
-            replacement = ModuleValidator.FIXERS[type(part)](part).to(like.device, like.dtype)
-            if not name:
-                return replacement
-            parent, _, last = name.rpartition(".")
-            setattr(module.get_submodule(parent), last, replacement)
-        return module
+        return replace_unsupported(module)
 
     def to_dp_accounting(self) -> Any:
         """The steps so far as an event of dp-accounting, from which any of its accountants computes epsilon."""
@@ -456,6 +322,16 @@ class PrivacyEngine(opacus.PrivacyEngine):
         return checkpoint
 
 
+def _check_length(epochs: float | None, steps: int | None) -> None:
+    if (epochs is None) == (steps is None):
+        raise PrivateTrainingError("Pass either epochs or steps: the noise for target_epsilon depends on it.")
+    length, value = ("epochs", epochs) if steps is None else ("steps", steps)
+    if value is None or not value > 0:
+        raise PrivateTrainingError(
+            f"{length} must be positive, because the noise for target_epsilon depends on it, got {value}"
+        )
+
+
 def _release_private(optimizer: Optimizer) -> Optimizer:
     """The optimizer inside of a private one, which is released; any other optimizer itself."""
     if not isinstance(optimizer, PrivateOptimizer):
@@ -468,34 +344,6 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     own = set(module.parameters())
     if any(p not in own for p in chain.from_iterable(group["params"] for group in optimizer.param_groups)):
         raise PrivateTrainingError("Module parameters are different than optimizer Parameters")
-
-
-def _prepare_processes(module: nn.Module, distributed: bool | None) -> bool:
-    """Whether each process trains a copy of the module; the copies are made equal if nothing else does."""
-    if distributed is None:
-        return is_distributed(module)
-    if distributed and not is_distributed(module):
-        send_from_first(module)
-    return distributed
-
-
-def is_distributed(module: nn.Module) -> bool:
-    """Whether a module is wrapped by DDP, or sharded by FSDP2, in an initialised process group."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    wrappers = (DistributedDataParallel, opacus.distributed.DifferentiallyPrivateDistributedDataParallel)
-    return isinstance(module, wrappers) or bool(_torch.get_fsdp_states(module))
-
-
-def _find_unsupported(module: nn.Module) -> dict[str, nn.Module]:
-    """Submodules that use statistics of the batch, or write samples into their state, by name."""
-    found: dict[str, nn.Module] = {}
-    for name, part in module.named_modules():
-        uses_batch = isinstance(part, _BATCH_NORMS) and (part.training or part.running_mean is None)
-        keeps_samples = isinstance(part, _INSTANCE_NORMS) and part.track_running_stats and part.training
-        if uses_batch or keeps_samples or (isinstance(part, _EMBEDDINGS) and part.max_norm is not None):
-            found[name] = part
-    return found
 
 
 def get_private_state(optimizer: Any) -> dict[str, Any]:

@@ -33,14 +33,10 @@ class CorrelatedMechanism:
         self.noise = make_noise(strategy)
         self.turns = Turns(lambda: self.noise.draws)
         self.sampler = make_sampler(bins=strategy.separation, count_steps=self.turns.count_steps)
-        self.rate = self.sampler.rate if strategy.is_amplified else 1.0
+        self.rate = strategy.get_entry_rate(1 / len(self.sampler))
         self.scale = strategy.column_norm if strategy.is_amplified else strategy.sensitivity
         self.limit: Callable[[Any, float], None] | None = None
         self._noise_multiplier: float | None = None
-
-    def count_entries(self, steps: int) -> int:
-        """The number of entries of the accountant's history for the first steps."""
-        return -(-steps // self.strategy.separation) if self.strategy.is_amplified else 1
 
     def _has_entry(self, step: int) -> bool:
         return step % self.strategy.separation == 0 if self.strategy.is_amplified else step == 0
@@ -70,6 +66,11 @@ class CorrelatedMechanism:
                 accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=self.rate)
 
         return count
+
+    def compute_growth(self) -> float:
+        """The deviation of the noise of the last step, relative to its part that was new."""
+        weights = self.strategy.noise_coefficients[: self.noise.draws]
+        return float((weights**2).sum() ** 0.5)
 
     def describe(self) -> dict[str, str]:
         """The mechanism and the sampler in words."""

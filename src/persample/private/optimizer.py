@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from persample.errors import PerSampleError
 from persample.gradients import StreamedClip
+from persample.private.adam import tell_noise
 from persample.private.arrivals import Arrivals
 from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
@@ -150,6 +151,7 @@ class PrivateOptimizer(OpacusShape):
         left = [ref(p.grad) for p in self.params if p.grad is not None] if self._step.has_samples else []
         self._step.forget()
         self._clear_rows()
+        tell_noise(self.original_optimizer, 0.0)
         self._left = left
 
     def _count_samples(self, grads: StreamedClip) -> Sums:
@@ -241,6 +243,7 @@ class PrivateOptimizer(OpacusShape):
         for p in self.params:
             total = totals.pop(id(p)).detach()
             p.grad = (total if divisor == 1 else total.div_(divisor)).to(p.dtype)
+        tell_noise(self.original_optimizer, self.releaser.growth * std / divisor)
         self._call_step_hook(settings)
 
     @torch.no_grad()

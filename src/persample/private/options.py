@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
@@ -60,6 +61,8 @@ class PrivateOptions(TypedDict, total=False):
     verify: Verify
     nonfinite: NonFinite
     strategy: Strategy | None
+    sample_rate: float | None
+    expected_batch_size: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,9 @@ class EngineOptions:
         nonfinite: samples whose gradient is not finite are left out ("zero") or raise an error ("raise").
         strategy: noise that takes back parts of the noise of earlier steps, see `Strategy`. The batches are then
             Poisson samples of bins in turn.
+        sample_rate: the probability of each example to be in a batch. By default it is one divided by the number of
+            batches of the loader, which depends on the size of the data set.
+        expected_batch_size: what sums are divided by. By default it is the size of the data set times the rate.
     """
 
     criterion: Callable[..., Any] | None = None
@@ -143,6 +149,8 @@ class EngineOptions:
     verify: Verify = "first"
     nonfinite: NonFinite = "zero"
     strategy: Strategy | None = None
+    sample_rate: float | None = None
+    expected_batch_size: float | None = None
 
     def __post_init__(self) -> None:
         if self.grad_sample_mode not in (None, *_MODES):
@@ -153,6 +161,7 @@ class EngineOptions:
             raise PrivateTrainingError("examples_per_unit requires unit_ids.")
         if self.unit_ids is not None and not self.poisson_sampling:
             raise PrivateTrainingError("unit_ids requires poisson_sampling=True: the accountant counts sampled units.")
+        self._check_sampling()
         if self.strategy is not None:
             self._check_strategy()
         given = {name: getattr(self, name) for name in _ADAPTIVE if getattr(self, name) is not None}
@@ -162,6 +171,24 @@ class EngineOptions:
         if self.clipping != "adaptive" and given:
             names = ", ".join(given)
             raise PrivateTrainingError(f"{names} requires clipping='adaptive', got clipping={self.clipping!r}.")
+
+    def _check_sampling(self) -> None:
+        """Refuse rates and sizes that are not possible, or would not be used."""
+        if self.grad_sample_mode == "no_op" and (self.sample_rate, self.expected_batch_size) != (None, None):
+            raise PrivateTrainingError("grad_sample_mode='no_op' does not support sample_rate and expected_batch_size.")
+        if self.expected_batch_size is not None and not 0 < self.expected_batch_size < math.inf:
+            raise PrivateTrainingError(f"expected_batch_size must be positive, got {self.expected_batch_size}.")
+        if self.sample_rate is None:
+            return
+        if not 0 < self.sample_rate <= 1:
+            raise PrivateTrainingError(f"sample_rate must be a probability above 0, got {self.sample_rate}.")
+        if not self.poisson_sampling or self.rand_on_empty or self.unit_ids is not None:
+            raise PrivateTrainingError(
+                "sample_rate requires Poisson samples of examples: it does not support poisson_sampling=False, "
+                "rand_on_empty and unit_ids, which take their rate from the batch size of the loader."
+            )
+        if self.strategy is not None and abs(1 / self.sample_rate - round(1 / self.sample_rate)) > 1e-6:
+            raise PrivateTrainingError(f"With a strategy, 1 / sample_rate must be an integer, got {self.sample_rate}.")
 
     def _check_strategy(self) -> None:
         """Refuse what has other batches, or other draws of noise, than correlated noise."""

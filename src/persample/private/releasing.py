@@ -38,6 +38,11 @@ class Releaser:
         self.mechanism: CorrelatedMechanism | None = None
         self._generator, self._secure_mode = generator, secure_mode
 
+    @property
+    def growth(self) -> float:
+        """The deviation of the noise of the last step, relative to that of `release`."""
+        return 1.0 if self.mechanism is None else self.mechanism.compute_growth()
+
     def release(self, params: Sequence[Tensor], sums: Sums, std: float) -> Sums:
         """The sums of all processes with noise of deviation `std`, for all parameters.
 

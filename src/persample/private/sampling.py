@@ -129,7 +129,18 @@ def copy_with_empty(loader: Any, sampler: Any, batch_first: bool) -> DataLoader[
     return copy_loader(loader, loader.dataset, sampler, collate, loader.generator)
 
 
-def make_cyclic_sampler(loader: Any, distributed: bool, **options: Any) -> CyclicSampler:
+def make_uniform_sampler(loader: Any, sample_rate: float, distributed: bool) -> Any:
+    """The sampler of Poisson samples with a given rate; an epoch has as many batches as fit into one."""
+    if distributed:
+        return DistributedPoissonSampler(
+            total_size=len(loader.dataset), sample_rate=sample_rate, generator=loader.generator
+        )
+    return UniformWithReplacementSampler(
+        num_samples=len(loader.dataset), sample_rate=sample_rate, generator=loader.generator
+    )
+
+
+def make_cyclic_sampler(loader: Any, distributed: bool, batches: int, **options: Any) -> CyclicSampler:
     """The sampler of bins for a loader, whose batch size is the expected number of samples of a batch."""
     rank, processes, seeds = 0, 1, [secrets.randbits(63)]
     if distributed:
@@ -137,7 +148,7 @@ def make_cyclic_sampler(loader: Any, distributed: bool, **options: Any) -> Cycli
         torch.distributed.broadcast_object_list(seeds)
     return CyclicSampler(
         len(loader.dataset),
-        batches=len(loader),
+        batches=batches,
         seed=seeds[0],
         generator=loader.generator,
         rank=rank,

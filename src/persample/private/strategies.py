@@ -81,6 +81,14 @@ class Strategy(ABC):
         """
         return self.is_stored and len(self.taps) <= self.separation
 
+    def count_entries(self, steps: int) -> int:
+        """The number of Gaussian mechanisms as which the first steps are counted."""
+        return math.ceil(steps / self.separation) if self.is_amplified else 1
+
+    def get_entry_rate(self, sample_rate: float) -> float:
+        """The rate with which a sample is in one of them, if it is in a batch of any step with `sample_rate`."""
+        return min(1.0, self.separation * sample_rate) if self.is_amplified else 1.0
+
     @cached_property
     def sensitivity(self) -> float:
         """The largest norm of C u, where u has vectors of norm 1 at places that are `separation` steps apart, or more.
