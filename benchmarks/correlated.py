@@ -12,9 +12,10 @@ from collections import deque
 
 import torch
 
-from persample.private import BandedInverse, BandedMatrix, Strategy
+from persample.private import BandedInverse, BandedMatrix
 from persample.private.correlated import CorrelatedNoise, make_noise
 from persample.private.noise import Noise
+from persample.private.strategies import Strategy
 
 
 class RingNoise(CorrelatedNoise):

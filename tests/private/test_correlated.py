@@ -21,11 +21,11 @@ from persample.private import (
     BatchMemoryManager,
     Cancelling,
     PrivacyEngine,
-    Strategy,
     audit,
     read_statement,
 )
 from persample.private.noise import Noise
+from persample.private.strategies import Strategy
 from tests.private.test_strategies import make_matrix
 from tests.support.processes import in_two_processes
 

@@ -15,8 +15,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError
-from persample.private import BandedInverse, BandedMatrix, PlannedTraining, PrivacyEngine, PrivacyPlan, read_statement
+from persample.private import BandedInverse, BandedMatrix, PrivacyEngine, PrivacyPlan, read_statement
 from persample.private.budget import Budget
+from persample.private.plan import PlannedTraining
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus
 

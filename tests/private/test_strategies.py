@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from persample.private import BandedInverse, BandedInverseRoot, BandedMatrix, Cancelling, Strategy
+from persample.private import BandedInverse, BandedInverseRoot, BandedMatrix, Cancelling
 from persample.private.correlated import make_noise
 from persample.private.errors import PrivateTrainingError
 from persample.private.noise import Noise
+from persample.private.strategies import Strategy
 
 
 @dataclass(frozen=True)

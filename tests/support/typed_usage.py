@@ -28,6 +28,7 @@ from persample import (
     Watch,
 )
 from persample.private import (
+    AdamBC,
     AdaptiveOptimizer,
     AuditResult,
     AuditRun,
@@ -38,6 +39,7 @@ from persample.private import (
     Cancelling,
     DirectTest,
     PrivacyEngine,
+    PrivacyPlan,
     PrivacyStatement,
     PrivateOptimizer,
     Step,
@@ -219,6 +221,22 @@ def use_private() -> None:
         losses: Tensor = step(batch)
         assert losses.dim() == 1
     optimizer.release()
+
+
+def use_plan() -> None:
+    strategies = [BandedInverse(9, 3, 2), BandedInverseRoot(9, 3, 2), BandedMatrix(9, 3, 2), Cancelling(9, 3, 0.5)]
+    for strategy in strategies:
+        plan = PrivacyPlan.for_epsilon(
+            5.0, 1e-3, steps=9, sample_rate=1 / 3, expected_batch_size=4, accountant="rdp", strategy=strategy
+        )
+        private = nn.Linear(4, 3)
+        training = plan.make_private(private, AdamBC(private.parameters()), TensorDataset(x, y))
+        step = Step(
+            private, lambda m, batch: F.cross_entropy(m(batch[0]), batch[1], reduction="none"), training.optimizer
+        )
+        for batch in training.loader:
+            step(batch)
+        assert training.engine.get_epsilon(1e-3) <= plan.epsilon <= 5.0
 
 
 def use_audit() -> None:

@@ -15,7 +15,7 @@ from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.auditing import AuditResult, AuditRun, DirectTest, audit
 from persample.private.engine import PrivacyEngine
 from persample.private.optimizer import PrivateOptimizer
-from persample.private.plan import PlannedTraining, PrivacyPlan
+from persample.private.plan import PrivacyPlan
 from persample.private.splitting import BatchMemoryManager
 from persample.private.statement import PrivacyStatement, read_statement
 from persample.private.stepping import Step
@@ -32,7 +32,6 @@ __all__ = [
     "BatchMemoryManager",
     "Cancelling",
     "DirectTest",
-    "PlannedTraining",
     "PrivacyEngine",
     "PrivacyPlan",
     "PrivacyStatement",

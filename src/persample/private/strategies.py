@@ -186,8 +186,9 @@ class BandedMatrix(Strategy):
     With at most `separation` bands, the steps of each bin are DP-SGD on that bin, with Poisson samples (Choquette-Choo
     et al., 2023, https://arxiv.org/abs/2306.08153). C^-1 is not banded: the noise of `bands - 1` steps is kept.
 
-    >>> BandedMatrix(100, 20, bands=4).is_amplified
-    True
+    >>> strategy = BandedMatrix(steps=100, separation=20, bands=4)
+    >>> strategy.is_amplified, strategy.count_entries(100), strategy.get_entry_rate(0.01)
+    (True, 5, 0.2)
     """
 
     bands: int
