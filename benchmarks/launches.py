@@ -14,6 +14,7 @@ import json
 import pstats
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import persample
 from benchmarks.output import RESULTS, write_json
 
 RESULT = RESULTS / "launches.json"
+PACKAGE = Path(persample.__file__).parent
 WARM_STEPS = 4  # the first ones are audited and verified
 READS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # start no kernel
@@ -149,11 +151,13 @@ def count_ops(step: Callable[[], None]) -> OpCounter:
     return counter
 
 
-def count_calls(step: Callable[[], None]) -> int:
-    """The calls of functions, of Python and of C, in a step."""
+def count_calls(step: Callable[[], None]) -> dict[str, int]:
+    """The calls of functions, of Python and of C, in a step; and those of functions of persample among them."""
     profile = cProfile.Profile()
     profile.runcall(step)
-    return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+    stats: Any = pstats.Stats(profile)
+    own = sum(found[1] for (file, _, _), found in stats.stats.items() if Path(file).is_relative_to(PACKAGE))
+    return {"calls": stats.total_calls, "own calls": own}
 
 
 def measure(name: str) -> dict[str, dict[str, float]]:
@@ -164,7 +168,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
         for kind, step in make_steps(name).items():
             counter = count_ops(step)
-            found[kind] = {"launches": counter.launches, "reads": counter.reads, "calls": count_calls(step)}
+            found[kind] = {"launches": counter.launches, "reads": counter.reads, **count_calls(step)}
     finally:
         torch.set_num_threads(threads)
     plain = found["plain"]

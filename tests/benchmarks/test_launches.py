@@ -9,6 +9,9 @@ import torch
 
 from benchmarks import launches
 
+# Calls of functions of persample differ a little between versions of Python, which inlines some of them.
+ALLOWED = {"own calls": 1.05}
+
 
 @pytest.mark.parametrize("name", launches.MODELS)
 def test_no_step_needs_more_ops_than_it_did(name: str) -> None:
@@ -16,8 +19,8 @@ def test_no_step_needs_more_ops_than_it_did(name: str) -> None:
         pytest.importorskip("transformers")
     allowed = json.loads(launches.RESULT.read_text())["models"][name]
     for kind, counts in launches.measure(name).items():
-        for unit in ("launches", "reads"):
-            assert counts[unit] <= allowed[kind][unit], f"{kind} of {name} needs more {unit}"
+        for unit in ("launches", "reads", "own calls"):
+            assert counts[unit] <= allowed[kind][unit] * ALLOWED.get(unit, 1), f"{kind} of {name} needs more {unit}"
 
 
 def test_ops_are_counted_without_views() -> None:
