@@ -297,7 +297,11 @@ def experts(name: str, cls: str) -> list[Model]:
     ]
 
 
-MIXTURES = [*experts("Mixtral", "MixtralModel"), *experts("Qwen3-MoE", "Qwen3MoeModel")]
+MIXTURES = [
+    *experts("Mixtral", "MixtralModel"),
+    *experts("Qwen3-MoE", "Qwen3MoeModel"),
+    *experts("GPT-OSS", "GptOssModel"),
+]
 
 T5 = {"d_model": HIDDEN, "d_kv": 8, "d_ff": 20}
 
