@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from persample import SamplesMixed, record
+from persample import SamplesMixed, _torch, record
 from tests.support.distributed import (
     Batch,
     assert_same,
@@ -65,7 +65,7 @@ def read_settings(model: Any) -> Any:
             model.static_graph,
             any(m._forward_pre_hooks for m in model.modules()),
         )
-    groups = [group for block in model.blocks for group in block._get_fsdp_state()._fsdp_param_groups]
+    groups = [group for block in model.blocks for group in _torch.get_fsdp_groups(block._get_fsdp_state())]
     hooks = [group.__dict__.get("_register_post_backward_hook") for group in groups]
     return [group.reduce_grads for group in groups], hooks
 

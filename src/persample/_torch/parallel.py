@@ -12,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from persample._torch.lookup import Missing, find, read
 
 _FSDP = "Recording under fully_shard"
-_COLLECT = "torch.distributed.fsdp._common_utils.collect_grad_tensors"
-_REPLACE = "torch.distributed.fsdp._common_utils.replace_grad_tensors"
 _HOOK = "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
 
 
@@ -41,16 +39,18 @@ def get_fsdp_states(model: nn.Module) -> list[Any]:
 
 def _require_fsdp(state: Any) -> None:
     """Raise before anything is recorded if a name is missing that is needed later, or only after an error."""
-    for name in ("_fsdp_param_groups", "_reset_iter_state", "_root_post_backward_final_callback"):
-        read(state, name, _FSDP)
-    for path in (_COLLECT, _REPLACE, _HOOK):
-        if isinstance(missing := find(path, _FSDP), Missing):
-            missing()
+    get_fsdp_groups(state)
+    read(state, "_root_post_backward_final_callback", _FSDP)
+    if isinstance(missing := find(_HOOK, _FSDP), Missing):
+        missing()
 
 
 def get_fsdp_groups(state: Any) -> list[Any]:
-    """The groups of parameters that a state of `fully_shard` gathers and shards together."""
-    return list(read(state, "_fsdp_param_groups", _FSDP))
+    """The groups of parameters that a state of `fully_shard` gathers and shards together; one before torch 2.12."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = read(state, "_fsdp_param_group", _FSDP)
+    return [] if group is None else [group]
 
 
 def get_fsdp_modules(state: Any) -> list[nn.Module]:
@@ -88,19 +88,10 @@ def attach_fsdp_hook(group: Any, tensors: Iterable[Tensor]) -> tuple[Tensor, ...
     return find(_HOOK, _FSDP).apply(group, *tensors)
 
 
-def get_grad_tensors(value: Any) -> list[Tensor]:
-    """The tensors with gradients in a module's arguments, in the order that `fully_shard` uses."""
-    return list(find(_COLLECT, _FSDP)(value))
-
-
-def replace_grad_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
-    """The same arguments with other tensors in these places."""
-    return find(_REPLACE, _FSDP)(value, iter(tensors))
-
-
 def reset_fsdp_after_error(context: Any) -> None:
-    """Prepare `fully_shard` for the next step after one that failed."""
-    read(context.all_states[0], "_reset_iter_state", _FSDP)()
+    """Prepare `fully_shard` for the next step after one that failed, where torch can do that."""
+    if hasattr(state := context.all_states[0], "_reset_iter_state"):
+        state._reset_iter_state()
 
 
 def finish_fsdp_backward(context: Any) -> None:

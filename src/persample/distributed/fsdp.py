@@ -157,13 +157,13 @@ def _make_hook_registration(group: Any, tracker: Follower[Any]) -> Callable[...,
         if not torch.is_grad_enabled():
             return args, kwargs
         with _torch.DisableTorchFunction():
-            tensors = _torch.get_grad_tensors((args, kwargs))
-            layouts = [tracker.find_layout(t) for t in tensors]
-            batched = [i for i, layout in enumerate(layouts) if layout is not None]
-            noticed = _torch.attach_fsdp_hook(group, [tensors[i] for i in batched]) if batched else ()
-            for i, same in zip(batched, noticed, strict=True):
-                tensors[i] = same
-                tracker.set_layout(same, layouts[i])
-            return _torch.replace_grad_tensors((args, kwargs), tensors)
+            tensors = {id(t): t for t in _torch.pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            layouts = {key: tracker.find_layout(t) for key, t in tensors.items() if t.requires_grad}
+            batched = [key for key, layout in layouts.items() if layout is not None]
+            noticed = _torch.attach_fsdp_hook(group, [tensors[key] for key in batched]) if batched else ()
+            replaced = dict(zip(batched, noticed, strict=True))
+            for key, same in replaced.items():
+                tracker.set_layout(same, layouts[key])
+            return _torch.pytree.tree_map(lambda leaf: replaced.get(id(leaf), leaf), (args, kwargs))
 
     return register
