@@ -132,10 +132,11 @@ def test_gradients_that_accumulate_before_they_are_reduced() -> None:
 @in_two_processes
 def test_reduction_of_unused_parameters() -> None:
     batch, net = make_batch(4, 2), shard(make_net(), reshard_after_forward=False)
-    getattr(net, "set_reduce_scatter_unused_params", bool)(True)  # torch 2.10 has neither this nor what record needs
+    set_reduction = getattr(net, "set_reduce_scatter_unused_params", bool)  # torch 2.10 has no such method
+    set_reduction(True)
     batch.record_own(net)
     assert all(p.grad is None for p in net.parameters())
-    net.set_reduce_scatter_unused_params(False)
+    set_reduction(False)
     with record(net, keep_grad=True) as grads:
         loss = batch.compute_loss(net)
     loss.backward()
