@@ -43,8 +43,7 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    is_single = call.batch < 2 and not call.counted.wholes  # a first part of a batch may have one sample
-    if number is None or is_single or not found.is_clear:
+    if number is None or call.batch < 2 or not found.is_clear:
         return found, depends_on_values
     if not call.counted.holds_divisors:
         reading = _read(call, found, number)
