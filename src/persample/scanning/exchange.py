@@ -126,8 +126,8 @@ def _make_label_studio_task(suspect: Suspect) -> dict[str, Any]:
     return {**task, "predictions": [prediction]} if suspect.suggested else task
 
 
-def _find_label_studio_choice(task: Any) -> str | None:
-    done = [one for one in task.get("annotations", ()) if not one.get("was_cancelled")]
+def _find_label_studio_choice(annotated: Any) -> str | None:
+    done = [one for one in annotated.get("annotations", ()) if not one.get("was_cancelled")]
     choices = [part["value"].get("choices") for one in done[-1:] for part in one["result"]]
     return next((found[0] for found in choices if found), None)
 
