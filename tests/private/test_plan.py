@@ -98,6 +98,17 @@ def test_a_restart_continues_the_plan(tmp_path: Path) -> None:
         run(second, 1)
 
 
+def test_a_mode_with_a_criterion() -> None:
+    training = start(PLANS[0], grad_sample_mode="ghost")
+    run(training, 2)
+    assert training.engine.accountant.history == [(PLANS[0].noise_multiplier, 0.3, 2)]
+
+
+def test_gradients_of_others_are_refused() -> None:
+    with pytest.raises(PerSampleError):
+        start(PLANS[0], grad_sample_mode="no_op")
+
+
 def test_loaders_with_workers() -> None:
     training = start(PLANS[0], loader=partial(DataLoader, num_workers=1))
     assert training.loader.num_workers == 1

@@ -147,9 +147,10 @@ class PrivacyPlan:
         """
         engine = PrivacyEngine(accountant=self.accountant)
         numbers = {name: value for name, value in vars(self).items() if name not in ("steps", "delta", "accountant")}
-        _, private, batches = engine.make_private(
+        found = engine.make_private(
             module=module, optimizer=optimizer, data_loader=loader(dataset, batch_size=1), **numbers, **options
         )
+        private, batches = found[1], found[-1]  # modes of Opacus have a criterion in between
         if not isinstance(private, PrivateOptimizer):
             raise PrivateTrainingError("A plan needs the gradients of persample: leave out grad_sample_mode.")
         check = self._make_check(engine)
