@@ -218,7 +218,8 @@ def test_checkpoints_of_a_training_are_sorted_and_described(tasks: Path, capsys:
     assert 'one model; "auto" is a damping of 3. Scores are better with about 4' in capsys.readouterr().out
 
 
-def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_stopped_scan_is_resumed(sent: int, code: int, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "persample", "scan", "tasks:slow", "--out", "out", "--batch-size", "8", "--quiet"]
     # A shell starts what it runs in the background with interrupts ignored, and processes inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -230,9 +231,9 @@ def test_stopped_scan_is_resumed(tasks: Path, capsys: pytest.CaptureFixture[str]
         assert process.poll() is None
         time.sleep(0.05)
     assert (tasks.parent / "out" / "scan.json").exists()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sent)
     message = process.communicate()[1]
-    assert process.returncode == 130 and message == "persample scan: stopped\n"
+    assert process.returncode == code and message == "persample scan: stopped\n"
     assert main(["report", "out"]) == 2
     message = capsys.readouterr().err
     assert "is not finished" in message and "Run it again to continue" in message

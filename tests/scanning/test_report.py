@@ -134,6 +134,15 @@ def test_notes_are_shown_and_counted(scan, tmp_path):
     assert {one["id"]: one.get("note") for one in json.loads(page.script)}[last] == "fine"
 
 
+@pytest.mark.parametrize(
+    "share, words", [(0.9, "Rankings agree: at least 90%"), (0.6, None), (0.1, "Rankings disagree: of the first")]
+)
+def test_page_says_whether_rankings_agree(scan, tmp_path, monkeypatch, share, words):
+    monkeypatch.setattr(type(scan), "compare_rankings", lambda self, k: {"el2n": 1.0, "confident": share, "norm": 0.0})
+    found = write_page(scan, tmp_path).words
+    assert words in found if words else "Rankings" not in found
+
+
 def test_path_of_the_report(scan, tmp_path):
     assert write_report(scan, plots=False) == scan.directory / "report.html"
     deep = tmp_path / "new" / "folder" / "page.html"

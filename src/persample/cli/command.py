@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,27 @@ class Command:
 def redirect_user_output(args: Namespace) -> AbstractContextManager[Any]:
     """With --json, redirect what the user's code prints to the error stream."""
     return redirect_stdout(sys.stderr) if args.json else nullcontext()
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: a scheduler wants the process to end, and may start it again."""
+
+
+@contextmanager
+def end_on_termination() -> Iterator[None]:
+    """Treat SIGTERM in the block as Ctrl-C, so that files are closed and locks are released."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def format_json(value: Any) -> str:

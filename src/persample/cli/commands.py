@@ -14,7 +14,7 @@ import persample
 if TYPE_CHECKING:
     from persample.cli.command import Command
 
-BROKEN_PIPE, INTERRUPTED = 141, 130  # the exit codes of a program that the signal ends
+BROKEN_PIPE, INTERRUPTED, TERMINATED = 141, 130, 143  # the exit codes of a program that the signal ends
 
 # The module `persample.cli.NAME`, with _ for -, holds each command. It needs torch, and is imported when the command is
 # called for.
@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that the arguments name, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     args = _make_parser(words).parse_args(words)
+    from persample.cli.command import Terminated
     from persample.cli.user_code import UsageError
 
     try:
@@ -54,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"persample {args.command}: error: {error}", file=sys.stderr)
         return error.code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"persample {args.command}: stopped", file=sys.stderr)
-        return INTERRUPTED
+        return TERMINATED if isinstance(error, Terminated) else INTERRUPTED
 
 
 def load_command(name: str) -> Command:

@@ -16,6 +16,7 @@ from torch import distributed
 from persample._internal.text import format_count, format_table
 from persample.cli.command import (
     Command,
+    end_on_termination,
     format_json,
     format_number,
     parse_positive,
@@ -84,6 +85,7 @@ _EXIT_CODES = {
     3: "the model is refused (the message names the place)",
     4: "the disk is full; run the command again to resume",
     130: "stopped; run the command again to resume",
+    143: "stopped by SIGTERM, as schedulers send it; run the command again to resume",
 }
 
 
@@ -160,7 +162,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace) -> int:
     scanning = import_scanning()
-    with redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
+    with end_on_termination(), redirect_user_output(args), _join_processes() as rank, convert_scan_errors(args.target):
         _check_device(args.device)
         task = load_task(get_origin(args))
         args = Namespace(**{**vars(args), "checkpoints": sort_checkpoints(args.checkpoints, args.learning_rates)})

@@ -105,7 +105,6 @@ def find_duplicates(rows: StoredGradients, tolerance: float, mode: Mode = "none"
     `u·u' + r r'`, and only pairs for which this bound is large enough are compared in full. Where most pairs are, whole
     blocks are compared by one product, so that the work is at most that of comparing all pairs in full, twice.
     """
-    min_cosine = (1 - tolerance**2) ** 0.5 - _ROUNDING  # no pair within the tolerance has a smaller cosine
     bounds = _compute_bounds(rows)
     is_lead = torch.zeros(len(rows), dtype=torch.bool)
     groups: dict[int, list[int]] = {}
@@ -121,12 +120,12 @@ def find_duplicates(rows: StoredGradients, tolerance: float, mode: Mode = "none"
             earlier = is_lead.nonzero().flatten()
             is_lead[own] = True
             for part in earlier.split(BLOCK_SIZE) if len(earlier) else ():
-                join(_find_candidates(bounds, part, own, min_cosine))
+                join(_find_candidates(rows, bounds, part, own, tolerance))
             advance(len(own))
             own = own[is_lead[own]]
             if not len(own):
                 continue
-            pairs = _find_candidates(bounds, own, own, min_cosine)
+            pairs = _find_candidates(rows, bounds, own, own, tolerance)
             join(pairs[pairs[:, 0] < pairs[:, 1]])
     return list(groups.values())
 
@@ -151,33 +150,34 @@ def _compute_bounds(rows: StoredGradients) -> Tensor:
     return torch.cat([split(block) for _, block in rows.iterate_blocks()])
 
 
-def _find_candidates(bounds: Tensor, some: Tensor, others: Tensor, min_cosine: float) -> Tensor:
-    """`(pairs, 2)`: the pairs of `some` and `others` that may have a cosine of at least `min_cosine`."""
+def _find_candidates(rows: StoredGradients, bounds: Tensor, some: Tensor, others: Tensor, tolerance: float) -> Tensor:
+    """`(pairs, 2)`: the pairs of `some` and `others` that may be duplicates.
+
+    If the bound leaves many, one product of the rows says which of them are within the tolerance, up to rounding.
+    """
+    min_cosine = (1 - tolerance**2) ** 0.5 - _ROUNDING  # no pair within the tolerance has a smaller cosine
     products = bounds[some] @ bounds[others].T
     # Few columns have a candidate, so that only one pass goes over the whole matrix.
     has_any = (products.amax(0) >= min_cosine).nonzero().flatten()
-    found = (products[:, has_any] >= min_cosine).nonzero()
+    is_close = products[:, has_any] >= min_cosine
+    if int(is_close.sum()) > BLOCK_SIZE:
+        is_close &= _compute_distances(rows, some, others[has_any]) <= tolerance**2 + _ROUNDING
+    found = is_close.nonzero()
     return torch.stack([some[found[:, 0]], others[has_any[found[:, 1]]]], 1)
 
 
-def _drop_distant(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
-    """The pairs without those that one product of all their rows shows to differ by more than `tolerance`."""
-    (some, ones), (others, twos) = (ids.unique(return_inverse=True) for ids in pairs.T)
+def _compute_distances(rows: StoredGradients, some: Tensor, others: Tensor) -> Tensor:
+    """`(some, others)`: squared distances of gradients, relative to the squared length of the longer one."""
     left, right = rows[some], rows[others]
-    cosines = (normalize(left) @ normalize(right).T)[ones, twos]
-    lengths = [
-        (part.norm(dim=1) * rows.lengths[ids].float())[places]
-        for part, ids, places in ((left, some, ones), (right, others, twos))
-    ]
-    ratio = torch.minimum(*lengths) / torch.maximum(*lengths).clamp(min=torch.finfo(torch.float32).tiny)
-    return pairs[1 + ratio.square() - 2 * ratio * cosines <= tolerance**2 + _ROUNDING]
+    lengths = [part.norm(dim=1) * rows.lengths[ids].float() for part, ids in ((left, some), (right, others))]
+    one, other = lengths[0][:, None], lengths[1]
+    ratio = torch.minimum(one, other) / torch.maximum(one, other).clamp(min=torch.finfo(torch.float32).tiny)
+    return 1 + ratio * (ratio - 2 * normalize(left) @ normalize(right).T)
 
 
 def _keep_duplicates(rows: StoredGradients, pairs: Tensor, tolerance: float) -> Tensor:
     """The pairs of gradients that differ, at their original lengths, by at most `tolerance` of the longer one."""
     kept = []
-    if len(pairs) > BLOCK_SIZE:
-        pairs = _drop_distant(rows, pairs, tolerance)
     for some in pairs.split(BLOCK_SIZE):
         one, other = (rows[ids] * rows.lengths[ids, None].float() for ids in some.T)
         longest = torch.maximum(one.norm(dim=1), other.norm(dim=1))

@@ -25,9 +25,9 @@ from persample.scanning.report.predicted_masks import find_mask_reader
 from persample.scanning.report.rendering import render
 from persample.scanning.report.review import ReviewServer
 from persample.scanning.report.sections import (
+    compare_rankings,
     count_confusions,
     describe_marks,
-    find_disagreements,
     list_columns,
     list_meanings,
     make_cards,
@@ -164,7 +164,7 @@ def _describe_sections(page: Page) -> dict[str, Any]:
         "columns": list_columns(page),
         "estimate": say_estimate(page),
         "noted": say_noted(page),
-        "disagreements": find_disagreements(page),
+        "comparisons": compare_rankings(page),
         "marks": marks,
         "cards": make_cards(page, noise),
         "noise": noise,

@@ -19,6 +19,7 @@ from persample.scanning.report.wording import format_number, get_meaning, get_ti
 _TABLE_COLUMNS = ("loss", "mean_loss", "norm", "self_influence", "estimated_alignment", "alignment")
 _MAX_CLASSES_IN_CONFUSION, _MAX_PAIRS = 12, 12
 _COMPARED = ("loss", "confident", "el2n", "normalised_self_influence", "whitened_self_influence")  # rankings
+_MIN_AGREED = 0.8  # of the first examples, of all rankings
 _MIN_SHARED = 0.5  # of the first examples; below, rankings disagree
 _MAX_REASON = 300  # characters
 _MASKS = (
@@ -122,14 +123,22 @@ def say_estimate(page: Page) -> str:
     return f"{text} {found.warning}".strip()
 
 
-def find_disagreements(page: Page) -> list[tuple[str, int, int]]:
-    """Rankings that share less than half of their first examples with this one: title, shared, of how many."""
+def compare_rankings(page: Page) -> list[str]:
+    """Sentences on rankings that share less than half of their first examples with this one, or on their agreement."""
     if page.by != page.scan.default_ranking or page.by is None:
         return []
-    k = max(1, page.cut, len(page.scan) // 100)
-    shares = page.scan.compare_rankings(k)
-    chosen = [name for name in _COMPARED if shares.get(name, 1.0) < _MIN_SHARED]
-    return [(get_title(name), round(shares[name] * k), k) for name in chosen]
+    k, by = max(1, page.cut, len(page.scan) // 100), get_title(page.by).lower()
+    shares = {name: share for name, share in page.scan.compare_rankings(k).items() if name in _COMPARED}
+    if shares and min(shares.values()) >= _MIN_AGREED:
+        least, others = f"{min(shares.values()):.0%}", format_list([get_title(name).lower() for name in shares])
+        text = f"Rankings agree: at least {least} of the first {k:,} examples by {by} are also first by {others}."
+        return [f"{text} Where a task is as easy, none is better than the loss."]
+    return [
+        f"Rankings disagree: of the first {k} examples by {by}, only {round(share * k)} are among the first {k} by "
+        f"{get_title(name).lower()}. Look at both."
+        for name, share in shares.items()
+        if share < _MIN_SHARED
+    ]
 
 
 def say_noted(page: Page) -> str:
