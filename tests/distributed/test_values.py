@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import persample
+from persample import PerSampleError
 from tests.support.processes import in_two_processes
 
 OPTIMIZERS: dict[str, Any] = {
@@ -57,3 +58,12 @@ def test_sums_over_processes_equal_the_change_of_the_mean_loss(name: str) -> Non
     assert len(totals) == 8 and len(values.totals()) == 4
     assert set(values.counts(over_processes=True).values()) == {3}
     assert sum(totals.values()) == pytest.approx(expected, rel=1e-9)
+
+
+@in_two_processes
+def test_fsdp_is_refused() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fully_shard(make_model())
+    with pytest.raises(PerSampleError, match="not available under FSDP2"):
+        persample.value(model, validation=validate)

@@ -258,3 +258,25 @@ def test_a_validation_that_returns_no_loss_is_named(caplog: pytest.LogCaptureFix
         ((x, y),) = make_batches(1)
         F.cross_entropy(model(x), y).backward()
     assert "validation must return a loss without dimensions" in caplog.text
+
+
+@pytest.mark.parametrize("make", [lambda m: persample.value(m, validation=validate), persample.dynamics])
+@pytest.mark.filterwarnings("ignore:Secure RNG")
+def test_private_training_goes_on_and_is_not_measured(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from persample.private import PrivacyEngine
+
+    model = make_model()
+    data = torch.utils.data.TensorDataset(*next(make_batches(1)))
+    model, optimizer, loader = PrivacyEngine().make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=RATE), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=torch.utils.data.DataLoader(data, batch_size=SIZE), poisson_sampling=False,
+    )  # fmt: skip
+    before = flatten(model.parameters())
+    with make(model) as found:
+        for x, y in loader:
+            found.ids = range(SIZE)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+    optimizer.release()
+    assert "without its rows" in caplog.text and not torch.equal(flatten(model.parameters()), before)

@@ -142,6 +142,13 @@ class Values(MeasuredSteps[StepValues]):
                 f"order must be 1 or 2, and refresh at least 1 (with order=2: 1), got {order} and {refresh}."
             )
         super().__init__(model, every, {**options, "keep": "everything", "nonfinite": "zero"})
+        trained = self._model()
+        if trained is not None and any(hasattr(p, "to_local") for p in trained.parameters()):
+            self.stop()
+            raise PerSampleError(
+                "value() is not available under FSDP2: the model would run within a backward pass. Use "
+                "DistributedDataParallel."
+            )
         self._validation, self._update, self._order, self._refresh = validation, update, order, refresh
         self._age = 0  # measured steps since the gradient was computed
         self._gradient: ValidationGradient | None = None
