@@ -169,9 +169,9 @@ for use in ("record", "watch"):
 
 # Attributes of other packages' objects that are set directly: on the hot path, where a call would cost too much.
 WRITES = {
-    "forward/tracker.py: self.counted.read_last",
-    "forward/use.py: collector.used_parameters",
-    "forward/use.py: collector.factor_bytes",
+    "forward/mode.py: tracker.counted.read_last",
+    "forward/use.py: uses.parameters",
+    "forward/use.py: uses.factor_bytes",
 }
 
 # Attributes of objects that are not persample's: tensors, functions, modules of torch, parsers.
@@ -230,7 +230,7 @@ def test_no_package_sets_attributes_of_objects_of_another() -> None:
     ("file", "source", "is_found"),
     [
         ("recording/step.py", "self.recording.tracker.batch = 3", True),
-        ("forward/steps.py", "tracker.can_retain = False", True),
+        ("forward/steps.py", "tracker.advice = ''", True),
         ("gradients/matrix.py", "self.collector.batch += 1", True),
         ("forward/tracker.py", "self.batch = 3", False),
         ("recording/hooks.py", "p.grad = None", False),

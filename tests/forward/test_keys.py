@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import PerSampleError, record
-from persample.forward import program
-from persample.forward import tracker as tracker_module
+from persample.forward import program, repeats
 from persample.layouts import MEMO, call
 from persample.testing import assert_rows_close, loop_gradients
 
@@ -251,15 +250,15 @@ def change_keys(monkeypatch: pytest.MonkeyPatch, has_sizes: bool, change: Callab
     if has_sizes:
         make_key = call.make_key
         monkeypatch.setattr(call, "make_key", lambda each: change(make_key(each)))
-        monkeypatch.setattr(tracker_module, "make_size_free_key", lambda *args: None)
+        monkeypatch.setattr(repeats, "make_size_free_key", lambda *args: None)
     else:
-        make = tracker_module.make_size_free_key
+        make = repeats.make_size_free_key
 
         def make_changed(*args: Any) -> Any:
             made = make(*args)
             return None if made is None else (("changed", *change(made[0])), made[1])
 
-        monkeypatch.setattr(tracker_module, "make_size_free_key", make_changed)
+        monkeypatch.setattr(repeats, "make_size_free_key", make_changed)
 
 
 CASES = [

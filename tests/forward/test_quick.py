@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from persample import PerSampleError, SamplesMixed, record
 from persample.backward import retained
 from persample.backward.retained import RetainedUse
-from persample.forward import tracker as tracker_module
+from persample.forward import repeats
 from persample.layouts import MEMO, make_call, make_size_free_key
 from persample.testing import assert_rows_close, loop_gradients
 from tests.support.cases import Calls
@@ -239,8 +239,8 @@ def test_uses_of_one_shape_are_computed_as_one(monkeypatch: pytest.MonkeyPatch) 
 def note_steps(monkeypatch: pytest.MonkeyPatch, functions: list[Any]) -> None:
     """Note the functions whose calls have no known effect, and take the steps."""
     MEMO.clear()
-    follow = tracker_module.follow
-    monkeypatch.setattr(tracker_module, "follow", lambda call, t: (functions.append(call.func), follow(call, t))[1])
+    follow = repeats.follow
+    monkeypatch.setattr(repeats, "follow", lambda call, t: (functions.append(call.func), follow(call, t))[1])
 
 
 def test_later_steps_take_the_hot_path_at_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:

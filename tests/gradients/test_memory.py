@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import persample
 from persample import record
 from persample.backward.collector import Collector
-from persample.forward.tracker import Tracker
+from persample.forward import Tracker
 from persample.gradients import buffers
 from persample.testing.oracle import compute_test_loss
 from tests.support.case import Case

@@ -25,8 +25,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from persample._internal.functions import find_results
 from persample._internal.tree import find_tensors, map_tensors
-from persample.backward.collector import Collector
-from persample.forward.tracker import Tracker
+from persample.backward import Collector, Receiver
+from persample.forward import Tracker
 from persample.layouts import Layout, Lost, Reduced, Where, split_samples
 
 DECLINED = Path(__file__).parent / "declined_ops.txt"
@@ -84,13 +84,13 @@ class PlacedCall:
                 return find_results(self.func(*args, **kwargs), args)
             for i, dim in self.placement.items():
                 tracker.add_input(copies[i], Layout(dim))
-            with tracker:
+            with tracker.mode:
                 result = self.func(*args, **kwargs)
         return find_results(result, args)
 
     def run_tracked(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Where | None]]:
         """The tensors in the result, and their layouts according to the tracker."""
-        tracker = Tracker(Collector([], lambda *_: None), batch=self.batch)
+        tracker = Tracker(Collector([], Receiver(lambda *_: None)), batch=self.batch)
         results = self.run(tensors, tracker)
         return results, [tracker.find_layout(r) for r in results]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import persample
 from persample import _torch, record, watch
 from persample.errors import PerSampleError, SamplesMixed
-from persample.forward.tracker import Tracker
+from persample.forward import FollowMode
 from persample.testing.oracle import assert_rows_close, loop_gradients, perturb
 from tests.support.modules import make_mlp
 
@@ -395,7 +394,7 @@ def test_the_graph_does_not_keep_the_tracker() -> None:
     model = make_model()
     with record(model) as grads:
         loss = squares(model, (X, Y)).sum() / B
-        (tracker,) = [ref(mode) for mode in _torch.get_function_modes() if isinstance(mode, Tracker)]
+        (tracker,) = [mode._tracker for mode in _torch.get_function_modes() if isinstance(mode, FollowMode)]
     assert tracker() is None
     loss.backward()
     assert grads.loss_reduction == "mean"

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import persample
 from persample import PerSampleError, SamplesMixed, _torch, record, watch
-from persample.forward.tracker import Tracker
+from persample.forward import FollowMode, Tracker
 from persample.layouts import find as layouts_find
 from tests.support.cases import B, Calls, D, param
 from tests.support.modules import make_mlp
@@ -109,7 +109,7 @@ def test_a_dropped_model_takes_its_mode_with_it(make: Callable[[], nn.Module], b
 def test_thirty_dropped_models_leave_nothing() -> None:
     def live() -> int:
         gc.collect()
-        return sum(type(o) in (persample.Watch, Tracker) for o in gc.get_objects())
+        return sum(type(o) in (persample.Watch, Tracker, FollowMode) for o in gc.get_objects())
 
     before = live()
     for _ in range(30):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -41,11 +41,17 @@ def is_reentrant(node: Any) -> bool:
     return hasattr(node, "run_function")
 
 
-@contextmanager
-def preserve_grads(loss: Tensor, but: Container[int] = ()) -> Iterator[None]:
-    """Restore `.grad` of every leaf of `loss` after the block, except for leaves with an `id()` in `but`."""
+def preserve_grads(loss: Tensor, but: Container[int] = ()) -> AbstractContextManager[None]:
+    """Put aside `.grad` of every leaf of `loss`, except for leaves with an `id()` in `but`."""
     with _torch.DisableTorchFunction():
-        preserved = [(leaf, leaf.grad) for leaf in find_leaves(loss) if id(leaf) not in but]
+        return put_grads_aside([leaf for leaf in find_leaves(loss) if id(leaf) not in but])
+
+
+@contextmanager
+def put_grads_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside the block, these tensors have no `.grad` from before; it is restored afterwards."""
+    with _torch.DisableTorchFunction():
+        preserved = [(leaf, leaf.grad) for leaf in leaves]
         for leaf, _ in preserved:
             leaf.grad = None
     try:

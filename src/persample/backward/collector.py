@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -19,15 +19,16 @@ from persample._internal.graph import find_leaves
 from persample.backward.derived_weights import pull_back
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
-from persample.backward.retained import RetainedUse, group_uses, stack_uses, take_gradients
+from persample.backward.retained import RetainedUses, group_uses, stack_uses
 from persample.errors import Complain
+from persample.layouts import Reduced
 from persample.terms import Term, add_samples
 
 # Takes the terms that a backward pass found for a parameter.
 Deliver = Callable[[Tensor, Sequence[Term]], None]
 
-# Takes one term for several parameters: the samples of each parameter after those of the last.
-DeliverStack = Callable[[Sequence[Tensor], Term], None]
+# Takes the loss that a backward pass starts from, and whether the pass reaches weights.
+NoteLoss = Callable[[Reduced, bool], None]
 
 # By the id of a weight: the weight, and its terms.
 Arrived = dict[int, tuple[Tensor, list[Term]]]
@@ -36,35 +37,115 @@ Arrived = dict[int, tuple[Tensor, list[Term]]]
 asked_sources: ContextVar[dict[int, set[str]] | None] = ContextVar("persample sources", default=None)
 
 
-def _do_nothing() -> None:
-    pass
+class Receiver:
+    """Takes what a recording finds. This base class passes on the terms of each parameter, and nothing else.
+
+    Attributes:
+        complain: takes refusals in place of raising them.
+        note_loss: takes the loss that a backward pass starts from; None: nobody asks.
+        is_early: whether the terms of a parameter are delivered as soon as all its uses have arrived, and then freed.
+        takes_stacks: whether one term for several parameters is delivered as it is.
+    """
+
+    complain: Complain | None = None
+    note_loss: NoteLoss | None = None
+    is_early = False
+    takes_stacks = False
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
+        """Take the terms of a parameter."""
+        self._deliver(parameter, terms)
+
+    def deliver_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
+        """Take one term for several parameters: the samples of each parameter after those of the last."""
+        raise NotImplementedError
+
+    def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
+        """Take a gradient of a parameter that belongs to no sample."""
+
+    def finish(self) -> None:
+        """Note that a backward pass has ended."""
+
+    def note_outside(self, tensor: Tensor) -> None:
+        """Note a tensor of samples from outside: its memory may change without the recording noticing."""
+
+    def note_tried(self, func: Callable[..., Any], place: str) -> None:
+        """Note a function, called in a module (in words), whose motion was found by trial."""
+
+
+class UseCounts:
+    """Counts the uses of weights in forward passes, so that it is known when all terms of a weight have arrived.
+
+    Attributes:
+        early: whether that is asked before the end of a backward pass.
+        parameters: one for each use; not yet counted.
+        factor_bytes: what the terms of all uses would keep; counted if `early`.
+    """
+
+    def __init__(self, own: Mapping[int, Tensor], early: bool) -> None:
+        self.early = early
+        self.parameters: list[Tensor] = []
+        self.factor_bytes = 0
+        self._own = own
+        self._counts: defaultdict[int, int] = defaultdict(int)
+        self._entangled: set[int] = set()  # parameters that are also used through a derived weight
+
+    def expect(self, weights: Iterable[Tensor], factors: Iterable[Tensor] = ()) -> None:
+        """Count a use of these weights, whose terms would keep these factors. A recomputation does not count."""
+        if _torch.get_backward_pass() >= 0:
+            return
+        for weight in weights:
+            self._counts[id(weight)] += 1
+            if self.early and id(weight) not in self._own:
+                self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
+        if self.early:
+            self.factor_bytes += sum(t.nbytes for t in factors)
+
+    def count(self, weight: Tensor) -> int:
+        """The number of uses of a weight so far."""
+        return self._count_all()[id(weight)]
+
+    def is_complete(self, weight: Tensor, arrived: int) -> bool:
+        """Whether so many terms are all of a parameter, in a recording that asks early."""
+        key = id(weight)
+        return self.early and arrived == self.count(weight) and key in self._own and key not in self._entangled
+
+    def find_several(self) -> set[int]:
+        """The ids of the weights that have several uses."""
+        return {key for key, count in self._count_all().items() if count != 1} | self._entangled
+
+    def _count_all(self) -> defaultdict[int, int]:
+        for parameter in self.parameters:
+            self._counts[id(parameter)] += 1
+        self.parameters.clear()
+        return self._counts
 
 
 class Collector:
-    """Calls `deliver(parameter, terms)` for each parameter at the end of each backward pass, and then `finished()`.
+    """Passes the terms of each parameter to its receiver at the end of each backward pass.
 
     A pass that fails delivers nothing. Terms of a tensor that was computed from parameters (a transposed weight, a
-    weight norm) are pulled back to the parameters. With `early`, a parameter's terms are delivered as soon as all its
-    uses have arrived, so that they can be freed.
+    weight norm) are pulled back to the parameters.
+
+    Args:
+        parameters: the parameters.
+        receiver: takes what is found.
+        positions: splits the terms of sequences into parts of positions.
+        can_retain: whether small uses may do without a tap.
     """
 
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        deliver: Deliver,
-        finished: Callable[[], None] = _do_nothing,
-        early: bool = False,
-        deliver_stack: DeliverStack | None = None,
-        deliver_shared: Callable[[Tensor, Tensor], None] | None = None,
-        complain: Complain | None = None,
+        receiver: Receiver,
         positions: PositionSplitter | None = None,
+        can_retain: bool = False,
     ) -> None:
         self.parameters = {id(p): p for p in parameters}
-        self.deliver = deliver
-        self.finished = finished
-        self.early = early
-        self.deliver_stack = deliver_stack
-        self.deliver_shared = deliver_shared  # takes gradients of parameters that belong to no sample
+        self.receiver = receiver
         self.anchor = torch.empty(0, requires_grad=True)  # a leaf that every tapped result depends on
         # The node is part of every pass that reaches weights. The second way works without grad mode, and takes longer.
         view = self.anchor.view_as(self.anchor)
@@ -72,48 +153,16 @@ class Collector:
             view.grad_fn.next_functions[0][0] if view.grad_fn is not None else get_gradient_edge(self.anchor).node
         )
         self.batch: int | None = None  # if it has grown
-        self.retained: list[RetainedUse] = []
-        self.used_parameters: list[Tensor] = []  # one for each use in the first run of a forward pass; not yet counted
-        self.factor_bytes = 0  # what the terms of all uses would keep
+        self.retained = RetainedUses(can_retain)
+        self.uses = UseCounts(self.parameters, receiver.is_early)
         self.is_pulling_back = False
-        self.complain = complain  # takes refusals in place of raising them
-        self.positions = positions  # splits the terms of sequences into parts of positions
+        self.positions = positions
         self.sources = asked_sources.get()
         self.trace = tracing.get_trace()
-        self._use_counts: defaultdict[int, int] = defaultdict(int)
-        self._entangled: set[int] = set()  # parameters that are also used through a derived weight
         self._arrived: dict[int, Arrived] = {}
         self._shared: list[tuple[Tensor, Tensor]] = []  # weights, and their gradients that belong to no sample
         self._has_ended = False  # whether the end of the running backward pass was noted
         self._collecting: Arrived | None = None  # what has arrived in a pass that has just ended
-
-    # ---- the forward pass ----
-
-    def expect_bytes(self, factor_bytes: int) -> None:
-        """Add the size of what the terms of a use would keep. A recomputation does not count."""
-        if _torch.get_backward_pass() < 0:
-            self.factor_bytes += factor_bytes
-
-    def expect(self, weights: Iterable[Tensor]) -> None:
-        """Count a use of these weights, unless it is a recomputation."""
-        if _torch.get_backward_pass() >= 0:
-            return
-        for weight in weights:
-            self._use_counts[id(weight)] += 1
-            if self.early and id(weight) not in self.parameters:
-                self._entangled |= {id(leaf) for leaf in find_leaves(weight)}
-
-    def count_uses(self, weight: Tensor) -> int:
-        """The number of uses of a weight so far."""
-        return self._get_use_counts()[id(weight)]
-
-    def _get_use_counts(self) -> defaultdict[int, int]:
-        """The number of uses of each weight so far, by its id."""
-        used, counts = self.used_parameters, self._use_counts
-        for parameter in used:
-            counts[id(parameter)] += 1
-        used.clear()
-        return counts
 
     def grow(self, batch: int) -> None:
         """Add samples to the batch: terms of earlier passes have fewer."""
@@ -129,9 +178,8 @@ class Collector:
             term = add_samples(term, self.batch)
         arrived = self.note_pass() if self._collecting is None else self._collecting
         arrived.setdefault(id(weight), (weight, []))[1].append(term)
-        is_complete = len(arrived[id(weight)][1]) == self._get_use_counts()[id(weight)]
-        if self.early and is_complete and id(weight) in self.parameters and id(weight) not in self._entangled:
-            self.deliver(*arrived.pop(id(weight)))
+        if self.uses.is_complete(weight, len(arrived[id(weight)][1])):
+            self.receiver.deliver(*arrived.pop(id(weight)))
 
     def receive_shared(self, weight: Tensor, grad: Tensor) -> None:
         """Take a gradient that belongs to no sample, such as that of a penalty on the weights."""
@@ -153,7 +201,7 @@ class Collector:
         Activations may require grad without a weight behind them (`requires_grad_()` in the model).
         """
         is_inside_another = _torch.get_backward_pass() >= 0  # of a reentrant checkpoint
-        if not (self._has_ended or is_inside_another) and any(retained.grads for retained in self.retained):
+        if not (self._has_ended or is_inside_another) and self.retained.has_gradients:
             self._deliver_all({})
 
     def _end(self, backward_pass: int) -> None:
@@ -161,7 +209,7 @@ class Collector:
         self._deliver_all(self._arrived.pop(backward_pass))
 
     def _deliver_all(self, arrived: Arrived) -> None:
-        if self.retained:
+        if self.retained.uses:
             self._collecting = arrived
             try:
                 with _torch.DisableTorchFunction(), torch.no_grad():
@@ -179,8 +227,8 @@ class Collector:
                             self.sources.setdefault(id(parameter), set()).update(sources)
         for weight, terms in arrived.values():
             if id(weight) in self.parameters:
-                self.deliver(weight, terms)
-        self.finished()
+                self.receiver.deliver(weight, terms)
+        self.receiver.finish()
 
     @contextmanager
     def pull_back(self) -> Iterator[None]:
@@ -193,14 +241,12 @@ class Collector:
 
     def _deliver_all_shared(self) -> None:
         shared, self._shared = self._shared, []
-        if self.deliver_shared is None:
-            return
         for weight, grad in shared:
             is_parameter = id(weight) in self.parameters
             leaves = [weight] if is_parameter else [leaf for leaf in find_leaves(weight) if id(leaf) in self.parameters]
             found = (grad,) if is_parameter else torch.autograd.grad(weight, leaves, grad, retain_graph=True)
             for parameter, own in zip(leaves, found, strict=True):
-                self.deliver_shared(parameter, own)
+                self.receiver.deliver_shared(parameter, own)
 
     def _pull_back(self, weight: Tensor, terms: Sequence[Term]) -> Iterable[tuple[Tensor, Term]]:
         if self.positions is None:
@@ -214,34 +260,15 @@ class Collector:
         """Before a backward pass: it has not ended."""
         self._has_ended = False
 
-    def forget_gradients(self, is_graph_kept: bool) -> None:
-        """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
-        for retained in self.retained:
-            retained.grads.clear()
-        if not is_graph_kept:  # other forward passes in the block have graphs of their own
-            self.retained = [retained for retained in self.retained if not retained.is_collected]
-
-    def refuse_second_derivatives(self) -> None:
-        """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
-        for retained in self.retained:
-            if retained.grads:
-                retained.make_use(self).refuse_second_derivative()
-
-    def release(self) -> None:
-        """Read each gradient in a hook of its own from now on: the recording ends."""
-        for retained in self.retained:
-            retained.hook_node(self)
-        self.retained = []
-
     def _collect_retained(self, arrived: Arrived) -> None:
-        several = {key for key, count in self._get_use_counts().items() if count != 1} | self._entangled
-        for group in group_uses(take_gradients(self.retained, self)):
+        several = self.uses.find_several()
+        for group in group_uses(self.retained.take_gradients(self)):
             if len(group) == 1:
                 ((retained, grad),) = group
                 retained.make_use(self).backward(retained.saved, [grad], deliver=True)
                 continue
             stacked, saved, grad = stack_uses(group, self)
-            for position, term in stacked.compute_terms(saved, grad).items():
+            for position, term in stacked.compute_terms(saved, [grad]).items():
                 if position in stacked.weights:
                     weights = [retained.weights[position] for retained, _ in group]
                     self._receive_stack(weights, term, stacked.plan, arrived, several)
@@ -256,8 +283,8 @@ class Collector:
         ids = [id(weight) for weight in weights]
         is_plain = several.isdisjoint(ids) and all(map(self.parameters.__contains__, ids))
         is_whole = self.batch is None or term.batch == len(weights) * self.batch
-        if self.deliver_stack is not None and is_plain and is_whole:
-            self.deliver_stack(weights, term)
+        if self.receiver.takes_stacks and is_plain and is_whole:
+            self.receiver.deliver_stack(weights, term)
             return
         batch = term.batch // len(weights)
         for i, weight in enumerate(weights):

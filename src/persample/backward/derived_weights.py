@@ -82,10 +82,6 @@ def _pull_through_permutation(dims: list[int], term: Term) -> Term | None:
     return transpose_term(term) if dims == last_two else None
 
 
-def _pull_through_t(node: Any, output: int, term: Term) -> Term | None:
-    return transpose_term(term) if len(term.shape) == 2 else term
-
-
 def _pull_through_transpose(node: Any, output: int, term: Term) -> Term | None:
     dims = list(range(len(term.shape)))
     first, second = (_read_number(node, name) % len(dims) for name in ("dim0", "dim1"))
@@ -99,20 +95,8 @@ def _pull_through_permute(node: Any, output: int, term: Term) -> Term | None:
     )
 
 
-def _pull_through_copy(node: Any, output: int, term: Term) -> Term | None:
-    return term
-
-
 def _pull_through_rows(start: int, node: Any, term: Term) -> Term | None:
     return Blocks([term], [start], _read_row_count(node)) if _read_number(node, "dim") == 0 else None
-
-
-def _pull_through_split(node: Any, output: int, term: Term) -> Term | None:
-    return _pull_through_rows(output * _torch.read_saved(node, "split_size"), node, term)
-
-
-def _pull_through_split_with_sizes(node: Any, output: int, term: Term) -> Term | None:
-    return _pull_through_rows(sum(_torch.read_saved(node, "split_sizes")[:output]), node, term)
 
 
 def _pull_through_slice(node: Any, output: int, term: Term) -> Term | None:
@@ -198,13 +182,17 @@ def _restore_sign(number: int) -> int:
 
 
 _STEPS: dict[str, Callable[[Any, int, Term], Term | None]] = {
-    "TBackward0": _pull_through_t,
+    "TBackward0": lambda node, output, term: transpose_term(term) if len(term.shape) == 2 else term,
     "TransposeBackward0": _pull_through_transpose,
     "PermuteBackward0": _pull_through_permute,
-    "CloneBackward0": _pull_through_copy,
-    "ToCopyBackward0": _pull_through_copy,
-    "SplitBackward0": _pull_through_split,
-    "SplitWithSizesBackward0": _pull_through_split_with_sizes,
+    "CloneBackward0": lambda node, output, term: term,
+    "ToCopyBackward0": lambda node, output, term: term,
+    "SplitBackward0": lambda node, output, term: _pull_through_rows(
+        output * _torch.read_saved(node, "split_size"), node, term
+    ),
+    "SplitWithSizesBackward0": lambda node, output, term: _pull_through_rows(
+        sum(_torch.read_saved(node, "split_sizes")[:output]), node, term
+    ),
     "SliceBackward0": _pull_through_slice,
     "SelectBackward0": _pull_through_select,
     "UnbindBackward0": _pull_through_unbind,

@@ -1,4 +1,4 @@
-"""A use of a weight, as the backward pass needs it: turns the gradient of its result into terms of its weights."""
+"""A use of a weight, as the backward pass needs it: a tap reads the gradient of its result, which becomes terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from persample import _torch
 from persample._internal import tracing
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.tree import find_slots, put_in_tensors
 from persample.backward.entry_moves import compute_moved_terms
 from persample.errors import ROWS_ADVICE, PerSampleError, get_op_name, raise_or_complain
@@ -114,12 +116,12 @@ class RecordedUse:
             "Per-sample gradients of gradients are not available in a recording, whose weights are detached. For a "
             "penalty on the norms of per-sample gradients, use persample.differentiable_norms() outside of the block. "
             f"{ROWS_ADVICE}"
-            + ("" if self.collector.complain is None else " A monitor measures this step: end it with its stop().")
+            + (
+                ""
+                if self.collector.receiver.complain is None
+                else " A monitor measures this step: end it with its stop()."
+            )
         )
-
-    def compute_terms(self, tensors: Sequence[Tensor], grad: Tensor) -> dict[int, Term]:
-        """The terms of all weights, by their positions, for a use with one result."""
-        return self._compute_terms(tensors, [grad])
 
     def backward(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], deliver: bool) -> list[Tensor | None]:
         """Compute the terms of all weights and, with `deliver`, pass them to the collector.
@@ -137,7 +139,7 @@ class RecordedUse:
                 own_grads[i] = grad = grad.reshape(self.shapes[i])
                 if layout.ids is not None:
                     self._check_constant_rows(grad, layout)
-        terms = self._compute_moved_terms(tensors, own_grads) if plan.moves else self._compute_terms(tensors, own_grads)
+        terms = self._compute_moved_terms(tensors, own_grads) if plan.moves else self.compute_terms(tensors, own_grads)
         source = plan.source if self.collector.sources is not None else ""
         for position, weight in self.weights.items() if deliver else ():
             if position in terms:
@@ -159,7 +161,7 @@ class RecordedUse:
         if trace is not None:
             trace.require(~is_reached, cause)
         elif bool(is_reached):
-            raise_or_complain(PerSampleError(cause), self.collector.complain)
+            raise_or_complain(PerSampleError(cause), self.collector.receiver.complain)
 
     def _place(self, term: Term, position: int) -> Term:
         """The term; if each sample used only some rows of the weight, placed in these rows."""
@@ -182,9 +184,9 @@ class RecordedUse:
         with tracing.suspend():
             owner = make_sample_ids(grad, self.plan.results[0], self.batch)
         terms = compute_moved_terms(call, self.weights, grad, owner)
-        return self._compute_terms(tensors, grads) if terms is None else terms
+        return self.compute_terms(tensors, grads) if terms is None else terms
 
-    def _compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
+    def compute_terms(self, tensors: Sequence[Tensor], own_grads: Sequence[Tensor | None]) -> dict[int, Term]:
         """The rule's terms, by the positions of the tensors that they belong to."""
         plan = self.plan
         if plan.rule is not None and plan.rule.as_they_lie:
@@ -251,3 +253,58 @@ class RecordedUse:
                 "call."
             )
         return found
+
+
+class Tap(torch.autograd.Function):
+    """The identity. Its backward sees the gradient of a use's result, together with what the use saved.
+
+    The function of the use ran before, under ordinary autograd with its weights detached. So torch's own backward
+    computes the gradients of the activations (or the rule does, if it is `whole`), and no gradient of a weight is
+    computed. The last argument is the anchor, a leaf that requires grad: through it the result requires grad even if no
+    activation does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, use: RecordedUse, saved: Sequence[Tensor], copy: bool, *tensors: Tensor) -> Any:
+        # The results come first: if a result is a view that is changed in place, autograd looks at the first tensor.
+        results = tensors[: len(use.plan.tapped)]
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*saved)
+        if copy:
+            return tuple(result.clone() for result in results)
+        # Marking the result as changed in place costs nothing, and lets the user change it in place too.
+        ctx.mark_dirty(*results)
+        return results
+
+    @staticmethod
+    @exclude_from_graph
+    @skip_compilation(with_callees=True)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        use: RecordedUse = ctx.use
+        if _torch.is_compiled_autograd_running():
+            raise PerSampleError(
+                "Compiled autograd runs the backward pass of a recording, and would keep nothing per sample. Call "
+                "backward() inside the block, where compiled autograd is turned off, or turn it off yourself."
+            )
+        if torch.is_grad_enabled():
+            use.refuse_second_derivative()
+        # The anchor is not reached by autograd.grad(loss, inputs), which must leave no per-sample gradients.
+        deliver = _torch.will_run_node(use.collector.anchor_node)
+        if deliver and use.batch:  # in an empty batch nothing arrives
+            use.collector.note_pass()
+        input_grads: Sequence[Tensor | None] = [None] * len(use.plan.inputs)
+        if (deliver or input_grads) and any(grad is not None for grad in grads):
+            saved = ctx.saved_tensors  # reading them may start a recomputation, under the tracker
+            with _torch.DisableTorchFunction():
+                if use.collector.trace is None:
+                    input_grads = use.backward(saved, grads, deliver)
+                else:  # on a GPU, autograd runs in a thread that does not have the trace
+                    with tracing.activate(use.collector.trace):
+                        input_grads = use.backward(saved, grads, deliver)
+        return None, None, None, *grads, *input_grads, None
+
+
+def is_tap(node: Any) -> bool:
+    """Whether a node of the autograd graph belongs to a tap."""
+    return isinstance(getattr(node, "use", None), RecordedUse)

@@ -95,22 +95,61 @@ class RetainedUse:
         self.node = None
 
 
-def take_gradients(uses: Sequence[RetainedUse], collector: Collector) -> list[tuple[RetainedUse, Tensor]]:
-    """The uses that the running backward pass has reached, with their gradients, which are not kept any longer."""
-    found = []
-    for retained in uses:
-        if not retained.grads:
-            continue
-        grad = retained.grads[-1][0]
-        retained.grads.clear()
-        if grad is not None:
-            retained.is_collected = True
-            if grad.requires_grad:
+class RetainedUses:
+    """The uses of a recording that have no tap.
+
+    Attributes:
+        is_open: whether uses are added: a tap is behind the activations of each.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        self.is_open = is_open
+        self.uses: list[RetainedUse] = []
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass has reached a use."""
+        return any(retained.grads for retained in self.uses)
+
+    def forbid(self) -> None:
+        """Put a tap on each use from now on: a tap may be missing behind its activations."""
+        self.is_open = False
+
+    def take_gradients(self, collector: Collector) -> list[tuple[RetainedUse, Tensor]]:
+        """The uses that the running backward pass has reached, with their gradients, which are not kept any longer."""
+        found = []
+        for retained in self.uses:
+            if not retained.grads:
+                continue
+            grad = retained.grads[-1][0]
+            retained.grads.clear()
+            if grad is not None:
+                retained.is_collected = True
+                if grad.requires_grad:
+                    retained.make_use(collector).refuse_second_derivative()
+                if [*map(_torch.get_version, retained.saved)] != retained.versions:
+                    retained.check_unchanged()
+                found.append((retained, grad if grad.shape == retained.shape else grad.reshape(retained.shape)))
+        return found
+
+    def forget_gradients(self, is_graph_kept: bool) -> None:
+        """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
+        for retained in self.uses:
+            retained.grads.clear()
+        if not is_graph_kept:  # other forward passes in the block have graphs of their own
+            self.uses = [retained for retained in self.uses if not retained.is_collected]
+
+    def refuse_second_derivatives(self, collector: Collector) -> None:
+        """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
+        for retained in self.uses:
+            if retained.grads:
                 retained.make_use(collector).refuse_second_derivative()
-            if [*map(_torch.get_version, retained.saved)] != retained.versions:
-                retained.check_unchanged()
-            found.append((retained, grad if grad.shape == retained.shape else grad.reshape(retained.shape)))
-    return found
+
+    def release(self, collector: Collector) -> None:
+        """Read each gradient in a hook of its own from now on: the recording ends."""
+        for retained in self.uses:
+            retained.hook_node(collector)
+        self.uses = []
 
 
 def group_uses(uses: Sequence[tuple[RetainedUse, Tensor]]) -> list[list[tuple[RetainedUse, Tensor]]]:

@@ -144,10 +144,10 @@ class Arguments:
         if has_edges((name, arg) for _, name, arg in self._named):
             tracker.replace_advice(GRAPHS_ADVICE)
         self._advise_on_lists(tracker)
-        if rejected and (not search or not tracker.has_inputs):
+        if rejected and (not search or not tracker.known.has_inputs):
             self._refuse_graphs()
             raise WrongBatchSize(rejected[0], batch_size)
-        if not tracker.has_inputs:
+        if not tracker.known.has_inputs:
             self._refuse_graphs()
             raise NoSamplesFound(_ARGUMENTS)
 
@@ -185,11 +185,11 @@ class Arguments:
 
     def has_known(self, tracker: Tracker) -> bool:
         """Whether a tensor depends on samples that the tracker follows."""
-        return any(tracker.get_known(tensor) is not None for tensor in self.iterate_tensors())
+        return any(tracker.known.get_layout(tensor) is not None for tensor in self.iterate_tensors())
 
     def has_rows(self, tracker: Tracker) -> bool:
         """Whether a tensor consists of rows of some samples that the tracker follows: `x[3]`."""
-        known = map(tracker.get_known, self.iterate_tensors())
+        known = map(tracker.known.get_layout, self.iterate_tensors())
         return any(isinstance(where, Layout) and where.ids is not None for where in known)
 
     def without_constants(self, tracker: Tracker) -> Arguments:
@@ -200,7 +200,7 @@ class Arguments:
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
         for leaf, dim in self.leaves:
-            if isinstance(leaf, Tensor) and dim is not None and not tracker.is_known(leaf) and leaf.grad_fn is None:
+            if isinstance(leaf, Tensor) and dim is not None and leaf not in tracker.known and leaf.grad_fn is None:
                 find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
                 found = find(leaf, tracker.batch, dim)
                 if found is not None and not tracker.is_constant(leaf):
@@ -281,7 +281,7 @@ def _add_packed(packed: PackedSequence, tracker: Tracker) -> None:
         raise WrongBatchSize(int(packed.batch_sizes[0]), tracker.batch)
     layout = make_packed_layout(packed.batch_sizes, packed.sorted_indices, tracker.batch)
     tracker.add_input(packed.data, layout)
-    tracker.add_packed(layout.get_ids(len(packed.data), tracker.batch), packed.batch_sizes.tolist())
+    tracker.counted.add_packed(layout.get_ids(len(packed.data), tracker.batch), packed.batch_sizes.tolist())
     for order in (packed.sorted_indices, packed.unsorted_indices, packed.batch_sizes):
         if order is not None:  # a loss that puts the samples in another order selects them by number
             tracker.add_constant(order)

@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from persample._internal.text import format_bytes, format_table
 from persample.errors import PerSampleError
-from persample.forward import TriedFunction
-from persample.gradients import describe_tried
+from persample.gradients import TriedFunction, describe_tried
 
 WIDTH = 120
 

@@ -28,7 +28,7 @@ from persample.compiled.graph import Graph, trace_graph
 from persample.compiled.trace import Trace
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
-from persample.forward import Tracker
+from persample.forward import FollowMode
 from persample.gradients import PerSampleGradients
 from persample.losses import compute_step_loss
 from persample.recording import Options, Selection, get_trainable, record
@@ -120,7 +120,7 @@ class CompiledStep:
 
     @exclude_from_graph
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(mode, Tracker) for mode in _torch.get_function_modes()):
+        if any(isinstance(mode, FollowMode) for mode in _torch.get_function_modes()):
             raise PerSampleError("A compiled step makes its own recording: call it outside of a recording.")
         arguments = Arguments(args, kwargs)
         state = self._get_state()

@@ -23,10 +23,6 @@ LayoutT = TypeVar("LayoutT")
 class Follower(Protocol[LayoutT]):
     """The part of the tracker that is needed here."""
 
-    @property
-    def anchor(self) -> Tensor:
-        """A leaf that every recorded use depends on."""
-
     def find_layout(self, tensor: Tensor) -> LayoutT: ...
 
     def set_layout(self, tensor: Tensor, layout: LayoutT) -> None: ...
@@ -86,8 +82,11 @@ class Processes:
     def restore_settings(self) -> None:
         """Give the model its settings back, after the last pass of a recording that goes on."""
 
-    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> AbstractContextManager[Any]:
-        """Context manager for a recording: torch must not wait for gradients of parameters, which do not arrive."""
+    def prepare_recording(self, tracker: Follower[Any], anchor: Tensor | None) -> AbstractContextManager[Any]:
+        """Context manager for a recording: torch must not wait for gradients of parameters, which do not arrive.
+
+        `anchor` is a leaf that every recorded use depends on, if the recording adds to `grad`; else None.
+        """
         return nullcontext()
 
     def saving_weights(self) -> AbstractContextManager[Any]:

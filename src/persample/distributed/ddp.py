@@ -65,8 +65,8 @@ class Replicated(Several):
             setattr(wrapper, name, value)
 
     @contextmanager
-    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> Iterator[None]:
-        node = self._watch_anchor(tracker.anchor) if keep_grad else None
+    def prepare_recording(self, tracker: Follower[Any], anchor: Tensor | None) -> Iterator[None]:
+        node = None if anchor is None else self._watch_anchor(anchor)
         try:
             for wrapper in self._inside:
                 self._turn_off_reduction(wrapper)

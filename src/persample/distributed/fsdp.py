@@ -80,8 +80,8 @@ class Sharded(Several):
     # ---- during a recording ----
 
     @contextmanager
-    def prepare_recording(self, tracker: Follower[Any], keep_grad: bool) -> Iterator[None]:
-        node = self._watch_anchor(tracker.anchor) if keep_grad else None
+    def prepare_recording(self, tracker: Follower[Any], anchor: Tensor | None) -> Iterator[None]:
+        node = None if anchor is None else self._watch_anchor(anchor)
         try:
             self._turn_off_reduction()
             for group in self._groups:

@@ -43,7 +43,7 @@ def call_with_rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     for tensor, layout in layouts:
         tracker.add_input(tensor, layout)
     args, kwargs = map_tensors(original, (args, kwargs))
-    with tracker:
+    with tracker.mode:
         return func(*args, **kwargs)
 
 

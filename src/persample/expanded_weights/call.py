@@ -86,7 +86,7 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], track
     """The outputs of the module. After an error, its buffers and the random numbers are as before."""
     rng_state = torch.get_rng_state()
     try:
-        with tracker:
+        with tracker.mode:
             tracker.begin_audit()
             return module(*args, **kwargs)
     except BaseException:

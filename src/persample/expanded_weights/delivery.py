@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import FunctionMeta
 
-from persample.backward import Deliver
+from persample.backward import Receiver
 from persample.errors import PerSampleError, get_op_name
 from persample.expanded_weights.helpers import add_grad_sample
 from persample.expanded_weights.tensor import ExpandedWeight
@@ -18,13 +18,13 @@ from persample.rules import register_adapter
 from persample.terms import Dense, Term, sum_dense
 
 
-def to_grad_sample(batch_size: int, loss_reduction: str) -> Deliver:
-    """Deliver terms as `parameter.grad_sample`, multiplied by the batch size if the loss was a mean."""
+def to_grad_sample(batch_size: int, loss_reduction: str) -> Receiver:
+    """Takes terms as `parameter.grad_sample`, multiplied by the batch size if the loss was a mean."""
 
     def deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
         add_grad_sample(parameter, sum_dense(terms).to(parameter.dtype), batch_size, loss_reduction)
 
-    return deliver
+    return Receiver(deliver)
 
 
 def run_registered_function(tracker: Tracker, function: Any, call: Call, weights: Mapping[int, Tensor]) -> Any:
@@ -40,7 +40,7 @@ def run_registered_function(tracker: Tracker, function: Any, call: Call, weights
         )
 
     def expand(weight: Tensor) -> ExpandedWeight:
-        result = ExpandedWeight(weight, tracker.batch, tracker.loss_reduction)
+        result = ExpandedWeight(weight, tracker.batch, tracker.counted.given_reduction or "sum")
         result.set_batch_first(dims == {0})
         result.receive = lambda rows: tracker.collector.receive(weight, Dense(rows))
         return result

@@ -11,28 +11,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample import _torch
 from persample._internal.graph import is_reentrant
-from persample.layouts import Where
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
-# Layouts by the memory address of a tensor: a checkpoint inside a checkpoint returns what it saved as another object.
-SavedLayouts = dict[tuple[Any, ...], Where | None]
-
 _MARK = "_persample_enters_tracker"
-
-
-def save_layout(saved: SavedLayouts, tensor: Tensor, layout: Where | None) -> None:
-    """Keep the layout of a tensor, which a checkpoint may be saving."""
-    saved[_get_address(tensor)] = layout
-
-
-def _get_address(tensor: Tensor) -> tuple[Any, ...]:
-    return StorageWeakRef(tensor.untyped_storage()), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def prepare_recomputation(tracker: Tracker) -> bool:
@@ -76,9 +62,9 @@ def _wrap(tracker: Tracker, function: Callable[..., Any], known: Mapping[int, An
                 found = (known or {}).get(i)
                 if isinstance(found, Tensor):
                     given[i] = found
-                elif (layout := found or tracker.saved_layouts.get(_get_address(arg))) is not None:
+                elif (layout := found or tracker.known.get_saved_layout(arg)) is not None:
                     tracker.set_layout(arg, layout)
-        with tracker, nullcontext() if tracker.complain is None else tracker.progress.resume():
+        with tracker.mode, nullcontext() if tracker.complain is None else tracker.progress.resume():
             return function(*given, **kwargs)
 
     setattr(run_tracked, _MARK, True)

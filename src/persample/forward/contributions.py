@@ -17,7 +17,7 @@ from torch import Tensor
 
 from persample import _torch
 from persample.errors import ROWS_ADVICE, SamplesMixed, get_op_name
-from persample.forward.roots import NoteLoss, mark_statistic
+from persample.forward.sums import mark_statistic
 from persample.layouts import (
     Call,
     Crossed,
@@ -64,27 +64,32 @@ def make_advice(layout_options: str = "batch_dim and batch_size", coupled: bool 
     return advice if coupled is None else _ADVICE if coupled else f"{advice} {COUPLED_ADVICE}"
 
 
+# The advice of a recording, by the argument `coupled`.
+ADVICE = {coupled: make_advice(coupled=coupled) for coupled in (None, False, True)}
+
+
 @dataclass(frozen=True)
 class Statistic(Reduced):
     """A tensor in which samples are mixed, and that belongs to none: it has no parts that add up to it."""
 
 
 class FirstLoss:
-    """Passes on the loss that a backward pass starts from. What it reaches later are statistics of the batch.
+    """Selects the loss that a backward pass starts from. What it reaches later are statistics of the batch.
 
     A sum in one part and a mean in another is taken as a mean: all parts together have one gradient, that of the batch.
     """
 
-    def __init__(self, note_loss: NoteLoss, given: str | None) -> None:
-        self._note_loss, self._given = note_loss, given
+    def __init__(self, given: str | None) -> None:
+        self._given = given
         self._last_pass = -1
 
-    def __call__(self, loss: Reduced, reaches_weights: bool = True) -> None:
+    def select(self, loss: Reduced) -> Reduced | None:
+        """The loss as it counts, None if the running backward pass starts from another one."""
         current = _torch.get_backward_pass()
-        if current != self._last_pass:
-            self._last_pass = current
-            is_mean = not loss.is_clear and self._given is None
-            self._note_loss(replace(loss, kind="mean") if is_mean else loss, reaches_weights)
+        if current == self._last_pass:
+            return None
+        self._last_pass = current
+        return replace(loss, kind="mean") if not loss.is_clear and self._given is None else loss
 
 
 def find_coupled_motion(call: Call, results: Sequence[Tensor]) -> Motion:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from torch import Tensor
 from persample._internal import tracing
 from persample._internal.facts import all_with, find_functions
 from persample.layouts import DECLARATIONS, Call, Layout, Lost, Reduced, Scattered, Where, get_argument, make_call
+
+if TYPE_CHECKING:
+    from persample.forward.tracker import Tracker
 
 # ---- Rows that are the same for all samples and are selected as one for each sample ----
 
@@ -154,6 +157,35 @@ PREPARATIONS: dict[Any, Callable[[Call], Call]] = {
     **dict.fromkeys(all_with("takes_sizes"), read_sizes),
     **dict.fromkeys(find_functions("where"), drop_unused_branch),
 }
+
+
+# ---- Tensors of which no values are read ----
+
+
+# Functions that read only the dtype and device of their second tensor, or only its shape.
+_TYPED = {Tensor.type_as, Tensor.to}
+_SHAPED: dict[Any, Any] = {
+    Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
+}  # fmt: skip
+
+
+def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | None], tracker: Tracker) -> Call:
+    """The same call without a second tensor of which only the dtype and device, or the shape, is read.
+
+    Tensors that are constants by what a function does with them are constants in it.
+    """
+    args: tuple[Any, ...]
+    if call.func in _TYPED and len(call.tensors) > 1:
+        func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
+    elif call.func in _SHAPED and not (call.func is Tensor.expand_as and tracker.is_weight(call.tensors[0])):
+        func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
+    elif tracker.outside is not None and call.facts.class_weights:
+        return tracker.outside.read_class_weights(call)
+    elif tracker.outside is not None and tracker.outside.has_reads and tracker.isolation is None:
+        return tracker.outside.read_indices(call)
+    else:
+        return call
+    return make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
 
 
 # ---- Uses of weights on a batch that was split into several dimensions ----

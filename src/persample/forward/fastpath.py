@@ -32,7 +32,7 @@ from persample.layouts import (
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
-_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class WholeModules:
@@ -40,16 +40,10 @@ class WholeModules:
 
     def __init__(self, tracker: Tracker, modules: list[nn.Module]) -> None:
         self.tracker = tracker
-        found = [m for m in modules if isinstance(m, _FAST) and not _has_own_forward(m)]
+        found = [m for m in modules if isinstance(m, LAYERS) and not _has_own_forward(m)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
-        self._with_hooks = [*map(ref, _torch.find_modules_with_backward_hooks(modules))]
         for module in found:
             vars(module)["forward"] = _WholeForward(self, module)
-
-    @property
-    def with_hooks(self) -> list[nn.Module]:
-        """The modules of the model that have hooks on gradients."""
-        return [module for reference in self._with_hooks if (module := reference()) is not None]
 
     def remove(self) -> None:
         for reference in self._modules:

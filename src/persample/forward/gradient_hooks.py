@@ -29,15 +29,31 @@ def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, 
 
     `layout` is where the samples lie in the gradient.
     """
+    return _follow(hook, lambda _, args: [(args[0], layout)], place, tracker)
+
+
+def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Tracker) -> Any:
+    """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
+
+    def list_gradients(follower: Tracker, args: tuple[Any, ...]) -> list[tuple[Tensor, Layout]] | None:
+        found = [(g, Layout(0)) for g in find_tensors(args[1:]) if g.dim() and len(g) == follower.batch]
+        return found if follower.batch > 1 else None
+
+    return _follow(hook, list_gradients, place, tracker)
+
+
+def _follow(hook: Callable[..., Any], list_gradients: Callable[..., Any], place: str, tracker: Tracker) -> Any:
     weak_tracker = ref(tracker)  # the graph must not keep it
 
-    def follow(gradient: Tensor) -> Tensor | None:
+    def follow(*args: Any) -> Any:
         follower = weak_tracker()
         # Torch's multi-gradient hooks, which FSDP uses, may be called without a gradient.
-        if gradient is None or follower is None or follower.has_ended:
-            return hook(gradient)
-        with follower:
-            return _run_hook(hook, (gradient,), [(gradient, layout)], place, follower)
+        if follower is None or follower.has_ended or args[0] is None:
+            return hook(*args)
+        if (gradients := list_gradients(follower, args)) is None:
+            return hook(*args)
+        with follower.mode:
+            return _run_hook(hook, args, gradients, place, follower)
 
     return follow
 
@@ -53,21 +69,6 @@ def refuse_changes(hook: Callable[[Tensor], Tensor | None], place: str) -> Any:
             )
 
     return check
-
-
-def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Tracker) -> Any:
-    """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
-    weak_tracker = ref(tracker)
-
-    def follow(module: nn.Module, *gradients: Any) -> Any:
-        follower = weak_tracker()
-        if follower is None or follower.has_ended or follower.batch < 2:
-            return hook(module, *gradients)
-        layouts = [(g, Layout(0)) for g in find_tensors(gradients) if g.dim() and len(g) == follower.batch]
-        with follower:
-            return _run_hook(hook, (module, *gradients), layouts, place, follower)
-
-    return follow
 
 
 def _run_hook(
@@ -86,7 +87,7 @@ def _run_hook(
         cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
         _refuse_hook(hook, place, cause, tracker)
     for gradient, _ in layouts:
-        tracker.forget(gradient)
+        tracker.known.discard(gradient)
     return result
 
 
@@ -149,8 +150,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> N
     function = _torch.get_custom_function(node)
     # The graph must keep neither the tracker nor itself.
     weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
-    complain = tracker.complain
-    dim, size = layout.dim, output.shape[layout.dim]
+    complain, dim, size = tracker.complain, layout.dim, output.shape[layout.dim]
     is_first = torch.tensor(layout.get_ids(size, batch), device=output.device) < (batch + 1) // 2
     first, others = is_first.nonzero().flatten(), (~is_first).nonzero().flatten()
 
@@ -174,7 +174,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> N
             return
         if any(a.shape == b.shape and _differ(a, b) for a, b in zip(whole, half, strict=False)):
             if (checked := weak_tracker()) is not None:
-                checked.path.audit_next_passes()  # else a later pass would not be checked
+                checked.path.program.note_finding()  # else a later pass would not be checked
             error = SamplesMixed(
                 f"The backward of {function.__name__}, an autograd.Function called in {place}, mixes the samples of "
                 "the batch: gradients of the first samples change with those of the last ones. Compute the gradient "

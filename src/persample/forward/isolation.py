@@ -7,6 +7,7 @@ through it. Parameters and buffers are part of each checkpoint, so that samples 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.state import find_state_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known_tensors import TensorMap
+from persample.forward.known import KnownTensors, TensorMap
 from persample.forward.loss_code import LossCode
 from persample.forward.places import Places
-from persample.layouts import Call, Lost, get_argument
+from persample.forward.results import is_refused
+from persample.layouts import Call, Layout, Lost, Motion, Reduced, get_argument, make_call
 
 if TYPE_CHECKING:
     from persample.forward.audit import Audit
@@ -85,7 +87,7 @@ class Isolation:
         self._given_before = dict(alive[-_MAX_GIVEN:])
         self._given_before |= {id(tensor): _make_entry(tensor, "an earlier step") for tensor, _ in self._given.items()}
         self._given = TensorMap()
-        tracker.add_known(self._carried)
+        tracker.known.entries.update(self._carried)
 
     def note_given(self, tensor: Tensor) -> None:
         """Note that a tensor comes from outside: the next step may have the same data."""
@@ -93,39 +95,41 @@ class Isolation:
 
     def hide_data(self, tracker: Tracker) -> None:
         """Count tensors from earlier batches as samples of those, except tensors that this batch contains again."""
-        # A loop that keeps its batches has many of them. Those without gradients go into the tracker as they are.
-        is_saving = _torch.get_saved_tensor_hooks() is not None
-        hidden: _Entries = {}
-        for key, entry in self._given_before.items():
-            tensor = entry[0]()
-            if tensor is None or tracker.is_known(tensor):
-                continue
-            if tensor.requires_grad or entry[1][1] or is_saving:
-                tracker.set_layout(tensor, entry[1][0])
-                self._hidden[key] = entry
-            else:
-                hidden[key] = entry
-        tracker.add_known(hidden)
-        self._hidden |= hidden
+        with _torch.DisableTorchFunction():
+            # A loop that keeps its batches has many of them. Those without gradients go into the tracker as they are.
+            is_saving = _torch.get_saved_tensor_hooks() is not None
+            hidden: _Entries = {}
+            for key, entry in self._given_before.items():
+                tensor = entry[0]()
+                if tensor is None or tensor in tracker.known:
+                    continue
+                if tensor.requires_grad or entry[1][1] or is_saving:
+                    tracker.set_layout(tensor, entry[1][0])
+                    self._hidden[key] = entry
+                else:
+                    hidden[key] = entry
+            tracker.known.entries.update(hidden)
+            self._hidden |= hidden
 
     def show_data(self, tracker: Tracker) -> None:
         """In the code around the model, the same data may be used again, as in training on one batch."""
-        tracker.forget_known(self._hidden)
+        tracker.known.forget_all(self._hidden)
         self._hidden = {}
 
     def end_step(self, tracker: Tracker) -> None:
         """Note the tensors of a step that are still alive."""
-        self.show_data(tracker)
-        carried = self._carried
-        for tensor, (where, _) in tracker.iterate_known():
-            if where is None or tensor in self._given:
-                continue
-            if (entry := carried.get(id(tensor))) is not None and entry[0]() is tensor:
-                continue
-            self._carried[id(tensor)] = _make_entry(tensor, getattr(where, "place", "") or "an earlier step")
-        if len(self._carried) > _MAX_CARRIED // 2:
-            alive = [(key, entry) for key, entry in self._carried.items() if entry[0]() is not None]
-            self._carried = dict(alive[-_MAX_CARRIED:])
+        with _torch.DisableTorchFunction():
+            self.show_data(tracker)
+            carried = self._carried
+            for tensor, (where, _) in tracker.known.items():
+                if where is None or tensor in self._given:
+                    continue
+                if (entry := carried.get(id(tensor))) is not None and entry[0]() is tensor:
+                    continue
+                self._carried[id(tensor)] = _make_entry(tensor, getattr(where, "place", "") or "an earlier step")
+            if len(self._carried) > _MAX_CARRIED // 2:
+                alive = [(key, entry) for key, entry in self._carried.items() if entry[0]() is not None]
+                self._carried = dict(alive[-_MAX_CARRIED:])
 
     # ---- parameters and buffers ----
 
@@ -166,31 +170,54 @@ class Isolation:
             if isinstance(statistic, Tensor):
                 tracker.set_layout(statistic, Lost(f"{get_op_name(call.func)} adds the samples to running statistics"))
 
-    def check_state(self, tracker: Tracker, audit: Audit | None) -> None:
-        """Refuse samples in parameters and buffers of the model; `audit` is None if the pass is not audited."""
-        model = tracker.model
-        if model is None:
+    def check_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], tracker: Tracker) -> None:
+        """Check what the code around the model has done, and what `backward` starts from."""
+        self.check_state(tracker)
+        if any(is_refused(tracker.find_known_layout(output)) for output in outputs):
             return
-        if audit is not None:
-            self._find_buffers(model)  # a module may have got its first buffer
+        for output, gradient in zip(outputs, gradients, strict=False):
+            self._check_gradient(output, gradient, tracker)
+        self.loss_code.check_backward((outputs, gradients), tracker)
+
+    def _check_gradient(self, output: Tensor, gradient: Tensor, tracker: Tracker) -> None:
+        """Refuse gradients of an output that depend on several samples, and constants that differ between samples."""
+        if isinstance(where := tracker.find_known_layout(gradient), (Lost, Reduced)):
+            raise SamplesMixed(
+                "The gradient that is passed to backward() was computed from the samples, and would change the "
+                f"gradients of all of them: {where.cause}. Call backward() without it."
+            )
+        if output.shape == gradient.shape and isinstance(layout := tracker.find_layout(output), Layout):
+            call = make_call(Tensor.backward, (output, gradient), {}, tracker.batch, tracker.find_layout)
+            self.places.check(call, Motion((layout,), ((1, layout),)), tracker)
+
+    def check_state(self, tracker: Tracker) -> None:
+        """Refuse samples in parameters and buffers of the model."""
+        if (model := tracker.model) is None:
+            return
+        with _torch.DisableTorchFunction():
+            if (audit := tracker.path.audit) is not None:
+                self._find_buffers(model)  # a module may have got its first buffer
+            self._check_buffers(model, tracker.known)
+            if audit is not None:
+                self._check_memory(model, audit, tracker)
+
+    def _check_buffers(self, model: nn.Module, known: KnownTensors) -> None:
         for path, own in self._buffers:
             for name, buffer in own.items():
-                if (
-                    buffer is not None
-                    and (where := tracker.get_known(buffer)) is not None
-                    and buffer not in self._given
-                ):
+                where = None if buffer is None else known.get_layout(buffer)
+                if buffer is not None and where is not None and buffer not in self._given:
                     cause = getattr(where, "cause", "they were written into it")
                     refuse_state(f"{path}.{name}" if path else name, cause, model)
-        if audit is None:
-            return
+
+    def _check_memory(self, model: nn.Module, audit: Audit, tracker: Tracker) -> None:
+        """The same by what the audit of the pass has seen, also for other tensors that the modules hold."""
         named = {id(t): name for name, t in [*model.named_parameters(), *model.named_buffers()]}
         for tensor in find_state_tensors(model):
-            if tensor in self._given or (cause := audit.find_samples(tensor)) is None:
+            if tensor in self._given or (cause := audit.memories.find_samples(tensor)) is None:
                 continue
             if id(tensor) in named:
                 refuse_state(named[id(tensor)], cause, model)
-            if not tracker.is_known(tensor):
+            if tensor not in tracker.known:
                 tracker.set_layout(tensor, Lost(cause, tracker.place()))
 
 

@@ -21,7 +21,7 @@ from persample._internal.facts import facts
 from persample._internal.raising import find_raising_value
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known_tensors import TensorMap
+from persample.forward.known import TensorMap
 from persample.layouts import Layout
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LossCode:
             self._open("the model", tracker)
         if self.is_open:
             self._calls.append((func, self._describe(func, args, tracker), self._describe(func, kwargs, tracker)))
-        result = run(func, args, kwargs)
+        result = run(func, args, kwargs, tracker)
         if _is_number(func, result) and _has_samples((args, kwargs), tracker):
             self._note_read(func, result, tracker)
         for made in find_tensors(result):
@@ -94,7 +94,7 @@ class LossCode:
     def note_size(self, func: Any, args: Any, tracker: Tracker) -> None:
         """Note that a size was read, which depends on values if a mask has picked the entries."""
         if facts(func).reads_size and args and args[0].dim():
-            where = tracker.get_known(args[0])
+            where = tracker.known.get_layout(args[0])
             is_whole = where is None or (isinstance(where, Layout) and not where.loose)
             if not is_whole and tracker.batch:
                 self._open(f"the size of a tensor of picked entries, in {tracker.place()}", tracker)
@@ -161,8 +161,10 @@ class LossCode:
         if id(tensor) in tracker.collector.parameters:
             return "weight", id(tensor), tensor.requires_grad
         number = self._made.get(tensor)
-        where = tracker.get_known(tensor)
-        is_drawn = tracker.places is not None and tracker.places.is_drawn(tensor)  # by a seed that may be a number
+        where = tracker.known.get_layout(tensor)
+        is_drawn = tracker.isolation is not None and tracker.isolation.places.is_drawn(
+            tensor
+        )  # by a seed that may be a number
         if (number is None or is_drawn) and where is None and not tensor.requires_grad:
             return _describe_values(tensor)
         return "result", number, type(where).__name__, tensor.dtype, tensor.requires_grad
@@ -260,7 +262,7 @@ def _is_of_mode(frame: Any) -> bool:
     return frame.f_code.co_name == "__torch_function__" or _get_module(frame) in _OF_MODES
 
 
-_OF_MODES = {__name__, "persample.forward.tracker", "persample._internal.dynamo", "torch.overrides"}
+_OF_MODES = {__name__, "persample.forward.mode", "persample._internal.dynamo", "torch.overrides"}
 
 
 def _get_module(frame: Any) -> str:

@@ -4,40 +4,102 @@ Such a tensor is taken for one row per sample if it has the batch's size in its 
 constant, and so are the parameters and buffers of modules, tensors that the user declares, and everything that is
 computed from constants alone.
 
-Before the model is called for the first time, the batch size is not known. Until then, ops are followed for each
-size that a tensor from outside has in its batch dimension. The call of the model decides which of them is the batch's.
+A constant may happen to have the batch's size: weights of T positions in a batch of T samples, a queue as long as the
+batch, the boxes of one image where there are as many images. In other steps, or for other images, it had another size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 
 from persample import _torch
-from persample._internal.functions import find_results
 from persample._internal.precision import INDEX_DTYPES
 from persample._internal.tree import find_tensors
-from persample.forward.known_tensors import TensorMap
-from persample.forward.remembered import RememberedConstants, find_site
+from persample.forward.early import EarlyTensors, describe_readings
+from persample.forward.known import KnownTensors, TensorMap
 from persample.layouts import (
     Call,
     Layout,
     Lost,
     SizesRead,
-    Totals,
     Where,
-    find_listed_total,
-    find_motion,
-    find_read_total,
     make_layout,
 )
 
-_BEFORE = "the code before the call of the model"
-_MAX_SIZES = 8  # batch sizes that are followed before the model is called
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+_MAX_ENTRIES = 1000  # of each kind, for each model
+_MAX_FRAMES = 3  # of the user's code, which tell apart the calls of a helper
+
+
+class RememberedConstants:
+    """The tensors from outside, and places in the code around a model, that were seen with constants."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, ref[Tensor]] = {}
+        self._sites: dict[Hashable, None] = {}  # forms of tensors, and places in the code
+        self._names: dict[tuple[int, str], None] = {}  # of arguments of the model and of its parts
+        self._noted: list[tuple[dict[Any, Any], Hashable]] = []  # in this step
+
+    def start_step(self) -> None:
+        """Keep what was noted in earlier steps."""
+        self._noted.clear()
+
+    def forget_step(self) -> None:
+        """Forget what was noted in this step: the batch is larger than it seemed."""
+        for entries, key in self._noted:
+            entries.pop(key, None)
+        self._noted.clear()
+
+    def note_constant(self, tensor: Tensor, site: Hashable = None) -> None:
+        """Note that a tensor has another size than the batch; `site`: where it was used, if not here."""
+        if not self._is_known(tensor):
+            self._keep(self._tensors, id(tensor), ref(tensor))
+        site = site or self.find_site(tensor)
+        if site not in self._sites:
+            self._keep(self._sites, site, None)
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor with the batch's size is a constant: it, or others at this place, had another size."""
+        return self._is_known(tensor) or self.find_site(tensor) in self._sites
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        known = self._tensors.get(id(tensor))
+        return known is not None and known() is tensor
+
+    def note_name(self, module: nn.Module, name: str) -> None:
+        """Note that an argument of a module had another size than the batch."""
+        self._keep(self._names, (id(module), name), None)
+
+    def list_names(self, module: nn.Module) -> list[str]:
+        """The arguments of a module that were constants in a batch of another size."""
+        return [name for number, name in self._names if number == id(module)]
+
+    def _keep(self, entries: dict[Any, Any], key: Hashable, value: object) -> None:
+        if len(entries) >= _MAX_ENTRIES:
+            entries.pop(next(iter(entries)))
+        entries[key] = value
+        self._noted.append((entries, key))
+
+    @staticmethod
+    def find_site(tensor: Tensor) -> Hashable:
+        """The form of a tensor, and the places in the user's code that use it now, the innermost first."""
+        frame: FrameType | None = sys._getframe(1)
+        places: list[Hashable] = []
+        while frame is not None and len(places) < _MAX_FRAMES:
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+                places.append((frame.f_code, frame.f_lasti))
+            frame = frame.f_back
+        return tensor.dim(), tensor.dtype, tensor.shape[1:], *places
 
 
 class OutsideTensors:
@@ -60,6 +122,7 @@ class OutsideTensors:
         remembered: RememberedConstants | None = None,
     ) -> None:
         self.remembered = remembered
+        self.early: EarlyTensors | None = None  # what is known before the model is called
         self._model = None if model is None else ref(model)  # the tracker must not keep its model
         self._batch_dim = batch_dim
         self._constants: TensorMap[bool] = TensorMap()
@@ -69,19 +132,9 @@ class OutsideTensors:
         self._drawn: TensorMap[bool] = TensorMap()  # random numbers, which may be the samples of a generator
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
-        # What is known by other means of the tensors before the call of the model, for a batch size.
-        self._list_layouts_before: Callable[[int], Iterable[tuple[Tensor, Where]]] | None = None
-        self._early: dict[int, TensorMap[Where]] | None = {}  # by batch size; None once the model was called
-        self._early_sites: list[tuple[int, ref[Tensor], Hashable]] = []  # the size of a tensor, and where it was used
-        self._early_totals: dict[int, Totals] = {}  # by batch size: numbers that depend on all samples
-        self._early_reads: set[int] = set()  # batch sizes for which values of samples were read
         self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
         self.sizes: set[int] | None = set() if is_block else None  # that the code around the model has read
         self.has_reads = False  # whether the code around the model has read values of samples as numbers
-
-    def declare_before(self, list_layouts: Callable[[int], Iterable[tuple[Tensor, Where]]]) -> None:
-        """Set what lists, for a batch size, the layouts of tensors that are known before the call of the model."""
-        self._list_layouts_before = list_layouts
 
     # ---- tensors from outside ----
 
@@ -92,7 +145,7 @@ class OutsideTensors:
         dim = self.find_dim(tensor, batch)
         if dim is None and self.remembered is not None and tensor.dim():
             self.remembered.note_constant(tensor)
-        if dim is None or self._is_constant(tensor):
+        if dim is None or self.is_constant(tensor):
             return None
         if self.remembered is not None and self.remembered.is_constant(tensor):
             self._constants[tensor] = True
@@ -151,17 +204,18 @@ class OutsideTensors:
 
     def describe_assumed(self) -> str:
         """Which tensors were taken for samples because of their sizes, for an error message; empty if none was."""
-        return f" ({_describe(self._assumed)})" if self._assumed else ""
+        return f" ({describe_readings(self._assumed)})" if self._assumed else ""
 
     def find_dim(self, tensor: Tensor, batch: int) -> int | None:
         """The batch dimension of a tensor from outside, None if it has another size there."""
-        dim = self._get_batch_dim(tensor)
+        dim = self.get_batch_dim(tensor)
         return dim if tensor.dim() > dim and tensor.shape[dim] == batch else None
 
-    def _get_batch_dim(self, tensor: Tensor) -> int:
+    def get_batch_dim(self, tensor: Tensor) -> int:
+        """The batch dimension of a tensor from outside, whatever its size is there."""
         return self._batch_dim if tensor.dim() > self._batch_dim else 0
 
-    def _is_constant(self, tensor: Tensor) -> bool:
+    def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor was declared, or belongs to the model or to a module that is running."""
         if self.is_declared(tensor):
             return True
@@ -178,16 +232,12 @@ class OutsideTensors:
             return True
         return any(_holds(module, base) for module in _torch.iterate_running_modules())
 
-    def note_size(self, func: Any, args: Any, found: Any, known: TensorMap[tuple[Where | None, bool]]) -> SizesRead:
-        """Note what a function has returned that reads the shape of a tensor outside the model; returns the sizes.
-
-        `known` has the layouts of tensors.
-        """
+    def note_size(self, func: Any, args: Any, found: Any, known: KnownTensors) -> SizesRead:
+        """Note what a function has returned that reads the shape of a tensor outside the model; returns the sizes."""
         sizes = frozenset((found,) if type(found) is int else found if isinstance(found, tuple) else ())
         if self.sizes is not None:
             self.sizes |= sizes
-        entry = known.get(args[0]) if func is Tensor.size and len(args) == 2 else None
-        where = entry[0] if entry is not None else None
+        where = known.get_layout(args[0]) if func is Tensor.size and len(args) == 2 else None
         is_own = isinstance(where, Layout) and args[1] % args[0].dim() != where.dim
         return SizesRead(own=sizes) if is_own else SizesRead(sizes)
 
@@ -195,12 +245,9 @@ class OutsideTensors:
 
     def note_call(self, call: Call, result: Any, batch: int, is_inside: bool) -> None:
         """Note what a call without samples and weights makes."""
-        if self._early is not None and not batch:
-            if call.tensors:
-                self._follow_early(call, result)
-            for size in self._early_reads if call.facts.imports_data else ():
-                if (lost := self.judge_import(result, size)) is not None:
-                    self._early[size][result] = lost
+        if not batch:
+            self.early = self.early or EarlyTensors()
+            self.early.note_call(call, result, self)
         if call.facts.imports_data:
             return
         is_drawn = not is_inside and (call.facts.is_random or any(tensor in self._drawn for tensor in call.tensors))
@@ -209,7 +256,7 @@ class OutsideTensors:
                 self._drawn[made] = True
             if is_inside and batch and self.find_dim(made, batch) is None:
                 continue  # it is a constant by its size, and what the model makes of it is not judged
-            if is_inside or all(map(self._is_constant, call.tensors)):
+            if is_inside or all(map(self.is_constant, call.tensors)):
                 self._constants[made] = True
 
     def judge_import(self, imported: Tensor, batch: int) -> Lost | None:
@@ -236,126 +283,28 @@ class OutsideTensors:
         """The sizes that the batch may have according to these tensors, each with a tensor that shows it."""
         found: dict[int, Tensor] = {}
         for tensor in tensors:
-            sizes = self.find_early_sizes(tensor)
-            is_open = tensor in self._drawn or not self._is_constant(tensor)
+            sizes = [] if self.early is None else self.early.find_sizes(tensor)
+            is_open = tensor in self._drawn or not self.is_constant(tensor)
             if tensor.dim() and (sizes or tensor.grad_fn is None) and is_open:
-                sizes.append(tensor.shape[self._get_batch_dim(tensor)])
+                sizes.append(tensor.shape[self.get_batch_dim(tensor)])
             found |= dict.fromkeys(sizes, tensor)
         return found
 
-    def find_early_sizes(self, tensor: Tensor) -> list[int]:
-        """Before the model is called: the batch sizes for which a tensor, or what it was made of, has samples."""
-        return [size for size, known in (self._early or {}).items() if tensor in known]
+    def declare_early(self, list_layouts: Callable[[int], Iterable[tuple[Tensor, Where]]]) -> None:
+        """Set what lists, for a batch size, the layouts of tensors that are known before the call of the model."""
+        self.early = self.early or EarlyTensors()
+        self.early.list_layouts = list_layouts
 
-    def _follow_early(self, call: Call, result: Any) -> None:
-        """Find the layouts of the results, for each size that the batch may have."""
-        assert self._early is not None
-        for tensor in call.tensors:
-            if tensor.dim() and not any(tensor in known for known in self._early.values()):
-                self._add_early(tensor)
-        results = find_results(result, call.args) if result is not None or call.is_inplace else ()
-        for batch, known in self._early.items():
-            where = tuple(known.get(tensor) for tensor in call.tensors)
-            totals = self._early_totals.setdefault(batch, {})
-            if call.facts.reads_values and any(where):
-                self._early_reads.add(batch)
-            if call.facts.reads_values:
-                totals.update(find_read_total(call.tensors[0], where[0], result))
-            if batch < 2 or not any(where) or not results:
-                continue
-            motion = find_motion(replace(call, where=where, batch=batch), results)
-            for made, layout in zip(results, motion.results, strict=True):
-                if isinstance(layout, Lost) and not layout.place:
-                    layout = replace(layout, place=f"{_BEFORE} ({_describe(_list_assumed(call, known))})")
-                if layout is not None:
-                    known[made] = layout
-                totals.update(find_listed_total(made, layout))
-                if call.is_inplace and isinstance(layout, Lost) and made._base is not None:
-                    known[made._base] = layout
-
-    def _add_early(self, tensor: Tensor) -> None:
-        """Take the size of a tensor from outside for the batch's, for now."""
-        assert self._early is not None
-        dim = self._get_batch_dim(tensor)
-        size = tensor.shape[dim]
-        if self._is_constant(tensor):
-            return
-        if self.remembered is not None:
-            if self.remembered.is_constant(tensor):
-                return
-            self._early_sites.append((size, ref(tensor), find_site(tensor)))
-        if size in self._early or len(self._early) < _MAX_SIZES:
-            self._early.setdefault(size, TensorMap())[tensor] = Layout(dim)
-
-    def forget_early(self) -> None:
-        """Forget what was found by sizes before the first call of the model, whose arguments have other structures."""
-        self._early = {} if self._early is not None else None
-        self._early_totals.clear()
-
-    def get_early_totals(self, batch: int) -> Totals:
-        """Numbers that the code before the first call of the model has counted over all samples."""
-        return self._early_totals.get(batch, {})
-
-    def describe_repeats(self, arguments: Iterable[Tensor], batch: int) -> str:
-        """For errors: which samples belong together, if the arguments have several rows for each row of other tensors.
-
-        Such as augmentations, made by `repeat_interleave`, or the two halves of a batch of pairs, joined by `cat`.
-        """
-        for tensor in arguments:
-            for size, known in (self._early or {}).items():
-                where, rows = known.get(tensor), batch // max(1, size)
-                if not (isinstance(where, Layout) and where.is_pattern and where.inner in (1, rows)):
-                    continue
-                if 1 < size < batch and batch % size == 0:
-                    units = str(rows) if where.inner == rows else f"torch.arange({size}).repeat({rows})"
-                    return (
-                        f" The {batch} samples were made of {size}, {rows} of each; if the samples of each belong "
-                        f"together, pass units={units}."
-                    )
-        return ""
-
-    def take_early(self, arguments: Iterable[Tensor], batch: int) -> Iterator[tuple[Tensor, Where]]:
-        """The tensors whose layouts were found before the first call of the model, which has these arguments.
-
-        If all arguments have the samples in another order than the tensors from outside (`x[torch.randperm(n)]`), the
-        samples are counted in the order of the arguments.
-        """
-        if self._early is None:
-            return
-        if self._list_layouts_before is not None:
-            self._early, found_before = None, self._list_layouts_before
-            self._list_layouts_before = None
-            yield from found_before(batch)
-            return
-        known = self._early.get(batch)
-        self._early = None
-        for size, found, site in self._early_sites:
-            tensor = found()
-            if self.remembered is not None and size != batch and tensor is not None:
-                self.remembered.note_constant(tensor, site)
-        self._early_sites.clear()
-        self.has_reads = batch in self._early_reads
-        if known is None:
-            return
-        orders = {
-            where.get_ids(t.shape[where.dim], batch)
-            for t in arguments
-            if isinstance(where := known.get(t), Layout) and t.dim() > where.dim
-        }
-        order = next(iter(orders)) if len(orders) == 1 else ()
-        new_number = {sample: n for n, sample in enumerate(order)}
-        is_reordered = order != tuple(range(batch)) and len(order) == len(new_number) == batch and -1 not in order
-        if is_reordered:
-            self._order = tuple(new_number[n] for n in range(batch))
-        for tensor, where in list(known.items()):
-            if is_reordered and isinstance(where, Layout) and tensor.dim() > where.dim:
-                if where.loose_index:  # the order is the batch's own now
-                    self._constants[tensor] = True
-                    continue
-                before = where.get_ids(tensor.shape[where.dim], batch)
-                ids = tuple(new_number.get(n, -1) for n in before)
-                where = make_layout(where.dim, ids, batch, where.loose and before != order)
-            yield tensor, where
+    def take_early(self, arguments: Iterable[Tensor], batch: int) -> Sequence[tuple[Tensor, Where]]:
+        """The tensors whose layouts were found before the first call of the model, which has these arguments."""
+        early, self.early = self.early, None
+        if early is None:
+            return ()
+        found = list(early.take(arguments, batch, self))
+        self.has_reads, self._order = batch in early.reads, early.order
+        for tensor in early.constants:
+            self._constants[tensor] = True
+        return found
 
 
 # For each model, the dicts in which its modules keep their buffers. Buffers may be replaced. The buffers of a module
@@ -375,17 +324,3 @@ def _holds(module: nn.Module, tensor: Tensor) -> bool:
     """Whether a tensor is a buffer or another attribute of a module."""
     own = [*_torch.get_buffers(module).values(), *vars(module).values()]
     return any([value is tensor for value in own])
-
-
-def _list_assumed(call: Call, known: TensorMap[Where]) -> list[tuple[tuple[int, ...], int]]:
-    found = [(tuple(t.shape), where.dim) for t in call.tensors if isinstance(where := known.get(t), Layout)]
-    return list(dict.fromkeys(found))
-
-
-def _describe(assumed: Iterable[tuple[tuple[int, ...], int]]) -> str:
-    """Both readings of some tensors, given by their shapes and batch dimensions, for an error message."""
-    parts = [
-        f"the tensor of shape {shape} has the batch's size in dimension {dim} and was taken as one row per sample"
-        for shape, dim in list(assumed)[:3]
-    ]
-    return "; ".join([*parts, "if it is the same for all samples, pass it in constants="])

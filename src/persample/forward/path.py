@@ -1,9 +1,10 @@
-"""Where a forward pass is among the passes of its model that were audited, and what it has decided and read."""
+"""Where a recording is: its stage, and the path of its forward pass among the audited passes of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum, auto
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal import tracing
+from persample.errors import SamplesMixed
 from persample.forward.audit import Audit
 from persample.forward.gradient_hooks import follow_module_hooks
 from persample.forward.program import ANY_SITE, Pass, Program, Site, get_program
@@ -22,15 +24,110 @@ if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
 
+class Stage(Enum):
+    """What a recording is doing."""
+
+    BEFORE = auto()  # nothing was called yet: the code around the model prepares the batch
+    INSIDE = auto()  # a call of the model runs, as far as is known
+    LOSS = auto()  # the code around the model runs after a call
+    BACKWARD = auto()  # a backward pass runs
+    ENDED = auto()  # nothing is followed any more, and the mode can be removed at any time
+    GIVEN_UP = auto()  # the same, because the recording was refused: gradients that were recorded still arrive
+
+
+_OVER = (Stage.ENDED, Stage.GIVEN_UP)
+
+
+class Progress:
+    """The stage of a recording, and the ways from one to another.
+
+    Attributes:
+        is_paused: whether passes run that are not part of the recording.
+        is_following: whether calls are followed now.
+    """
+
+    def __init__(self, is_inside: bool) -> None:
+        self.stage = Stage.INSIDE if is_inside else Stage.BEFORE
+        self.is_paused = False
+        self.is_following = True
+        self._last = self.stage  # that was no end
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is followed any more."""
+        return self.stage in _OVER
+
+    def enter_model(self) -> None:
+        """Note that a call of the model begins."""
+        self._set(Stage.INSIDE)
+
+    def leave_model(self) -> None:
+        """Note that a call of the model has ended."""
+        self._last = Stage.LOSS
+        if self.stage is Stage.INSIDE:
+            self._set(Stage.LOSS)
+
+    def end(self) -> None:
+        """Follow nothing from now on."""
+        self._set(Stage.ENDED)
+
+    def give_up(self) -> None:
+        """Follow nothing from now on, because the recording was refused."""
+        self._set(Stage.GIVEN_UP)
+
+    @contextmanager
+    def differentiate(self) -> Iterator[None]:
+        """Inside the block, a backward pass runs."""
+        before = self.stage
+        self._set(Stage.BACKWARD)
+        try:
+            yield
+        finally:
+            if self.stage is Stage.BACKWARD:
+                self._set(before)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block, nothing is followed: it runs passes that are not part of the recording."""
+        was_paused, self.is_paused = self.is_paused, True
+        self._set(self.stage)
+        try:
+            yield
+        finally:
+            self.is_paused = was_paused
+            self._set(self.stage)
+
+    @contextmanager
+    def resume(self) -> Iterator[None]:
+        """Inside the block, a recording that has ended is followed again, until it is refused again.
+
+        For recomputations: they must save what the forward pass has saved.
+        """
+        stage = self.stage
+        if stage in _OVER:
+            self._set(self._last)
+        try:
+            yield
+        finally:
+            if stage in _OVER:
+                self._set(stage)
+
+    def _set(self, stage: Stage) -> None:
+        self.stage = stage
+        self.is_following = not self.is_paused and stage not in _OVER
+        if stage not in _OVER:
+            self._last = stage
+
+
 class Path:
     """The way of a forward pass through the sequences of functions of audited passes of the same model.
 
     Args:
-        model: the model; None: nothing is audited.
+        model: the model; without one, nothing is audited.
         is_isolated: whether steps are isolated, which refuses more in an audited pass.
 
     Attributes:
-        program: the program of the model.
+        program: the program of the model; it does not keep the model.
         site: where the pass is; None while it is audited.
         audit: the audit of the pass, if one is running.
         number_of_reads: of numbers that may depend on several samples.
@@ -39,44 +136,40 @@ class Path:
     """
 
     def __init__(self, model: nn.Module | None, is_isolated: bool) -> None:
-        self.program = None if model is None else get_program(model, is_isolated)  # it does not keep the model
+        self.program = Program() if model is None else get_program(model, is_isolated)
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
         self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
         self.site: Site | None = ANY_SITE
         self.audit: Audit | None = None
         self.number_of_reads = 0
         self.has_read_values = False
+        self._mixed_use: SamplesMixed | None = None
         self.checked_nodes: WeakSet[Any] = WeakSet()
 
     # ---- the audit ----
 
     def begin(self, tracker: Tracker) -> None:
         """Compare the functions from now on with those of audited passes, and audit what is new."""
-        if (program := self.program) is None or tracing.get_trace() is not None:
+        if tracing.get_trace() is not None:
             return
         self._hooks.close()
-        if (modules := tracker.find_hooked_modules()) and not tracker.is_coupled:
+        if (modules := tracker.mode.find_hooked_modules()) and not tracker.is_coupled:
             self._hooks.enter_context(follow_module_hooks(modules, tracker))
         with _torch.DisableTorchFunction():
             if self.audit is not None:
                 self.audit.add_known_tensors()
                 return
-            self.site = program.root
-            if program.audits_due:
+            self.site = self.program.root
+            if self.program.audits_due:
                 self.start_audit(tracker)
 
     def start_audit(self, tracker: Tracker) -> Audit:
         """Audit the rest of the pass."""
-        assert self.program is not None and self.site is not None
+        assert self.site is not None
         self.audit = audit = Audit(tracker, self.program, self.site)
         self.site = None
         audit.start()
         return audit
-
-    def audit_next_passes(self) -> None:
-        """Audit the next passes of the model, too."""
-        if self.program is not None:
-            self.program.note_finding()
 
     def end(self) -> None:
         """Let the functions that follow pass without an audit: the forward pass has ended."""
@@ -108,36 +201,41 @@ class Path:
             return self.audit is not None or not call.facts.exposes_memory or any(call.where)
         key = tuple([where is not None for where in call.where])
         if self.audit is not None:
-            self.audit.advance(key)
+            self.audit.sequence.advance(key)
             return True
         following = None if self.site is None else self.site.get(key)
-        if following is None or (any(key) and not writes_own_memory(call, tracker.iterate_known())):
+        if following is None or (any(key) and not writes_own_memory(call, tracker.known.items())):
             return False
         self.site = following
         return True
 
     def is_new_setting(self, setting: Any) -> bool:
         """Whether the pass is audited, or no audited pass has called a function of the user with these settings."""
-        is_new = self.program is not None and not self.program.add_setting(setting)
-        return is_new or self.audit is not None
+        return not self.program.add_setting(setting) or self.audit is not None
 
     def grow(self, before: int, batch: int) -> None:
         """Samples are added to the batch, which had `before` samples."""
         if self.audit is not None:
-            self.audit.grow(before, batch)
+            self.audit.memories.grow(before, batch)
 
     def find_layout(self, tensor: Tensor, find_known_layout: Callable[[Tensor], Where | None]) -> Where | None:
         """Where the samples lie in a tensor, by its memory if an audit is running."""
         return find_known_layout(tensor) if self.audit is None else self.audit.find_layout(tensor)
 
+    def note_mixed_use(self, error: SamplesMixed) -> None:
+        """Note a use of weights on mixed samples, which is refused if the loss depends on it."""
+        self._mixed_use = self._mixed_use or error
+
+    def take_mixed_use(self) -> SamplesMixed | None:
+        """The first use in this call of weights on mixed samples, which is forgotten."""
+        found, self._mixed_use = self._mixed_use, None
+        return found
+
     # ---- what depends on values ----
 
-    def note_decision(self, call: Call, result: bool, compares: bool, is_inside: bool) -> None:
-        """Note that a call has returned whether something is true of samples.
-
-        `compares`: whether the function compares two tensors as a whole.
-        """
-        if compares or any(isinstance(where, (Lost, Reduced)) for where in call.where):
+    def note_decision(self, call: Call, result: bool, is_inside: bool) -> None:
+        """Note that a call has returned whether something is true of samples."""
+        if call.facts.compares_tensors or any(isinstance(where, (Lost, Reduced)) for where in call.where):
             self.number_of_reads += 1
             if is_inside:
                 self._decisions.append(result)
@@ -147,28 +245,20 @@ class Path:
         """Whether the model has read values of samples as numbers, or decided on values of all samples."""
         return self.has_read_values or bool(self._decisions)
 
-    def get_environments(self) -> dict[Hashable, str]:
-        """What the first verification in each environment has found."""
-        return {} if self.program is None else self.program.environments
-
-    def is_due(self, environment: Hashable, most: int) -> bool:
-        """Whether the pass that begins is to be verified again, at the latest after `most` passes."""
-        return self.program is None or self.program.is_due(environment, most)
-
     def find_status(self, environment: Hashable) -> str | None:
         """At the end of a call: what the verification of the pass has found; None if it is to be verified.
 
         It is to be verified if it is new, or if values of samples were read as numbers, which code outside torch can
         use.
         """
-        if self.program is None or self.has_read_values or (self.audit is not None and self.audit.is_new):
+        if self.has_read_values or (self.audit is not None and self.audit.sequence.is_new):
             return None
         return self.program.find_status(self._make_pass(environment))
 
     def make_note(self, environment: Hashable) -> Callable[[str], None]:
         """At the end of a call: a function that notes what the verification of the pass has found."""
-        return partial((self.program or Program()).note_status, self._make_pass(environment))
+        return partial(self.program.note_status, self._make_pass(environment))
 
     def _make_pass(self, environment: Hashable) -> Pass:
-        site = self.site if self.audit is None else self.audit.site
+        site = self.site if self.audit is None else self.audit.sequence.site
         return Pass(id(site), tuple(self._decisions), environment)

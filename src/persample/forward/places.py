@@ -23,8 +23,7 @@ from persample import _torch
 from persample._internal.graph import find_leaves
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known_tensors import TensorMap
-from persample.forward.use import ForwardPass
+from persample.forward.known import ForwardPass, TensorMap
 from persample.layouts import Call, Indexing, Layout, Motion, get_argument
 
 # Operators that put entries of several tensors beside each other, in dimensions that depend on the ranks.
@@ -67,8 +66,8 @@ class Places:
         for made in (*find_tensors(result), *(call.tensors[:1] if call.is_inplace else ())):
             if is_random:
                 self._random[made] = True
-            elif made in self._random:
-                del self._random.entries[id(made)]
+            else:
+                self._random.discard(made)
 
     def is_drawn(self, tensor: Tensor) -> bool:
         """Whether a constant consists of random numbers of this step."""

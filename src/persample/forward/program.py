@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from persample._internal.models import SeveralModels
-from persample.forward.remembered import RememberedConstants
+from persample.forward.outside import RememberedConstants
 from persample.layouts import Effect, Layout, Scale, Where
 from persample.rules import RULES_VERSION
 
@@ -179,13 +179,12 @@ class Program:
     constants: RememberedConstants = field(default_factory=RememberedConstants)
     together_with: WeakKeyDictionary[nn.Module, Program] = field(default_factory=WeakKeyDictionary)
 
-    def get_next(self, site: Site, func: Any) -> Site | None:
-        """The site behind `site`; it is added if there is none. None if there are too many sites."""
-        following = site.get(func)
-        if following is None and self.size < _MAX_SITES:
-            following = site[func] = Site()
-            self.size += 1
-        return following
+    def add_site(self, site: Site, key: Any) -> Site | None:
+        """Add a site behind another one. None if there are too many sites."""
+        if self.size >= _MAX_SITES:
+            return None
+        self.size += 1
+        return site.setdefault(key, Site())
 
     def note_finding(self) -> None:
         """Have the next passes audited as a whole."""
@@ -224,6 +223,40 @@ class Program:
         if len(self.settings) < _MAX_SETTINGS:
             self.settings.add(setting)
         return is_known
+
+
+class AuditedSequence:
+    """The sequence of functions of a pass from the moment on when it is audited.
+
+    Attributes:
+        site: where the pass is; None if the program has too many sites.
+        is_new: whether the pass is one that is new, or that must be audited as a whole.
+        has_finding: whether something was found that the tracker has not seen: the next passes are audited, too.
+    """
+
+    def __init__(self, program: Program, site: Site) -> None:
+        self.site: Site | None = site
+        self._program = program
+        self._is_whole = self.is_new = site is program.root
+        self.has_finding = False
+
+    def advance(self, key: Any) -> None:
+        """Note the next function."""
+        if self.site is not None:
+            following = self.site.get(key)
+            if following is None:
+                self.is_new, following = True, self._program.add_site(self.site, key)
+            self.site = following
+
+    def end(self) -> None:
+        """Note whether later passes of the same sequence must be audited."""
+        due = self._program.audits_due
+        if self.has_finding:
+            self._program.note_finding()
+        elif self._is_whole:
+            self._program.audits_due = max(0, due - 1)
+        elif self.is_new and due == 0:  # what happened before the audit began was not seen
+            self._program.audits_due = 1
 
 
 # By whether steps are isolated, which refuses more in an audited pass. Entries live as long as their module.

@@ -19,28 +19,23 @@ from persample._internal import tracing
 from persample._internal.functions import DROPPED, find_dropped, find_results
 from persample._internal.tree import find_tensors
 from persample.errors import PerSampleError, get_op_name
-from persample.forward.beside_sums import is_beside_sum, run_beside_sum
 from persample.forward.checkpointing import prepare_recomputation
-from persample.forward.contributions import find_coupled_motion, prepare_use, scales_statistic
+from persample.forward.contributions import prepare_use, scales_statistic
 from persample.forward.equivalents import PREPARATIONS, is_composite, make_inline, selects_first_rows, use_by_rows
 from persample.forward.gradient_hooks import follow_tensor_hook, refuse_changes
+from persample.forward.results import check_motion, set_layouts
+from persample.forward.sums import is_beside_sum, make_summed, note_sum, run_beside_sum
 from persample.forward.use import check_not_mixed, make_mixed_error, run_use
 from persample.layouts import (
     Call,
     Layout,
     Lost,
-    Motion,
     Reduced,
     Scattered,
-    Summed,
-    Where,
     enter_units,
-    find_listed_total,
-    find_motion_with_units,
     find_read_total,
     give_to_one_sample,
     lose_entries,
-    make_call,
     mark_plain,
 )
 from persample.rules import RULES_VERSION, Rewrite, find_adapter, get_handler, get_rules
@@ -48,14 +43,8 @@ from persample.rules import RULES_VERSION, Rewrite, find_adapter, get_handler, g
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
-# What a step returns if a call is not for it.
-NEXT: Any = object()
-
-# Functions that read only the dtype and device of their second tensor, or only its shape.
-_TYPED = {Tensor.type_as, Tensor.to}
-_SHAPED: dict[Any, Any] = {
-    Tensor.expand_as: Tensor.expand, Tensor.view_as: Tensor.view, Tensor.reshape_as: Tensor.reshape,
-}  # fmt: skip
+# What a step returns if a call is not for it, and if the call must be run again, because samples are known now.
+NEXT, AGAIN = object(), object()
 
 _MIXED = (Lost, Reduced)
 
@@ -105,44 +94,24 @@ def follow(call: Call, tracker: Tracker) -> Any:
     raise AssertionError("the last step takes every call")
 
 
-def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | None], tracker: Tracker) -> Call:
-    """The same call without a second tensor of which only the dtype and device, or the shape, is read.
-
-    Tensors that are constants by what a function does with them are constants in it.
-    """
-    args: tuple[Any, ...]
-    if call.func in _TYPED and len(call.tensors) > 1:
-        func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
-    elif call.func in _SHAPED and not (call.func is Tensor.expand_as and tracker.is_weight(call.tensors[0])):
-        func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
-    elif tracker.outside is not None and call.facts.class_weights:
-        return tracker.outside.read_class_weights(call)
-    elif tracker.outside is not None and tracker.outside.has_reads and tracker.isolation is None:
-        return tracker.outside.read_indices(call)
-    else:
-        return call
-    return make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
-
-
 # ---- calls that run as others ----
 
 
 def _run_with_dropped_arguments(followed: Followed, tracker: Tracker) -> Any:
     dropped = find_dropped(followed.call.func)
-    return run_op_by_op(followed.call, tracker, dropped) if dropped else NEXT
+    return _run_op_by_op(followed.call, tracker, dropped) if dropped else NEXT
 
 
 def _audit_new_write(followed: Followed, tracker: Tracker) -> Any:
     """A write is followed by its memory, which no function mode sees, unless an audited pass had the same."""
     call = followed.call
-    if not tracker.path.advance_to_write(call, tracker):
-        return tracker.path.start_audit(tracker).follow(call.func, call.args, call.kwargs)
-    return NEXT
+    if tracker.path.advance_to_write(call, tracker):
+        return NEXT
+    return tracker.path.start_audit(tracker).follow(call.func, call.args, call.kwargs)
 
 
 def _prepare(followed: Followed, tracker: Tracker) -> Any:
-    prepare = PREPARATIONS.get(followed.call.func)
-    if prepare is not None:
+    if prepare := PREPARATIONS.get(followed.call.func):
         followed.call = prepare(followed.call)
     return NEXT
 
@@ -155,7 +124,7 @@ def _read_beside_weights(followed: Followed, tracker: Tracker) -> Any:
         for tensor in followed.call.tensors:
             if tensor.shape in shapes and tracker.outside.was_taken(tensor):
                 tracker.outside.add_constant(tensor)
-                tracker.forget(tensor)
+                tracker.known.discard(tensor)
                 followed.read_constant(tensor)
     return NEXT
 
@@ -163,7 +132,7 @@ def _read_beside_weights(followed: Followed, tracker: Tracker) -> Any:
 def _rewrite(followed: Followed, tracker: Tracker) -> Any:
     if not followed.has_samples or not isinstance(followed.handler, Rewrite):
         return NEXT
-    with tracker:
+    with tracker.mode:
         result = followed.handler.function(*followed.call.args, **followed.call.kwargs)
     return NEXT if result is NotImplemented else result
 
@@ -171,27 +140,24 @@ def _rewrite(followed: Followed, tracker: Tracker) -> Any:
 def _use_by_rows(followed: Followed, tracker: Tracker) -> Any:
     if not followed.has_samples or not any([type(where) is Scattered for where in followed.call.where]):
         return NEXT
-    with tracker:
+    with tracker.mode:
         result = use_by_rows(followed.call, tracker.find_layout)
     return NEXT if result is NotImplemented else result
 
 
 def _run_composite(followed: Followed, tracker: Tracker) -> Any:
-    call = followed.call
-    if not followed.has_samples or followed.handler is not None or not is_composite(call.func):
-        return NEXT
-    with tracker:
-        return make_inline(call.func)(*call.args, **call.kwargs)
+    is_followed = not followed.has_samples or followed.handler is not None
+    return NEXT if is_followed or not is_composite(followed.call.func) else _run_op_by_op(followed.call, tracker)
 
 
-def run_op_by_op(call: Call, tracker: Tracker, dropped: Mapping[str, Any] = MappingProxyType({})) -> Any:
+def _run_op_by_op(call: Call, tracker: Tracker, dropped: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """Run a Python function of torch op by op, with an argument that torch has not handed over."""
     if "out" in dropped:
         raise PerSampleError(
             f"{get_op_name(call.func)}(out=...) is called in {tracker.place()}: torch does not pass `out` on to "
             "function modes, by which a recording follows the samples. Assign the result instead."
         )
-    with tracker:
+    with tracker.mode:
         return make_inline(call.func)(*call.args, **call.kwargs, **dropped)
 
 
@@ -208,15 +174,14 @@ def _check_isolation(followed: Followed, tracker: Tracker) -> Any:
 def _start_by_use(followed: Followed, tracker: Tracker) -> Any:
     """A call that combines weights with tensors from outside shows what the samples are, if nothing has before."""
     call = followed.call
-    if tracker.start_by_use is None or tracker.is_inside or followed.has_samples or not torch.is_grad_enabled():
+    if tracker.front is None or tracker.is_inside or followed.has_samples or not torch.is_grad_enabled():
         return NEXT
     if not followed.weights or call.facts.compares_tensors or call.facts.reads_values:
         return NEXT
     shapes = _list_shapes_of_weights(followed)
     others = [t for i, t in enumerate(call.tensors) if i not in followed.weights and t.shape not in shapes]
-    if others and tracker.start_by_use(replace(call, tensors=tuple(others))):
-        return tracker.follow_again(call.func, call.args, call.kwargs)
-    return NEXT
+    is_started = others and tracker.front.start_by_use(replace(call, tensors=tuple(others)))
+    return AGAIN if is_started else NEXT
 
 
 def _list_shapes_of_weights(followed: Followed) -> set[torch.Size]:
@@ -236,10 +201,10 @@ def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
         )
-    code = None if tracker.is_inside else tracker.loss_code
-    may_mix = isinstance(call.where[0], _MIXED) or (code is not None and code.is_open) if call.tensors else False
-    if call.func is Tensor.register_hook and tracker.isolation is not None and may_mix:
-        return call.func(call.args[0], refuse_changes(call.args[1], tracker.place()))
+    if call.func is Tensor.register_hook and tracker.isolation is not None:
+        is_open = not tracker.is_inside and tracker.isolation.loss_code.is_open
+        if is_open or isinstance(call.where[0], _MIXED):
+            return call.func(call.args[0], refuse_changes(call.args[1], tracker.place()))
     if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
         hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
         return call.func(call.args[0], hook)
@@ -256,14 +221,13 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     if not tracker.counted.holds_divisors or not is_beside_sum(call) or scales_statistic(call):
         return NEXT
-    summed = tracker.make_summed(call)
+    summed = make_summed(call, tracker.known)
     result = run_beside_sum(call, followed.weights, tracker)
     if not call.facts.is_bilinear:
         set_layouts(call, result, tracker, summed)
         return result
-    where = next(where for where in call.where if isinstance(where, Reduced))
-    tracker.set_layout(result, where)
-    tracker.note_summed(result, where, call, summed)
+    tracker.set_layout(result, where := next(where for where in call.where if isinstance(where, Reduced)))
+    note_sum(result, where, call, tracker, summed)
     return result
 
 
@@ -295,7 +259,7 @@ def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     is_block = tracker.outside is not None and tracker.isolation is None and tracker.complain is None
     if not is_block or tracing.get_trace() is not None:
         return NEXT
-    tracker.note_mixed_use(make_mixed_error(call, lost, tracker))
+    tracker.path.note_mixed_use(make_mixed_error(call, lost, tracker))
     result = _run(followed, tracker)
     for made in find_results(result, call.args):
         tracker.set_layout(made, lose_entries(lost))
@@ -310,7 +274,7 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
     tracker.buffers.save(call)
     rules, adapter = get_rules(call.func), find_adapter(handler)
     if not rules and adapter is None and isinstance(call.func, FunctionType):
-        return run_op_by_op(call, tracker)
+        return _run_op_by_op(call, tracker)
     if adapter is not None:
         check_not_mixed(call, tracker)
         result = adapter(tracker, handler, call, followed.weights)
@@ -318,7 +282,9 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
     else:
         prepare_recomputation(tracker)
         result, motion = run_use(call, followed.weights, rules, tracker)
-        _set_moved(call, find_results(result, call.args), motion, tracker)
+        check_motion(call, motion, tracker)
+        for made, layout in zip(find_results(result, call.args), motion.results, strict=True):
+            tracker.set_layout(made, layout)
     if tracker.isolation is not None:
         tracker.isolation.note_statistics(call, tracker)
     return result
@@ -332,12 +298,12 @@ def _read_samples(followed: Followed, tracker: Tracker) -> Any:
     call = followed.call
     if not followed.has_samples or not call.facts.reads_values:
         return NEXT
-    result = _run(followed, tracker)
-    tracker.counted.add(result)
-    tracker.counted.totals.update(find_read_total(call.tensors[0], call.where[0], result))
+    result, counted = _run(followed, tracker), tracker.counted
+    counted.add(result)
+    counted.totals.update(find_read_total(call.tensors[0], call.where[0], result))
     tracker.path.number_of_reads += tracker.batch > 1 or isinstance(call.where[0], (Lost, Reduced))
     if type(result) is bool:
-        _note_decision(call, result, tracker)
+        tracker.path.note_decision(call, result, tracker.is_inside)
     elif tracker.is_inside:
         tracker.path.has_read_values |= call.tensors[0].is_floating_point()
     elif tracker.outside is not None:
@@ -348,16 +314,14 @@ def _read_samples(followed: Followed, tracker: Tracker) -> Any:
 def _move_samples(followed: Followed, tracker: Tracker) -> Any:
     if not followed.has_samples:
         return NEXT
-    call = followed.call
-    func = call.func
+    call, func = followed.call, followed.call.func
     if call.facts.moves_entries and call.is_inplace:  # its argument has another shape afterwards
-        unchanged = call.tensors[0].detach()
-        before = replace(call, args=(unchanged, *call.args[1:]), tensors=(unchanged, *call.tensors[1:]))
+        before = call.with_tensors([call.tensors[0].detach(), *call.tensors[1:]])
     else:
         before = call
     result = _run(followed, tracker)
     if type(result) is bool:
-        _note_decision(before, result, tracker)
+        tracker.path.note_decision(before, result, tracker.is_inside)
     set_layouts(before, result, tracker)
     if tracker.isolation is not None:
         tracker.isolation.note_statistics(before, tracker)
@@ -379,8 +343,8 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
             tracker.set_layout(made, None)
         elif tracker.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
             tracker.outside.add_constant(made)
-    if tracker.places is not None:
-        tracker.places.note_constant(followed.call, result)
+    if tracker.isolation is not None:
+        tracker.isolation.places.note_constant(followed.call, result)
     return result
 
 
@@ -395,8 +359,8 @@ def _combine_constants(followed: Followed, tracker: Tracker) -> Any:
             lost = outside.judge_import(result, tracker.batch)
             if lost is not None:
                 tracker.set_layout(result, lost)
-    if tracker.places is not None:
-        tracker.places.note_constant(call, result)
+    if tracker.isolation is not None:
+        tracker.isolation.places.note_constant(call, result)
     return result
 
 
@@ -404,7 +368,7 @@ def _run(followed: Followed, tracker: Tracker) -> Any:
     call = followed.call
     tracker.buffers.save(call)
     result = call.func(*call.args, **call.kwargs)
-    hidden = tracker.of_hidden_weights
+    hidden = tracker.known.of_hidden_weights
     if not torch.is_grad_enabled() and (followed.weights or any(t in hidden for t in call.tensors)):
         for made in find_tensors(result):
             hidden[made] = True
@@ -434,43 +398,3 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _combine_weights,
     _combine_constants,
 )
-
-
-# ---- layouts of results ----
-
-
-def set_layouts(call: Call, result: Any, tracker: Tracker, summed: Summed | None = None) -> None:
-    """Find and set the layout of each result. `summed`: how the call adds up samples, if it changes its arguments."""
-    results = find_results(result, call.args) if result is not None or call.is_inplace else ()
-    if not results or call.facts.returns_argument or call.facts.differentiates:
-        return
-    tracker.counted.sizes = None if tracker.is_inside or tracker.outside is None else tracker.outside.sizes
-    motion = find_coupled_motion(call, results) if tracker.is_coupled else find_motion_with_units(call, results)[1]
-    _check_motion(call, motion, tracker)
-    for made, layout in zip(results, motion.results, strict=True):
-        if not tracker.is_inside:
-            tracker.counted.totals.update(find_listed_total(made, layout))
-        if call.is_inplace and made._base is not None and (layout != call.where[0] or type(layout) is Lost):
-            tracker.update_base(made, layout)  # a lost view may have a base that is not: rows chosen by position
-        if layout is not None or made._base is not None:
-            tracker.set_layout(made, layout)
-            tracker.note_summed(made, layout, call, summed)
-        elif not tracker.is_inside:
-            tracker.add_constant(made)
-
-
-def _set_moved(call: Call, results: Sequence[Tensor], motion: Motion, tracker: Tracker) -> None:
-    _check_motion(call, motion, tracker)
-    for made, layout in zip(results, motion.results, strict=True):
-        tracker.set_layout(made, layout)
-
-
-def _check_motion(call: Call, motion: Motion, tracker: Tracker) -> None:
-    if motion.is_tried:
-        tracker.tried.add(call.func, tracker.place())
-    if tracker.places is not None:
-        tracker.places.check(call, motion, tracker)
-
-
-def _note_decision(call: Call, result: bool, tracker: Tracker) -> None:
-    tracker.path.note_decision(call, result, call.facts.compares_tensors, tracker.is_inside)

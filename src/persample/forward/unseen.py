@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -31,7 +31,7 @@ def find_unseen_layout(tensor: Tensor, tracker: Tracker) -> Where | None:
         tracker.processes.check_saved(tensor)
         tracker.set_layout(tensor, None)
     else:
-        tracker.forbid_retaining()
+        tracker.collector.retained.forbid()
     return None
 
 
@@ -43,13 +43,13 @@ def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> No
     if not prepare_reentrant(tracker, tensor.grad_fn):
         _refuse_hidden_weight(tensor, tracker)
         _refuse_function_of_samples(tensor, layout, tracker)
-        if tensor in tracker.of_hidden_weights:
+        if tensor in tracker.known.of_hidden_weights:
             raise PerSampleError(
                 f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses weights that "
                 "the recording cannot see (a reversible layer, or its own kind of checkpoint): their gradients would "
                 f"arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off. {ROWS_ADVICE}"
             )
-    elif tracker.collector.early:
+    elif tracker.collector.uses.early:
         raise PerSampleError(
             "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known. "
             "Checkpoint with use_reentrant=False, or record with keep='everything'."
@@ -85,6 +85,14 @@ def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> No
     settings = frozenset((name, type(v), v) for name, v in vars(node).items() if type(v) in (bool, int, str))
     if tracker.path.is_new_setting((type(node), settings)):
         check_custom_backward(tensor, layout, tracker)
+
+
+def refuse_nested(place: str) -> NoReturn:
+    """Raise: a nested tensor was met."""
+    raise PerSampleError(
+        f"A nested tensor is used in {place}. Samples in nested tensors are not followed. Use padded tensors with a "
+        f"mask, or packed sequences. {ROWS_ADVICE}"
+    )
 
 
 def has_parameters_behind(tensor: Tensor, tracker: Tracker) -> bool:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample import _torch
 from persample._internal import tracing
-from persample._internal.facts import all_with
 from persample._internal.functions import find_results
 from persample._internal.precision import find_autocast
 from persample._internal.rng import fork_rng
 from persample._internal.tree import find_slots, map_tensors, take_out_tensors
 from persample._torch import get_backward_pass
-from persample.backward import MAX_ENTRIES, Collector, Plan, RecordedUse, RetainedUse, Tap, is_entry_move
+from persample.backward import MAX_ENTRIES, Plan, RecordedUse, RetainedUse, Tap, is_entry_move
 from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed, get_op_name
+from persample.forward.contributions import find_owners
 from persample.forward.kernels import choose_kernel, run_detached
+from persample.forward.known import ForwardPass, KnownTensors
 from persample.layouts import (
     HAS_PARAMETERS,
     HAS_SAMPLES,
@@ -35,28 +36,11 @@ from persample.layouts import (
     Lost,
     Motion,
     Reduced,
+    find_motion_with_units,
     find_size_free_layout,
     get_argument,
 )
 from persample.rules import RULES_VERSION, Rewrite, Rule, get_handler
-
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
-
-
-class ForwardPass(Protocol):
-    """What a use needs to know about the forward pass that it is part of; the tracker provides it."""
-
-    batch: int
-    collector: Collector
-    can_retain: bool  # whether small uses may do without a tap
-    advice: str  # what the user can do if samples are mixed, in the words of the front end
-
-    def place(self) -> str:
-        """The module whose code is running, in words."""
-
-    def find_use_motion(self, call: Call, results: Sequence[Tensor]) -> tuple[Call, Motion]:
-        """How a use moves the samples, and the call with the samples that own the rows of its results."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,54 +74,75 @@ def run_use(
         saved[0] = saved[0].clone()
         if 0 in weights:
             weights = {**weights, 0: _move_aside(call, forward)}
+    result = _run_repeatable(call, weights, rules, forward)
+    results = find_results(result, call.args)
+    if motion is None:
+        call, motion = (find_owners if forward.is_coupled else find_motion_with_units)(call, results)
+    plan = _find_plan(call, result, weights, rules, motion, forward)
+    if not plan.tapped:
+        return result, motion
+    seen = _tap(call, saved, results, weights, plan, forward)
+    if isinstance(result, Tensor):
+        return seen[0], motion
+    supply = iter([seen.get(i, r) for i, r in enumerate(results)])
+    return map_tensors(lambda _: next(supply), result), motion
+
+
+def _run_repeatable(call: Call, weights: dict[int, Tensor], rules: Sequence[Rule], forward: ForwardPass) -> Any:
+    """Run a call with its weights detached; refuse one without a rule that draws random numbers."""
     trace = tracing.get_trace()
     rng_state = None if rules or trace else torch.get_rng_state()
     drawn = trace.drawn if trace else 0
     result = run_detached(call, weights, without_graph=any(rule.whole for rule in rules))
-    is_random = trace.drawn > drawn and not rules if trace else _is_random(call, rng_state)
-    if is_random:
+    if trace.drawn > drawn and not rules if trace else _is_random(call, rng_state):
         raise PerSampleError(
             f"{get_op_name(call.func)}, in {forward.place()}, draws random numbers and uses weights in one call. The "
             "same numbers cannot be drawn again for each sample. Draw them in a separate call, as dropout does. "
             f"{ROWS_ADVICE}"
         )
+    return result
 
-    results = find_results(result, call.args)
-    if motion is None:
-        call, motion = forward.find_use_motion(call, results)
+
+def _find_plan(
+    call: Call, result: Any, weights: dict[int, Tensor], rules: Sequence[Rule], motion: Motion, forward: ForwardPass
+) -> Plan:
+    """The plan of a use that has just run; it is kept if its motion holds for later calls."""
     known, positions = MEMO.get(call.key), tuple(weights)
-    is_kept = known is not None and known.motion is motion  # the motion holds for later calls, and so does the plan
-    if is_kept and isinstance(known, Use) and known.weights == positions and known.plan.rules is rules:
+    if known is None or known.motion is not motion:
+        return _make_plan(call, find_results(result, call.args), weights, rules, motion, forward)
+    if isinstance(known, Use) and known.weights == positions and known.plan.rules is rules:
         plan = known.plan
     else:
-        plan = _make_plan(call, results, weights, rules, motion, forward)
-    if is_kept:
-        version = RULES_VERSION.number if _can_repeat_later(call, result, weights, plan) else None
-        MEMO.add(call.key, Use(motion, version, plan=plan, weights=positions))
-    if not plan.tapped:
-        return result, motion
+        plan = _make_plan(call, find_results(result, call.args), weights, rules, motion, forward)
+    version = RULES_VERSION.number if _can_repeat_later(call, result, weights, plan) else None
+    MEMO.add(call.key, Use(motion, version, plan=plan, weights=positions))
+    return plan
 
-    shapes = tuple([r.shape for r in results])
+
+def _tap(
+    call: Call,
+    saved: list[Tensor],
+    results: Sequence[Tensor],
+    weights: dict[int, Tensor],
+    plan: Plan,
+    forward: ForwardPass,
+) -> dict[int, Tensor]:
+    """Put a tap on the results of a use; returns them by position."""
+    shapes, collector = tuple([r.shape for r in results]), forward.collector
     device = call.tensors[0].device.type
     dtype = find_autocast(device)
     autocast = None if dtype is None else (device, dtype)
-    use = RecordedUse(plan, shapes, weights, autocast, forward.batch, forward.collector)
-    forward.collector.expect(weights.values())
-    if forward.collector.early:
-        factors = [t for i, t in enumerate(call.tensors) if i not in weights] + [results[i] for i in plan.tapped]
-        forward.collector.expect_bytes(sum(t.nbytes for t in factors))
+    use = RecordedUse(plan, shapes, weights, autocast, forward.batch, collector)
+    factors = [t for i, t in enumerate(call.tensors) if i not in weights] + [results[i] for i in plan.tapped]
+    collector.uses.expect(weights.values(), factors)
     if plan.rule is not None and plan.rule.whole:
         saved += results
     chosen = [results[i] if call.is_inplace else _find_base(results[i]) for i in plan.tapped]
     shared = plan.moves and any(_shares_memory(c, w) for c in chosen for w in weights.values())
     copy = not call.is_inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
-    tapped_results = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), use.collector.anchor)
-    pairs = zip(plan.tapped, tapped_results, strict=True)
-    seen = {i: tapped if tapped.shape == shapes[i] else tapped.view(shapes[i]) for i, tapped in pairs}
-    if isinstance(result, Tensor):
-        return seen[0], motion
-    supply = iter([seen.get(i, r) for i, r in enumerate(results)])
-    return map_tensors(lambda _: next(supply), result), motion
+    tapped = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), collector.anchor)
+    pairs = zip(plan.tapped, tapped, strict=True)
+    return {i: each if each.shape == shapes[i] else each.view(shapes[i]) for i, each in pairs}
 
 
 def repeat_use(
@@ -164,13 +169,14 @@ def repeat_use(
     collector, base = forward.collector, result._base
     chosen = result if base is None else _find_base(result)
     if get_backward_pass() < 0:  # else it is a recomputation
-        collector.used_parameters += weights.values()
-        can_retain = forward.can_retain and plan.has_graph and (chosen is not result or base is None)
+        uses, retained = collector.uses, collector.retained
+        uses.parameters += weights.values()
+        can_retain = retained.is_open and plan.has_graph and (chosen is not result or base is None)
         if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
-            collector.retained.append(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
+            retained.uses.append(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
             return result
-        if collector.early:
-            collector.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)
+        if uses.early:
+            uses.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)
     use = RecordedUse(plan, (result.shape,), weights, None, forward.batch, collector)
     (seen,) = Tap.apply(use, saved, plan.reads_result or chosen._base is not None, chosen, collector.anchor)
     return seen if seen.shape == result.shape else seen.view(result.shape)
@@ -234,7 +240,7 @@ def _make_plan(
 def _move_aside(call: Call, forward: ForwardPass) -> Tensor:
     """A copy of a derived weight that samples are about to be written into: the tensor itself becomes the samples'."""
     weight = call.tensors[0]
-    if weight.is_leaf or weight._base is not None or forward.collector.count_uses(weight):
+    if weight.is_leaf or weight._base is not None or forward.collector.uses.count(weight):
         raise PerSampleError(
             f"{get_op_name(call.func)}, in {forward.place()}, writes samples into a tensor of shape "
             f"{tuple(weight.shape)} that was computed from weights and has another use. Write into a clone of it."
@@ -319,11 +325,7 @@ def _is_for(
 # ---- effects that hold at any size ----
 
 
-# Functions that need not be followed.
-WITHOUT_TENSORS = all_with("reads_metadata")
-
-
-def keep_effect(call: Call, result: Any, key: Key, contents: int, tracker: Tracker) -> None:
+def keep_effect(call: Call, result: Any, key: Key, contents: int, known: KnownTensors) -> None:
     """After a call that took the steps: keep what it did under its key without sizes, if that holds at any size.
 
     `contents` says what the tensors of the call are.
@@ -336,7 +338,7 @@ def keep_effect(call: Call, result: Any, key: Key, contents: int, tracker: Track
         return
     results = find_results(result, call.args)
     layout = find_size_free_layout(call, results)
-    if layout is None or any(not tracker.is_known(each) or tracker.get_known(each) != layout for each in results):
+    if layout is None or any(each not in known or known.get_layout(each) != layout for each in results):
         return
     motion = Motion((layout,))
     if contents & HAS_PARAMETERS:

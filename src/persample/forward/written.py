@@ -1,9 +1,9 @@
-"""What calls write into: the memory of tensors that the tracker follows, and the buffers of a model."""
+"""What calls and aten ops write into, and the calls of torch functions that aten ops stand for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property
 from typing import Any
 from weakref import ref
 
@@ -110,3 +110,70 @@ class Buffers:
         with torch.no_grad():
             for key, before in self._before.items():
                 self._by_memory[key].copy_(before)
+
+
+# ---- aten ops ----
+
+
+@cache
+def find_writes(op: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an op writes to: position and name. `set_` and `resize_` write to no memory."""
+    if op.overloadpacket.__name__ in ("set_", "resize_", "detach_") or op.namespace == "prim":
+        return ()
+    arguments = enumerate(_torch.get_schema(op).arguments)
+    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
+
+
+# Torch functions with the arguments of an aten op of another name.
+_SPELLINGS: dict[str, Any] = {
+    "_to_copy": Tensor.to, "_unsafe_view": Tensor.view, "_reshape_alias": Tensor.as_strided, "alias": Tensor.detach,
+    "lift_fresh": Tensor.detach, "_softmax": Tensor.softmax, "_log_softmax": Tensor.log_softmax,
+}  # fmt: skip
+
+
+@cache
+def _find_function(op: Any) -> Callable[..., Any]:
+    """The torch function that takes the same arguments as an aten op, or the op itself."""
+    name = op.overloadpacket.__name__
+    if op.namespace != "aten":
+        return op
+    owners = (Tensor, torch, torch.nn.functional)
+    return _SPELLINGS.get(name) or next((getattr(o, name) for o in owners if callable(getattr(o, name, None))), op)
+
+
+def reads_shape(op: Any) -> bool:
+    """Whether an op reads the shape or the dtype of its argument, and no values."""
+    known = facts(_find_function(op))
+    return known.makes_like or known.makes_new
+
+
+def make_aten_call(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], where: tuple[Any, ...], batch: int) -> Call:
+    """The call of an aten op, as the call of a torch function where there is one."""
+    tensors = tuple(find_tensors((args, kwargs)))
+    func, name = _find_function(op), op.overloadpacket.__name__
+    if name == "slice":
+        given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+        dim, start, end, step = given
+        index = (*[slice(None)] * (dim % args[0].dim()), slice(start, end, step))
+        return Call(Tensor.__getitem__, (args[0], index), {}, tensors, where, batch)
+    if name == "index":
+        index = tuple(slice(None) if item is None else item for item in args[1])
+        return Call(Tensor.__getitem__, (args[0], index), {}, tensors, where, batch)
+    if name in ("_softmax", "_log_softmax"):
+        args = args[:2]
+    return Call(func, args, kwargs, tensors, where, batch)
+
+
+@cache
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a class of tensors handles aten ops itself, as a wrapper of other tensors."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def has_wrappers(args: Any, kwargs: Any) -> bool:
+    """Whether an argument wraps other tensors: of a transform of torch.func, or of a class that handles ops itself."""
+    is_inside_transform = _torch.is_inside_transform()
+    for tensor in find_tensors((args, kwargs)):
+        if has_own_dispatch(type(tensor)) or (is_inside_transform and _torch.is_wrapped_by_transform(tensor)):
+            return True
+    return False

@@ -17,7 +17,7 @@ from persample.gradients.buffers import release_memory
 from persample.gradients.clip_intake import ClipIntake
 from persample.gradients.clipping import LEAST_BOUND, Bound, check_max_norm, compute_clip_factors
 from persample.gradients.curvature import find_sides, sample_labels
-from persample.gradients.explanation import describe_tried
+from persample.gradients.explanation import TriedFunction, describe_tried
 from persample.gradients.intake import ForwardNotes, Intake
 from persample.gradients.kept_terms import KeptTerms
 from persample.gradients.losses import LossGradients, LossIntake

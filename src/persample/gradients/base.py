@@ -11,9 +11,9 @@ from torch import Tensor
 from persample._internal.precision import in_full_precision
 from persample.distributed import Processes
 from persample.errors import PerSampleError
-from persample.forward import CONTRIBUTIONS, TriedFunctions
+from persample.forward import CONTRIBUTIONS
 from persample.gradients.clipping import compute_clip_factors
-from persample.gradients.explanation import Explanation
+from persample.gradients.explanation import Explanation, TriedFunctions
 from persample.gradients.intake import Intake, make_zeros
 
 P = ParamSpec("P")

@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from persample import _torch
 from persample._internal.text import format_table
-from persample.forward import TriedFunction
+from persample.errors import get_op_name
+
+
+@dataclass(frozen=True)
+class TriedFunction:
+    """A function that was tried rather than known, the module that called it, in words, and how often it did."""
+
+    name: str
+    place: str
+    calls: int
+
+
+class TriedFunctions(Counter[tuple[str, str]]):
+    """Counts the calls whose motion was found by trial, in this pass or in an earlier one, by function and module."""
+
+    def add(self, func: Callable[..., Any], place: str) -> None:
+        """Count a call. The recomputation of a checkpoint does not count."""
+        if _torch.get_backward_pass() < 0:
+            self[get_op_name(func), place] += 1
+
+    def list(self) -> list[TriedFunction]:
+        """All functions, in the order of their first calls."""
+        return [TriedFunction(name, place, calls) for (name, place), calls in self.items()]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.precision import in_full_precision, widen
 from persample.errors import PerSampleError
-from persample.forward import TriedFunctions
+from persample.gradients.explanation import TriedFunctions
 from persample.gradients.rows import BatchRows, LossReduction, NotRecorded
 from persample.gradients.squared_norms import NonFinite, SquaredNorms
 from persample.gradients.stack import Stack

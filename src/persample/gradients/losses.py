@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from persample.errors import PerSampleError
-from persample.forward import TriedFunctions
 from persample.gradients.base import answer
-from persample.gradients.explanation import Explanation
+from persample.gradients.explanation import Explanation, TriedFunctions
 from persample.gradients.kept_terms import KeptTerms
 from persample.gradients.matrix import PerSampleGradients
 from persample.layouts import Reduced

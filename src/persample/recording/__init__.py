@@ -6,10 +6,9 @@ and `is_recording`, `is_paused`, `find_watch` and `leave_ended_modes`, which tel
 """
 
 from persample.forward import CONTRIBUTIONS
-from persample.recording.block import record
 from persample.recording.hooks import ModuleHook, find_parts
 from persample.recording.loss_rows import rows
 from persample.recording.options import Constants, Coupled, Keep, Model, Options, Selection, Verify, get_trainable
 from persample.recording.rows_before import Rows
-from persample.recording.session import is_paused, is_recording, leave_ended_modes
+from persample.recording.session import is_paused, is_recording, leave_ended_modes, record
 from persample.recording.watching import Watch, find_watch, watch

@@ -18,6 +18,7 @@ from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.models import read_model
 from persample.distributed import Processes
 from persample.errors import ROWS_ADVICE, Complain, PerSampleError, raise_or_complain
+from persample.forward import LAYERS
 
 if TYPE_CHECKING:
     from persample.recording.session import Recording
@@ -148,10 +149,6 @@ class UnrecordedGradients:
 # ---- calls of a model and of its parts ----
 
 
-# Modules that torch runs on a fast path in eval(), unless they or their submodules have hooks.
-_FAST = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-
-
 class Calls(ABC):
     """Hooks on a model and its submodules that report each call that is not part of another one.
 
@@ -262,7 +259,8 @@ def find_parts(model: nn.Module, recorded: Set[int]) -> list[nn.Module]:
     # A scripted module takes no hooks.
     modules = [module for module in read_model(model)[0] if not isinstance(module, torch.jit.ScriptModule)]
     members = _torch.list_members(modules)
-    fast = {m for root in modules if isinstance(root, _FAST) and not root.training for m in root.modules()}
+    # Torch runs layers on a fast path in eval(), unless they or their submodules have hooks.
+    fast = {m for root in modules if isinstance(root, LAYERS) and not root.training for m in root.modules()}
     found: list[nn.Module] = []
     having: set[int] = set()  # the ids of the modules that have recorded parameters
     pairs = zip(modules, members[: len(modules)], members[len(modules) :], strict=True)

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from persample import _torch
-from persample._internal.graph import find_leaves, find_nodes, preserve_grads, refuse_parameter_hooks
+from persample._internal.graph import find_leaves, find_nodes, preserve_grads, put_grads_aside, refuse_parameter_hooks
 from persample._internal.memory import find_free_memory
 from persample._internal.models import SeveralModels, combine_models
 from persample.backward import is_tap
@@ -198,16 +198,9 @@ class _Passes:
     def _run_backward(self, chosen: Tensor, retain_graph: bool) -> list[Tensor | None]:
         """The gradients by `backward`, with `.grad` of all leaves put aside: other ways do not reach hidden weights."""
         leaves = list(self._trainable.values())
-        before = [leaf.grad for leaf in leaves]
-        try:
-            for leaf in leaves:
-                leaf.grad = None
-            with preserve_grads(self._losses, but={*map(id, leaves)}):
-                self._losses.backward(chosen, retain_graph=retain_graph)
+        with put_grads_aside(leaves), preserve_grads(self._losses, but={*map(id, leaves)}):
+            self._losses.backward(chosen, retain_graph=retain_graph)
             return [p.grad for p in self._wanted]
-        finally:
-            for leaf, grad in zip(leaves, before, strict=True):
-                leaf.grad = grad
 
     def _keep(self, index: int | slice, parts: Sequence[Tensor | None]) -> None:
         for rows_of_p, part in zip(self.rows, parts, strict=True):

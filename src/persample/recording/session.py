@@ -1,25 +1,31 @@
-"""Shared implementation of `record` and `watch`: the recording of some forward passes and of their backward passes."""
+"""`record`, and the recording of some forward passes and of their backward passes that it shares with `watch`."""
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.memory import keep_freed_memory
+from persample._internal.models import combine_models
+from persample._internal.options import make_options, show_options
 from persample._internal.tree import find_tensors
 from persample.errors import Complain, PerSampleError
-from persample.forward import Audit, Isolation, TensorMap, Tracker, refuse_mixed_outputs
-from persample.recording.options import Options
+from persample.forward import Audit, FollowMode, Isolation, TensorMap, refuse_mixed_outputs
+from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
+from persample.layouts import Call, Layout
+from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
+from persample.recording.options import ClipOptions, CommonOptions, Model, Options, RecordOptions
 from persample.recording.samples import SampleFinder
 from persample.recording.verifier import Verifier
-from persample.recording.wiring import Wiring, make_wiring
+from persample.recording.wiring import make_wiring
 
 # ---- backward passes ----
 
@@ -44,74 +50,16 @@ class BackwardCall:
         """Run the call, with other values of some arguments."""
         self._func(self.roots, **{**self.given, **changed})
 
-    @property
-    def is_for_all(self) -> bool:
-        """Whether the pass is for all leaves of the graph."""
-        return self.given.get("inputs") is None
+    def list_starts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The tensors that the pass starts from, and the gradients of them that are given."""
+        given = self.given.get("gradient", self.given.get("grad_tensors"))
+        return list(find_tensors([self.roots])), list(find_tensors(given))
 
     @property
     def is_graph_kept(self) -> bool:
         """Whether the graph is kept for another pass."""
         kept, creates_graph = self.given.get("retain_graph"), self.given.get("create_graph")
         return bool(creates_graph if kept is None else kept)
-
-
-class BackwardPasses:
-    """Runs the backward passes of a recording.
-
-    Args:
-        failed: called with the error when a pass has failed.
-        has_hooks: hooks of parameters refuse gradients from uses that were not recorded.
-    """
-
-    def __init__(
-        self, wiring: Wiring, verifier: Verifier, failed: Callable[[BaseException], None], has_hooks: bool
-    ) -> None:
-        self._tracker, self._collector, self._intake = wiring.tracker, wiring.collector, wiring.intake
-        self._delivery, self._verifier, self._failed = wiring.delivery, verifier, failed
-        self._unrecorded = nullcontext() if has_hooks else wiring.delivery.unrecorded
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a call of `backward`."""
-        call, collector = BackwardCall(func, args, kwargs), self._collector
-        inputs = list(find_tensors(call.given.get("inputs")))
-        if any(id(t) in collector.parameters for t in inputs):  # which are not in the graph of the loss
-            raise PerSampleError(
-                "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
-                " Call backward() without inputs, and name the parameters that count in record(parameters=[...])."
-            )
-        is_graph_kept = True  # if the pass fails: the user may try again
-        try:
-            self._check_gradients(call)
-            self._tracker.end_audit()
-            for tensor in find_tensors(call.given):  # the gradient of the output, if it is given
-                self._tracker.note_outside(tensor)
-            progress = self._tracker.progress
-            with (
-                progress.differentiate(),
-                self._delivery.wait(),
-                self._unrecorded,
-                self._verifier.compare_row(call.roots, inputs),
-            ):
-                collector.prepare_backward()
-                if call.is_of_tensor:
-                    self._intake.run_backward(call.run, collector.anchor, collector.factor_bytes)
-                else:
-                    call.run()
-                if call.is_for_all:
-                    collector.end_without_tap()
-            is_graph_kept = call.is_graph_kept
-        except BaseException as error:
-            self._failed(error)
-            raise
-        finally:
-            collector.forget_gradients(is_graph_kept)
-
-    def _check_gradients(self, call: BackwardCall) -> None:
-        """In private training: check what the code around the model has done, and the gradients that it passes on."""
-        if self._tracker.isolation is not None:
-            given = call.given.get("gradient", call.given.get("grad_tensors"))
-            self._tracker.check_backward(list(find_tensors([call.roots])), list(find_tensors(given)))
 
 
 # ---- recordings ----
@@ -127,7 +75,7 @@ def _do_nothing(*args: Any) -> None:
 def leave_ended_modes() -> None:
     """Leave the modes in this thread whose step has ended. A step that ends in another thread leaves its mode here."""
     for mode in _torch.get_function_modes():
-        if isinstance(mode, Tracker) and mode.has_ended:
+        if isinstance(mode, FollowMode) and mode.has_ended:
             _torch.remove_mode(mode)
     for mode in _torch.get_dispatch_modes():
         if isinstance(mode, Audit) and mode.is_stopped:
@@ -136,12 +84,12 @@ def leave_ended_modes() -> None:
 
 def is_recording() -> bool:
     """Whether a recording, of any model, is under way in this thread."""
-    return any(isinstance(mode, Tracker) for mode in _torch.get_function_modes())
+    return any(isinstance(mode, FollowMode) for mode in _torch.get_function_modes())
 
 
 def is_paused() -> bool:
     """Whether a recording in this thread runs passes of its own, such as those of a verification."""
-    return any(isinstance(mode, Tracker) and mode.progress.is_paused for mode in _torch.get_function_modes())
+    return any(isinstance(mode, FollowMode) and mode.is_paused for mode in _torch.get_function_modes())
 
 
 class Recording:
@@ -184,8 +132,9 @@ class Recording:
         self.needs_hooks = not wiring.is_alone or options.keep_grad
         self.verifier = Verifier(wiring)
         self.samples = SampleFinder(wiring, self.verifier)
-        passes = BackwardPasses(wiring, self.verifier, failed, has_hooks or self.needs_hooks)
-        self.tracker.connect(passes.run, self.samples.start_by_use if wiring.is_alone else None)
+        self._is_alone, self._delivery, self._failed = wiring.is_alone, wiring.delivery, failed
+        self._unrecorded = nullcontext() if has_hooks or self.needs_hooks else wiring.delivery.unrecorded
+        self.tracker.connect(self)
 
     # ---- the forward pass ----
 
@@ -203,17 +152,15 @@ class Recording:
         self.tracker.begin_audit()
         return True
 
-    def hide_earlier_data(self) -> None:
-        """In private training: the model, which is about to run, must not use data of earlier steps."""
-        if self.tracker.isolation is not None:
-            with _torch.DisableTorchFunction():
-                self.tracker.isolation.hide_data(self.tracker)
+    def start_by_use(self, call: Call) -> bool:
+        return self._is_alone and self.samples.start_by_use(call)
 
     def end_call(self, output: Any) -> None:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
         if output is not None:
-            self.tracker.check_state()
-            if (mixed_use := self.tracker.take_mixed_use()) is not None:
+            if self.tracker.isolation is not None:
+                self.tracker.isolation.check_state(self.tracker)
+            if (mixed_use := self.tracker.path.take_mixed_use()) is not None:
                 with _torch.DisableTorchFunction():
                     refuse_mixed_outputs(output, mixed_use, self.tracker)
         if self.tracker.isolation is not None:
@@ -221,11 +168,55 @@ class Recording:
         self.tracker.progress.leave_model()
         self.verifier.end_call(output)
 
+    def prepare_processes(self, keep_grad: bool) -> AbstractContextManager[Any]:
+        """Context manager for the recording: torch must not wait for gradients of parameters, which do not arrive."""
+        return self.processes.prepare_recording(self.tracker, self.collector.anchor if keep_grad else None)
+
     def add_samples(self, declared: TensorMap[int]) -> None:
-        """Declare tensors of the data, with their batch dimensions."""
+        """Declare tensors of the data: one row per sample in the batch dimension, or else in 0, if it has that size."""
+        batch = self.tracker.batch
         with _torch.DisableTorchFunction():
-            for tensor, dim in declared.items():
-                self.tracker.add_samples(tensor, dim)
+            for tensor, dim in declared.items() if batch else ():
+                dims = [each for each in (dim, 0) if tensor.dim() > each and tensor.shape[each] == batch]
+                if dims:
+                    self.tracker.add_input(tensor, Layout(dims[0]))
+
+    # ---- backward passes ----
+
+    def run_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, collector = BackwardCall(func, args, kwargs), self.collector
+        inputs = list(find_tensors(call.given.get("inputs")))
+        if any(id(t) in collector.parameters for t in inputs):  # which are not in the graph of the loss
+            raise PerSampleError(
+                "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
+                " Call backward() without inputs, and name the parameters that count in record(parameters=[...])."
+            )
+        is_graph_kept = True  # if the pass fails: the user may try again
+        try:
+            if self.tracker.isolation is not None:
+                self.tracker.isolation.check_backward(*call.list_starts(), self.tracker)
+            self.tracker.end_audit()
+            for tensor in find_tensors(call.given):  # the gradient of the output, if it is given
+                collector.receiver.note_outside(tensor)
+            with (
+                self.tracker.progress.differentiate(),
+                self._delivery.wait(),
+                self._unrecorded,
+                self.verifier.compare_row(call.roots, inputs),
+            ):
+                collector.prepare_backward()
+                if call.is_of_tensor:
+                    self.intake.run_backward(call.run, collector.anchor, collector.uses.factor_bytes)
+                else:
+                    call.run()
+                if call.given.get("inputs") is None:  # for all leaves of the graph
+                    collector.end_without_tap()
+            is_graph_kept = call.is_graph_kept
+        except BaseException as error:
+            self._failed(error)
+            raise
+        finally:
+            collector.retained.forget_gradients(is_graph_kept)
 
     def undo_forward(self) -> None:
         """Restore the model's buffers and the state of the random number generator."""
@@ -235,12 +226,11 @@ class Recording:
     def close(self) -> None:
         """Break the reference cycles with the tracker and the graph, so that what was recorded is freed at once."""
         if self.tracker.isolation is not None:
-            with _torch.DisableTorchFunction():
-                self.tracker.isolation.end_step(self.tracker)
-        self.tracker.connect(None, None)
+            self.tracker.isolation.end_step(self.tracker)
+        self.tracker.connect(None)
         self.samples.close()
         self.verifier.close()
-        self.collector.release()
+        self.collector.retained.release(self.collector)
 
 
 def _refuse_nesting() -> None:
@@ -252,3 +242,122 @@ def _refuse_nesting() -> None:
             "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
             "ends with rest(), the step of a model in private training with its optimizer's step()."
         )
+
+
+# ---- the block ----
+
+
+@overload
+def record(
+    model: Model,
+    *,
+    keep: Literal["everything"] = "everything",
+    losses: None = None,
+    positions: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> AbstractContextManager[PerSampleGradients]: ...
+
+
+@overload
+def record(
+    model: Model,
+    *,
+    keep: Literal["everything"] = "everything",
+    losses: Sequence[str],
+    positions: int | None = None,
+    **options: Unpack[CommonOptions],
+) -> AbstractContextManager[LossGradients]: ...
+
+
+@overload
+def record(
+    model: Model, *, keep: Literal["norms"], **options: Unpack[CommonOptions]
+) -> AbstractContextManager[StreamedNorms]: ...
+
+
+@overload
+def record(
+    model: Model, *, keep: Literal["clip"], max_norm: float | Mapping[str, float], **options: Unpack[ClipOptions]
+) -> AbstractContextManager[StreamedClip]: ...
+
+
+@exclude_from_graph
+@show_options(Options, RecordOptions)
+def record(model: Model, **options: Any) -> AbstractContextManager[Any]:
+    """Record per-sample gradients: call the model inside the block as usual, and `backward()` there or later.
+
+    Everything inside the block that uses the parameters is recorded: calls of the model and of its submodules, methods
+    such as `model.encode(x)`, and functions of the parameters themselves.
+
+    Row n of the recorded gradients is the gradient of sample n's own loss. Several forward and backward passes in one
+    block add up, as they do in `p.grad`.
+
+    Under DistributedDataParallel and FSDP2 the rows are those of this process's samples. Sums over samples are over all
+    processes, which all have to ask for them.
+
+    Args:
+        model: the model; it stays as it is. Or several models, as a list or a dict: the names of their parameters then
+            begin with the model's number or name, as in "0.weight" and "actor.weight".
+        **options: see `Options`.
+
+    Raises:
+        PerSampleError: an option is wrong, or the model cannot be recorded; the message names the place.
+        SamplesMixed: samples of the batch were combined, so that no sample has a gradient of its own; or the output of
+            a sample alone differs from its output in the batch.
+
+    >>> import torch
+    >>> model = nn.Linear(3, 2)
+    >>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 1, 0, 1])
+    >>> with record(model) as grads:
+    ...     nn.functional.cross_entropy(model(x), y).backward()
+    >>> grads.norms().shape, grads.clip(1.0)["weight"].shape
+    (torch.Size([5]), torch.Size([2, 3]))
+    """
+    return _record(model, make_options(Options, "record", options, RecordOptions))
+
+
+@exclude_from_graph
+@contextmanager
+@skip_compilation(with_callees=False)
+def _record(model: Model, options: Options) -> Iterator[Any]:
+    model = combine_models(model)
+    refuse_scripted(model)
+    recording = Recording(model, options)
+
+    collector, recorded = recording.collector, recording.recorded
+    calls = _BlockCalls(recording)
+    calls.add_hooks(model, {*map(id, recorded.values())})
+    refusals = []
+    if recording.needs_hooks:
+        refusals = refuse_unrecorded(recorded, recording.processes, lambda: collector.is_pulling_back)
+    try:
+        with recording.prepare_processes(options.keep_grad), recording.tracker.mode:
+            yield recording.grads
+    except PerSampleError:
+        recording.undo_forward()
+        raise
+    finally:
+        recording.close()
+        calls.remove_hooks()
+        for refusal in refusals:
+            refusal.remove()
+
+
+class _BlockCalls(Calls):
+    """The calls inside a block."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
+
+    def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return self._recording.start_call(module, args, kwargs)
+
+    def end_call(self, output: Any) -> None:
+        self._recording.end_call(output)
+
+    def interrupt_call(self) -> None:
+        self._recording.end_call(None)
+
+    def find_recording(self) -> Recording:
+        return self._recording

@@ -89,12 +89,12 @@ class WatchedStep:
 
     def open(self, keep_grad: bool) -> None:
         """Follow the code in this thread from now on."""
-        tracker = self.recording.tracker
-        self._opened.enter_context(self.recording.processes.prepare_recording(tracker, keep_grad))
-        tracker.start()
-        self._opened.callback(tracker.stop)
-        _torch.insert_outermost_mode(tracker)
-        self._opened.callback(_torch.remove_mode, tracker)
+        self._opened.enter_context(self.recording.prepare_processes(keep_grad))
+        mode = self.recording.tracker.mode
+        mode.start()
+        self._opened.callback(mode.stop)
+        _torch.insert_outermost_mode(mode)
+        self._opened.callback(_torch.remove_mode, mode)
 
     def close(self) -> None:
         """End the step. In the modes of another thread, its mode stays until `leave_ended_modes`."""
@@ -108,14 +108,16 @@ class WatchedStep:
     def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Follow a call of the model or of a part; False if it is not known where its samples lie."""
         recording, declared = self.recording, self._declared
-        if declared.before is not None and recording.tracker.outside is not None:
-            recording.tracker.outside.declare_before(partial(declared.before.list_layouts, declared.rows))
+        outside = recording.tracker.outside
+        if declared.before is not None and outside is not None and recording.samples.batch is None:
+            outside.declare_early(partial(declared.before.list_layouts, declared.rows))
         if not recording.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
             return False
         self._used = self._used or declared.find(args, kwargs)
         for batch in declared.batches:
             recording.add_samples(batch)
-        recording.hide_earlier_data()
+        if recording.tracker.isolation is not None:
+            recording.tracker.isolation.hide_data(recording.tracker)
         if recording.tracker.complain is not None and not recording.grads.batch_size:
             raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         return True
@@ -154,4 +156,4 @@ class WatchedStep:
             return False
         if any(output() is not None for output in self._outputs):
             return True
-        return any(t.requires_grad for t, _ in tracker.iterate_known())
+        return any(t.requires_grad for t, _ in tracker.known.items())

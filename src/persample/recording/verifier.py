@@ -23,7 +23,7 @@ from persample.recording.verification import (
     Verification,
     describe,
     describe_environment,
-    start_late_verification,
+    make_verification,
     start_verification,
 )
 from persample.recording.wiring import Wiring
@@ -150,11 +150,11 @@ class Verifier:
             return None
         with _torch.DisableTorchFunction():
             is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
-            found = start_late_verification(called, self._options, self._tracker, arguments, environment, is_random)
-        if isinstance(found, str):
-            self.note_status(found)
-            return None
-        return found
+            try:
+                return make_verification(called, self._options, self._tracker, arguments, environment, is_random)
+            except NotVerified as reason:
+                self.note_status(describe(reason, self._options, is_late=True))
+                return None
 
     @property
     def _units_have_met(self) -> bool:
@@ -192,7 +192,7 @@ class Verifier:
         """Prepare to compare a row after the backward pass that is about to run; False if none can be compared."""
         if not self._row_check.calls or self._row_check.is_noting:  # the latter: a pass inside of a pass
             return False
-        nodes = [self._collector.anchor_node, *(retained.node for retained in self._collector.retained)]
+        nodes = [self._collector.anchor_node, *(retained.node for retained in self._collector.retained.uses)]
         try:
             if inputs:
                 raise NotVerified("the backward pass has inputs=")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,10 @@ from persample._internal import tracing
 from persample._internal.graph import refuse_parameter_hooks
 from persample._internal.models import read_model
 from persample._internal.precision import in_full_precision
-from persample.backward import Collector, PositionSplitter, group_by_rows
+from persample.backward import Collector, PositionSplitter, Receiver, group_by_rows
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward import FirstLoss, Isolation, OutsideTensors, Tracker, get_program, make_advice
+from persample.forward import ADVICE, FirstLoss, Isolation, OutsideTensors, Tracker, get_program
 from persample.gradients import (
     AnyIntake,
     BatchRows,
@@ -41,14 +41,14 @@ from persample.recording.verification import RowCheck
 from persample.terms import Term, add_terms
 
 
-class Delivery:
+class Delivery(Receiver):
     """Passes what backward passes find to the gradients and, with `keep_grad`, to `p.grad`.
 
     The collector keeps it, so it must not refer to the recording.
 
     Args:
         complain: takes refusals in place of raising them; sums are added to `p.grad` all the same.
-        intake: takes the terms.
+        row_check: compares a row of what is delivered; it holds nodes of the graph, and is not kept.
         recorded: the recorded parameters. A gradient of one that arrives by itself came from a use that was not seen.
         ended: called at the end of a backward pass.
     """
@@ -57,20 +57,23 @@ class Delivery:
         self,
         intake: AnyIntake,
         processes: Processes,
-        keep_grad: bool,
+        options: Options,
         complain: Complain | None,
+        row_check: RowCheck,
         recorded: Mapping[str, Tensor],
         ended: Callable[[], None],
     ) -> None:
-        self.complain = complain
-        self._intake, self._processes, self._keep_grad = intake, processes, keep_grad
+        self.complain, self.is_early, self.takes_stacks = complain, intake.is_early, not options.keep_grad
+        self._intake, self._processes, self._keep_grad = intake, processes, options.keep_grad
+        self._row_check = ref(row_check)
+        self._first_loss = FirstLoss(options.loss_reduction) if options.coupled else None
         self.unrecorded, self._ended = UnrecordedGradients(recorded), ended
         self._is_waiting = False
         self._has_ended = False
 
     @in_full_precision
     def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
-        """Pass on the terms of a parameter."""
+        self._note_row([parameter], terms)
         for group in group_by_rows(terms) if self._intake.has_positions else [terms]:
             term = add_terms(group)
             self._call(self._intake.receive, parameter, term)
@@ -79,8 +82,15 @@ class Delivery:
                 self._intake.note_sum(parameter, term, total)
                 self._processes.add_to_grad(parameter, total.to(parameter.dtype))
 
+    def deliver_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
+        self._note_row(parameters, [term])
+        self._intake.receive_stack(parameters, term)
+
+    def _note_row(self, parameters: Sequence[Tensor], terms: Sequence[Term]) -> None:
+        if (check := self._row_check()) is not None and check.is_noting:
+            check.note(parameters, terms)
+
     def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
-        """Pass on a gradient that belongs to no sample."""
         if not self._intake.is_first_of_two:
             self._intake.receive_shared(parameter, shared)
             if self._keep_grad:
@@ -88,7 +98,15 @@ class Delivery:
 
     def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
         """Note the loss that the running backward pass starts from."""
-        self._call(self._intake.note_loss, loss, reaches_weights)
+        found = loss if self._first_loss is None else self._first_loss.select(loss)
+        if found is not None:
+            self._call(self._intake.note_loss, found, reaches_weights)
+
+    def note_outside(self, tensor: Tensor) -> None:
+        self._intake.note_outside(tensor)
+
+    def note_tried(self, func: Callable[..., Any], place: str) -> None:
+        self._intake.notes.tried.add(func, place)
 
     @in_full_precision
     def finish(self) -> None:
@@ -172,61 +190,43 @@ def make_wiring(
     _check_parameters(trainable, trainable if options.keep_grad else recorded, is_watched)
     (intake, grads), row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
     is_alone, is_traced = type(processes) is Processes, tracing.get_trace() is not None
-    is_coupled = options.coupled is not None
-    delivery = Delivery(intake, processes, options.keep_grad, complain if is_alone else None, recorded, ended)
-    collector = _make_collector(options, trainable.values(), processes, intake, delivery, row_check)
-    has_private_options = isolation is not None or is_traced  # without `coupled`, and with exact sizes
-    outside = _make_outside(model, options, is_watched, remembers=not has_private_options)
+    is_coupled, complain = options.coupled is not None, complain if is_alone else None
+    delivery = Delivery(intake, processes, options, complain, row_check, recorded, ended)
+    collector = Collector(
+        trainable.values() if is_alone else map(processes.get_used, trainable.values()),
+        delivery,
+        None if options.positions is None else PositionSplitter(options.positions),
+        # FSDP frees weights, a traced step has no values, and uses that are computed as one have no positions.
+        can_retain=is_alone and not is_traced and options.positions is None,
+    )
+    _watch_empty_batches(collector, intake)
+    is_exact = isolation is not None or is_traced  # sizes decide alone, and `coupled` is no option
+    outside = _make_outside(model, options, is_watched, remembers=not is_exact)
     tracker = Tracker(
         collector,
         model,
         loss_reduction=options.loss_reduction,
-        advice=make_advice(coupled=None if has_private_options else is_coupled),
+        advice=ADVICE[None if is_exact else is_coupled],
         processes=processes,
-        note_loss=FirstLoss(delivery.note_loss, options.loss_reduction) if is_coupled else delivery.note_loss,
         outside=outside,
-        note_outside=intake.note_outside,
         isolation=isolation,
-        complain=delivery.complain,
         is_coupled=is_coupled,
         divisors=options.divisor_mode,
-        # FSDP frees weights that a use without a tap would keep, a traced step has no values, and uses that are
-        # computed as one are not split into positions.
-        can_retain=is_alone and not is_traced and options.positions is None,
-        tried=intake.notes.tried,
         modules=modules,
     )
     parts = intake, grads, delivery, row_check, collector, outside, tracker
     return Wiring(options, ref(model), processes, recorded, *parts, is_watched)
 
 
-def _make_collector(
-    options: Options,
-    trainable: Iterable[Tensor],
-    processes: Processes,
-    intake: AnyIntake,
-    delivery: Delivery,
-    row_check: RowCheck,
-) -> Collector:
-    collector = Collector(
-        trainable if type(processes) is Processes else map(processes.get_used, trainable),
-        row_check.follow(delivery.deliver),
-        delivery.finish,
-        early=intake.is_early,
-        deliver_stack=None if options.keep_grad else row_check.follow_stack(intake.receive_stack),
-        deliver_shared=delivery.deliver_shared,
-        complain=delivery.complain,
-        positions=None if options.positions is None else PositionSplitter(options.positions),
-    )
+def _watch_empty_batches(collector: Collector, intake: AnyIntake) -> None:
+    """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
     found = ref(collector)  # the node of the anchor keeps the function
 
     def note(_: Any) -> None:
-        """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
         if not intake.rows.batch_size and (own := found()) is not None:
             own.note_pass()
 
     collector.anchor_node.register_prehook(note)
-    return collector
 
 
 def _check_parameters(trainable: Mapping[str, Tensor], used: Mapping[str, Tensor], is_watched: bool) -> None:

@@ -7,8 +7,8 @@ declarations. It takes two forward passes of one sample, in the first recording 
 from persample.recording.verification.one_pass import (
     Verification,
     describe_environment,
-    start_late_verification,
+    make_verification,
     start_verification,
 )
 from persample.recording.verification.rows import RowCheck
-from persample.recording.verification.status import NOT_REPEATABLE, NotVerified, describe
+from persample.recording.verification.runs import NOT_REPEATABLE, NotVerified, describe

@@ -16,9 +16,8 @@ from persample.errors import SamplesMixed
 from persample.forward import refuse_state
 from persample.layouts import has_equal_shares, take_sample
 from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
-from persample.recording.verification.runs import Runs
+from persample.recording.verification.runs import NOT_REPEATABLE, NotVerified, Runs, shorten
 from persample.recording.verification.sample_calls import Call
-from persample.recording.verification.status import NOT_REPEATABLE, NotVerified, shorten
 
 if TYPE_CHECKING:
     from persample.recording.verification.one_pass import Verification
@@ -51,7 +50,7 @@ class Comparison:
         for sample, call in self.verification.samples.items():
             found = self._compare_alone(sample, call)
             if self.verification.checks_places and not self._needs_copies:
-                buffers = self._compare_buffers(buffers, sample)
+                buffers = _compare_buffers(self.verification, buffers, sample)
             if random is not None:
                 self._check_numbers(random)
             compared |= found is not None
@@ -64,22 +63,8 @@ class Comparison:
             raise NotVerified("the outputs of a sample alone have another form, or are not finite")
         if self.verification.checks_places:
             self._compare_rotated()
-            self.verification.is_telling = not self._are_samples_equal()
+            self.verification.is_telling = not self._calls.are_samples_equal()
         return f"verified with {len(self.verification.samples)} samples"
-
-    def _compare_buffers(self, before: Mapping[str, Tensor], sample: int) -> dict[str, Tensor]:
-        """The buffers after a run of one sample; raises if they differ from those after a run of another sample."""
-        model, first = self.verification.model, next(iter(self.verification.samples))
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            for name in buffers.keys() & before.keys():
-                a, b = buffers[name], before[name]
-                if a.layout != torch.strided or a.is_nested or torch.equal(a, b):
-                    continue
-                if a.shape != b.shape or not ((a == b) | ((a != a) & (b != b))).all():
-                    cause = f"the model writes other values into it with sample {sample} alone than with sample {first}"
-                    refuse_state(name, cause, model)
-        return buffers
 
     def compare_sums(self, sums: dict[int, Tensor]) -> str:
         """Compare sums over the samples with those of two other batches, which together have each sample twice."""
@@ -115,12 +100,7 @@ class Comparison:
         call = self._calls.replace(samples)
         if call is None or self._calls.has_changed:
             raise NotVerified("the samples in the arguments cannot be replaced")
-        try:
-            return self.runs.run(call)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise NotVerified(f"a batch of some samples twice raises {shorten(error)}") from error
+        return self._run(call, "a batch of some samples twice")
 
     def _refuse_sum(self, position: int, totals: list[float]) -> None:
         self._check_divided()
@@ -142,18 +122,6 @@ class Comparison:
                 for sample in self.verification.samples
             )
 
-    def _are_samples_equal(self) -> bool:
-        """Whether all samples are copies of one, as in a batch of zeros: then they change nothing for each other."""
-        copies = self._calls.replace([0] * self.batch)
-        if copies is None:
-            return False
-        try:
-            with _torch.DisableTorchFunction():
-                pairs = zip(iterate_tensors(self._calls.whole), iterate_tensors(copies), strict=True)
-                return all(a is b or torch.equal(a, b) for a, b in pairs)
-        except Exception:  # tensors of another kind, such as nested ones, cannot be compared
-            return False
-
     @property
     def _tight(self) -> float:
         """A relative difference that rounding rarely exceeds: 9e-5 in float32, 0.02 in bfloat16."""
@@ -163,6 +131,11 @@ class Comparison:
     def _loose(self) -> float:
         """A relative difference that is more than rounding: 0.02 in float32, 0.3 in bfloat16."""
         return self.runs.rounding**0.25
+
+    @property
+    def _same_shapes(self) -> float:
+        """The same for two batches of one size, whose kernels are the same."""
+        return self._tight if self.runs.rounding <= torch.finfo(torch.float32).eps else self._loose / 2
 
     # ---- runs ----
 
@@ -189,12 +162,15 @@ class Comparison:
     def _run_batch(self) -> dict[int, Tensor]:
         if self._calls.has_changed:
             raise NotVerified("the forward pass changes its arguments in place")
+        return self._run(self._calls.whole, "a second run of the batch")
+
+    def _run(self, call: Call, name: str) -> dict[int, Tensor]:
         try:
-            return self.runs.run(self._calls.whole)
+            return self.runs.run(call)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise NotVerified(f"a second run of the batch raises {shorten(error)}") from error
+            raise NotVerified(f"{name} raises {shorten(error)}") from error
 
     def _select_parts(self, outputs: dict[int, Tensor]) -> list[Part]:
         """The parts of another run of the batch, which has the samples in the same places."""
@@ -215,16 +191,13 @@ class Comparison:
             if found.relative > self._loose:
                 self._refuse(sample, found, "depends on the other samples, or on its place among them")
             return
-        again = self._compare_batch(sample, self._run_batch())
-        if again is None or again.relative > self._tight:
-            raise NotVerified(NOT_REPEATABLE)
+        self._check_repeatable(sample)
         precise = self._compare_precisely(sample, call)
         if precise is not None and precise.relative <= self._tight:
             return
         found = precise or found
-        is_exact = self.runs.rounding <= torch.finfo(torch.float32).eps
-        influence = self._compare_with_copies(sample)
-        if influence is not None and influence.relative > (self._tight if is_exact else self._loose / 2):
+        most, influence = self._same_shapes, self._compare_with_copies(sample)
+        if influence is not None and influence.relative > most:
             self._refuse(sample, found, "changes with the other samples of the batch", call)
         if found.relative > self._loose:
             self._refuse(sample, found, "depends on its place in the batch, or on the size of the batch", call)
@@ -289,15 +262,18 @@ class Comparison:
                     for part in parts
                 }
                 found = find_difference(self.parts, own, sample, self.batch)
-                is_exact = self.runs.rounding <= torch.finfo(torch.float32).eps
-                if found is not None and found.relative > (self._tight if is_exact else self._loose / 2):
+                if found is not None and found.relative > self._same_shapes:
                     self._judge_rotation(sample, found)
                     return
 
-    def _judge_rotation(self, sample: int, found: Difference) -> None:
+    def _check_repeatable(self, sample: int) -> None:
+        """Raise if another run of the batch gives other outputs."""
         again = self._compare_batch(sample, self._run_batch())
         if again is None or again.relative > self._tight:
             raise NotVerified(NOT_REPEATABLE)
+
+    def _judge_rotation(self, sample: int, found: Difference) -> None:
+        self._check_repeatable(sample)
         if self._calls.has_list():
             raise NotVerified("a list in the arguments may hold one item for each sample")
         raise SamplesMixed(
@@ -347,3 +323,18 @@ class Comparison:
             return f"the code of {type(model).__name__} itself"
         name = next(name for name, module in model.named_modules() if module is differing[0])
         return f"module '{name}' ({type(differing[0]).__name__})"
+
+
+def _compare_buffers(verification: Verification, before: Mapping[str, Tensor], sample: int) -> dict[str, Tensor]:
+    """The buffers after a run of one sample; raises if they differ from those after a run of another sample."""
+    model, first = verification.model, next(iter(verification.samples))
+    with _torch.DisableTorchFunction(), torch.no_grad():
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for name in buffers.keys() & before.keys():
+            a, b = buffers[name], before[name]
+            if a.layout != torch.strided or a.is_nested or torch.equal(a, b):
+                continue
+            if a.shape != b.shape or not ((a == b) | ((a != a) & (b != b))).all():
+                cause = f"the model writes other values into it with sample {sample} alone than with sample {first}"
+                refuse_state(name, cause, model)
+    return buffers

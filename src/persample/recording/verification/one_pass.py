@@ -27,15 +27,16 @@ from persample.recording.options import Options
 from persample.recording.verification.comparison import Comparison
 from persample.recording.verification.differences import Part, make_part
 from persample.recording.verification.rows import VerifiedCall, make_outputs
-from persample.recording.verification.runs import Runs, open_extra_passes
-from persample.recording.verification.sample_calls import Call, SampleCalls, has_unequal_sizes
-from persample.recording.verification.status import (
+from persample.recording.verification.runs import (
     NotVerified,
+    Runs,
     check_unnoticed_by_hooks,
     check_unnoticed_by_modes,
     describe,
+    open_extra_passes,
     shorten,
 )
+from persample.recording.verification.sample_calls import Call, SampleCalls, has_unequal_sizes
 
 # How many samples are run alone, besides two, if the model has read values of samples.
 _MAX_SAMPLES = 8
@@ -160,11 +161,7 @@ class Verification:
         """Keep what is needed to compare the row of a sample after the backward pass."""
         outputs = list(iterate_tensors(output))
         parts = [(outputs[p.position], p.layout, comparison.row.get(p.position), p.position) for p in comparison.parts]
-        found = [
-            (o, where, own, n)
-            for o, where, own, n in parts
-            if own is not None and own.requires_grad and o.requires_grad
-        ]
+        found = [(o, w, own, n) for o, w, own, n in parts if own is not None and own.requires_grad and o.requires_grad]
         if not found:
             cause = "the forward pass draws random numbers" if runs.is_random else "no output has rows with gradients"
             self.no_row = f"no row was compared: {cause}"
@@ -234,13 +231,10 @@ def start_verification(
             raise NotVerified("the step is compiled")
         if type(processes) is not Processes:
             raise NotVerified("several processes share the batch")
-        known = tracker.path.get_environments()
-        if (
-            environment in known
-            and options.verify != "always"
-            and not _is_due(known[environment], environment, options, tracker)
-        ):
-            return known[environment]
+        known = tracker.path.program.environments
+        status = None if options.verify == "always" else known.get(environment)
+        if status is not None and not _is_due(status, environment, options, tracker):
+            return status
         if options.verify is None:
             check_unnoticed_by_modes()
         if tracker.batch < 2:
@@ -248,39 +242,37 @@ def start_verification(
     except NotVerified as reason:
         return describe(reason, options)
     try:
-        if options.verify is None:
-            check_unnoticed_by_hooks(model)
-        make_note = partial(tracker.path.make_note, environment)
-        return Verification(model, arguments, tracker, make_note, draws_samples=options.verifies_again)
+        return make_verification(model, options, tracker, arguments, environment)
     except NotVerified as reason:
         known[environment] = describe(reason, options)
         return known[environment]
 
 
-def start_late_verification(
-    model: nn.Module, options: Options, tracker: Tracker, arguments: Arguments, environment: Hashable, is_random: bool
-) -> Verification | str:
-    """Prepare the verification of a forward pass that has just run, or return why it cannot be verified.
+def make_verification(
+    model: nn.Module,
+    options: Options,
+    tracker: Tracker,
+    arguments: Arguments,
+    environment: Hashable,
+    is_random: bool | None = None,
+) -> Verification:
+    """Prepare the verification of a forward pass, or raise `NotVerified`.
 
-    For a pass that may do something else than the first one in its environment: with a sequence of functions that was
-    not verified there, or with numbers that were read from samples. Extra passes start from the state after the pass.
-    If it was another one before, a second run of the batch gives other outputs, and the pass is not verified.
+    With `is_random`, the pass has just run, and may do something else than the first one in its environment. Extra
+    passes start from the state after it. If it was another one before, a second run of the batch gives other outputs.
     """
-    try:
-        if options.verify is None:
-            check_unnoticed_by_modes()
-            check_unnoticed_by_hooks(model)
-        make_note = partial(tracker.path.make_note, environment)
-        return Verification(model, arguments, tracker, make_note, is_random, options.verifies_again)
-    except NotVerified as reason:
-        return describe(reason, options, is_late=True)
+    if options.verify is None:
+        check_unnoticed_by_modes()
+        check_unnoticed_by_hooks(model)
+    make_note = partial(tracker.path.make_note, environment)
+    return Verification(model, arguments, tracker, make_note, is_random, options.verifies_again)
 
 
 def _is_due(status: str, environment: Hashable, options: Options, tracker: Tracker) -> bool:
     """Whether a pass in an environment with this status is to be verified again."""
     if not isinstance(options.verify, int):
         return False
-    return tracker.path.is_due(environment, options.verify) or options.is_tried_again(status)
+    return tracker.path.program.is_due(environment, options.verify) or options.is_tried_again(status)
 
 
 def describe_environment(called: nn.Module, options: Options, arguments: Arguments) -> Hashable:

@@ -21,9 +21,8 @@ from persample import _torch
 from persample._internal.precision import to_double
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
-from persample.recording.verification.runs import open_extra_passes
+from persample.recording.verification.runs import NotVerified, open_extra_passes, shorten
 from persample.recording.verification.sample_calls import Call
-from persample.recording.verification.status import NotVerified, shorten
 from persample.terms import Term
 
 # A node of the graph, and which of its results is meant.
@@ -162,43 +161,20 @@ class RowCheck:
 
     # ---- what is recorded ----
 
-    def follow(self, deliver: Callable[[Tensor, Sequence[Term]], None]) -> Callable[[Tensor, Sequence[Term]], None]:
-        """`deliver`, which also notes the row. It does not keep this object."""
-        weak = ref(self)
-
-        def note_and_deliver(parameter: Tensor, terms: Sequence[Term]) -> None:
-            if (check := weak()) is not None and check.is_noting:
-                check._note(parameter, terms)
-            deliver(parameter, terms)
-
-        return note_and_deliver
-
-    def follow_stack(
-        self, deliver: Callable[[Sequence[Tensor], Term], None]
-    ) -> Callable[[Sequence[Tensor], Term], None]:
-        """`deliver` for a term of several parameters, which also notes their rows."""
-        weak = ref(self)
-
-        def note_and_deliver(parameters: Sequence[Tensor], term: Term) -> None:
-            if (check := weak()) is not None and check.is_noting:
-                for i, parameter in enumerate(parameters):
-                    check._note(parameter, [term], i, len(parameters))
-            deliver(parameters, term)
-
-        return note_and_deliver
-
-    def _note(self, parameter: Tensor, terms: Iterable[Term], place: int = 0, count: int = 1) -> None:
-        name, call = self._names.get(id(parameter)), self.calls[0]
-        if name is None:
-            return
-        start = place * call.batch + call.sample
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            for term in terms:
-                self._has_other_rows |= term.batch != count * call.batch
-                if self._has_other_rows:  # calls with parts of the batch
-                    return
-                own = to_double(term.some(start, start + 1).dense()[0])
-                self._row[name] = self._row[name] + own if name in self._row else own
+    def note(self, parameters: Sequence[Tensor], terms: Sequence[Term]) -> None:
+        """Note the row in terms of one parameter, or of several: the samples of each after those of the last."""
+        call = self.calls[0]
+        for place, parameter in enumerate(parameters):
+            if (name := self._names.get(id(parameter))) is None:
+                continue
+            start = place * call.batch + call.sample
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                for term in terms:
+                    self._has_other_rows |= term.batch != len(parameters) * call.batch
+                    if self._has_other_rows:  # calls with parts of the batch
+                        return
+                    own = to_double(term.some(start, start + 1).dense()[0])
+                    self._row[name] = self._row[name] + own if name in self._row else own
 
     # ---- the backward pass ----
 

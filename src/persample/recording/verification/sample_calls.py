@@ -52,6 +52,18 @@ class SampleCalls:
         """A call with `samples[n]` in the place of sample n; None if the samples cannot be replaced."""
         return self._make(samples, is_cut=False)
 
+    def are_samples_equal(self) -> bool:
+        """Whether all samples are copies of one, as in a batch of zeros: then they change nothing for each other."""
+        copies = self.replace([0] * self._batch)
+        if copies is None:
+            return False
+        try:
+            with _torch.DisableTorchFunction():
+                pairs = zip(iterate_tensors(self.whole), iterate_tensors(copies), strict=True)
+                return all(a is b or torch.equal(a, b) for a, b in pairs)
+        except Exception:  # tensors of another kind, such as nested ones, cannot be compared
+            return False
+
     def find_undivided(self) -> str:
         """What is said of an argument that may hold several samples and was not divided among them; else ''."""
         if self.has_list():

@@ -1,37 +1,81 @@
-"""Weights beside a sum over the samples: `exp(-s) * loss + s` with learned variances, or a penalty on the weights.
+"""Sums over the samples: the loss that a backward pass starts from, and weights beside a sum.
 
-A weight that multiplies a sum multiplies each sample's part, and its own gradient has a row for each of these parts.
-What is added to a sum belongs to no sample: its gradient is kept apart, for `grads.shared()`.
+`backward()` may be called anywhere, with any number of losses. So each sum over the samples has a hook. In a backward
+pass, the hook of a loss runs before those of the sums that the loss was computed from.
+
+Weights stand beside a sum in `exp(-s) * loss + s` with learned variances, or in a penalty on the weights. A weight that
+multiplies a sum multiplies each sample's part, and its own gradient has a row for each of these parts. What is added to
+a sum belongs to no sample: its gradient is kept apart, for `grads.shared()`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.backward import Collector
+from persample.backward import Collector, NoteLoss
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known_tensors import TensorMap
-from persample.layouts import Call, NoParts, Reduced, Summed
+from persample.forward.known import ForwardPass, KnownTensors
+from persample.layouts import Call, NoParts, Reduced, Summed, Where
 from persample.terms import Dense
 
+_KEY = "persample: sum over the samples"
+_MAX_DEPTH = 3  # nodes that one torch function leaves between its result and its argument
 
-class Follower(Protocol):
-    """What is needed of the tracker."""
 
-    @property
-    def collector(self) -> Collector: ...
+class _Sum:
+    """A sum over the samples in the autograd graph: where it comes from, and the last pass that went through it."""
 
-    def place(self) -> str:
-        """The module whose code is running, in words."""
+    __slots__ = ("inner_of", "is_statistic", "layout", "sources")
 
-    @property
-    def summed(self) -> TensorMap[Summed]:
-        """How sums over the samples were computed."""
+    def __init__(self, layout: Reduced, sources: list[_Sum]) -> None:
+        self.layout = layout
+        self.sources = sources
+        self.inner_of = -1  # the backward pass in which it is a part of another sum
+        self.is_statistic = False  # whether samples were combined with it: then no pass starts from it
+
+
+def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: NoteLoss) -> None:
+    """Call `note_loss` in backward passes that start from `tensor`."""
+    node: Any = tensor.grad_fn
+    found = _Sum(layout, list(_iterate_sources(node, _MAX_DEPTH)))
+    node.metadata[_KEY] = found  # the graph keeps it, and nothing else does
+
+    def note(grads: Sequence[Tensor]) -> None:
+        current = _torch.get_backward_pass()
+        if found.inner_of != current and not found.is_statistic:
+            note_loss(found.layout, _torch.will_run_node(anchor_node))
+        for source in found.sources:
+            source.inner_of = current
+
+    node.register_prehook(note)
+
+
+def mark_statistic(tensor: Tensor) -> None:
+    """Note that samples are combined with a sum over the samples, as in a batch norm: it is no loss."""
+    node: Any = tensor.grad_fn
+    found = None if node is None else node.metadata.get(_KEY)
+    if found is not None:
+        found.is_statistic = True
+
+
+def _iterate_sources(node: Any, depth: int) -> Iterator[_Sum]:
+    """The nearest sums over the samples that a node was computed from."""
+    for source, _ in node.next_functions:
+        if source is not None and source.next_functions:
+            found = source.metadata.get(_KEY)
+            if found is not None:
+                yield found
+            elif depth:
+                yield from _iterate_sources(source, depth - 1)
+
+
+# ---- weights beside a sum ----
 
 
 def is_beside_sum(call: Call) -> bool:
@@ -39,9 +83,24 @@ def is_beside_sum(call: Call) -> bool:
     return all(where is None or isinstance(where, Reduced) for where in call.where) and call.facts.keeps_sums
 
 
-def run_beside_sum(call: Call, weights: dict[int, Tensor], follower: Follower) -> Any:
+def make_summed(call: Call, known: KnownTensors) -> Summed:
+    """How a call is about to make a sum over the samples; `made` is to be set."""
+    versions = tuple([0 if t.is_inference() else t._version for t in call.tensors])
+    return Summed(call, versions, tuple(map(known.summed.get, call.tensors)))
+
+
+def note_sum(
+    result: Tensor, where: Where | None, call: Call, forward: ForwardPass, summed: Summed | None = None
+) -> None:
+    """Keep how a sum was made, if a weight can multiply it; `summed` is given if the call changes its arguments."""
+    if type(where) is Reduced and result.requires_grad and forward.counted.holds_divisors:
+        known = forward.known
+        known.summed[result] = replace(summed or make_summed(call, known), made=where)
+
+
+def run_beside_sum(call: Call, weights: dict[int, Tensor], forward: ForwardPass) -> Any:
     """Run such a call. The caller finds the layout of the result."""
-    collector = follower.collector
+    collector = forward.collector
     if not call.facts.is_bilinear:
         tensors = enumerate(call.tensors)
         tapped = [_Apart.apply(t.detach(), [t], collector, collector.anchor) if i in weights else t for i, t in tensors]
@@ -50,12 +109,12 @@ def run_beside_sum(call: Call, weights: dict[int, Tensor], follower: Follower) -
     is_first = isinstance(call.where[0], Reduced)
     if len(call.tensors) != 2 or len(weights) != 1 or (call.facts.is_division and not is_first):
         raise SamplesMixed(
-            f"{get_op_name(call.func)}, in {follower.place()}, is not linear in a sum over the samples. Multiply each "
+            f"{get_op_name(call.func)}, in {forward.place()}, is not linear in a sum over the samples. Multiply each "
             "sample's loss before it is added up."
         )
     ((position, weight),) = weights.items()
-    parts, rest = _find_parts(call, 1 - position, follower)
-    collector.expect([weight])
+    parts, rest = _find_parts(call, 1 - position, forward)
+    collector.uses.expect([weight])
     args, kwargs = call.fill([t.detach() if i == position else t for i, t in enumerate(call.tensors)])
     result = call.func(*args, **kwargs)
     detached = [tensor.detach() for tensor in call.tensors]
@@ -63,9 +122,9 @@ def run_beside_sum(call: Call, weights: dict[int, Tensor], follower: Follower) -
     return _Factor.apply(result, product, collector.anchor)
 
 
-def _find_parts(call: Call, position: int, follower: Follower) -> tuple[Tensor, Tensor | None]:
+def _find_parts(call: Call, position: int, forward: ForwardPass) -> tuple[Tensor, Tensor | None]:
     """`(batch, *shape)`: each sample's part of the sum that a weight is multiplied with; what belongs to no sample."""
-    summed = follower.summed.get(call.tensors[position])
+    summed = forward.known.summed.get(call.tensors[position])
     try:
         if summed is None:
             raise NoParts("it was not seen how the sum was computed")
@@ -78,7 +137,7 @@ def _find_parts(call: Call, position: int, follower: Follower) -> tuple[Tensor, 
         if call.batch == 1:
             return call.tensors[position].detach().unsqueeze(0), None
         raise SamplesMixed(
-            f"{get_op_name(call.func)}, in {follower.place()}, multiplies a sum over the samples by a weight, whose "
+            f"{get_op_name(call.func)}, in {forward.place()}, multiplies a sum over the samples by a weight, whose "
             f"gradient needs each sample's part of the sum: {reason}. Multiply the losses before they are added up."
         ) from None
 
