@@ -16,6 +16,7 @@ except ImportError as error:
 from persample._internal.lazy import find_lazily
 from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.evaluation import Evaluation, Trained, evaluate
+from persample.scanning.evidence import Evidence, score_parts, score_with_evidence
 from persample.scanning.exact import score
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
@@ -85,6 +86,7 @@ __all__ = [
     "DiskFull",
     "Estimate",
     "Evaluation",
+    "Evidence",
     "Influence",
     "NotFinite",
     "RandomScores",
@@ -96,4 +98,6 @@ __all__ = [
     "rescan",
     "scan",
     "score",
+    "score_parts",
+    "score_with_evidence",
 ]

@@ -37,6 +37,11 @@ class Checkpoints:
             raise ScanError(f"Got {len(rates)} learning rates for {len(self._states)} checkpoints.")
         self.learning_rates = rates
 
+    @property
+    def count(self) -> int:
+        """The number of checkpoints."""
+        return len(self._states)
+
     @contextmanager
     def load_each(self) -> Iterator[Iterator[int]]:
         """Give an iterator that loads each checkpoint and yields its index. The block restores the model's state."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack, cast
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from persample._internal.options import make_options, show_options
 from persample.losses import LossFunction
 from persample.scanning.errors import ScanError
+from persample.scanning.parts import Groups, split_directions
 from persample.scanning.passes import Fitted, Passes, PassKeywords, PassOptions
-from persample.scanning.preconditioners import PRECONDITIONERS, Name, compress
+from persample.scanning.preconditioners import PRECONDITIONERS, Name, StepSizes, compress
+from persample.scanning.step_sizes import Adam, get_step_sizes
 from persample.terms import Dense, Term
 
 USUAL_DAMPING = 0.1  # of the mean eigenvalue of each parameter: docs/internals/scan_evidence.md
@@ -21,22 +23,42 @@ USUAL_DAMPING = 0.1  # of the mean eigenvalue of each parameter: docs/internals/
 
 @dataclass(frozen=True)
 class Question:
-    """Queries, and how their gradients are preconditioned; see `score`."""
+    """Queries, and how their gradients are preconditioned and compared; see `score`."""
 
     queries: Any
-    method: Name = "ekfac"
+    method: Name | None = None
     damping: float = USUAL_DAMPING
     query_rank: int | None = None
     rather_than: Any = None
+    cosine: bool = False
+    query_share: float = 0.0
+    adam: Adam | Sequence[Adam] | None = None
 
     def __post_init__(self) -> None:
-        check_exact_method(self.method)
+        if self.method is not None:
+            check_exact_method(self.method)
         if not 0 < self.damping < float("inf"):
             raise ScanError(
                 f"damping must be a positive number, relative to the mean second moment, got {self.damping!r}."
             )
         if self.query_rank is not None and self.query_rank < 1:
             raise ScanError(f"query_rank must be a positive number or None, got {self.query_rank!r}.")
+        if not 0 <= self.query_share < 1:
+            raise ScanError(f"query_share must be a number from 0 to below 1, got {self.query_share!r}.")
+        if self.adam is not None and (self.method is not None or self.query_share):
+            raise ScanError("adam takes the place of method and query_share.")
+        if self.cosine and self.rather_than is not None:
+            raise ScanError("cosine is not defined for a difference of two losses: leave rather_than out.")
+
+    def fit(self, passes: Passes, checkpoint: int) -> Fitted:
+        """The preconditioner of each parameter, with the checkpoint that is loaded."""
+        if self.adam is None:
+            return passes.fit(self.method or "ekfac", self.queries, self.query_share)
+        given = self.adam if isinstance(self.adam, Sequence) else [self.adam] * passes.checkpoints.count
+        if len(given) != passes.checkpoints.count:
+            raise ScanError(f"Got {len(given)} states of Adam for {passes.checkpoints.count} checkpoints.")
+        sizes = get_step_sizes(given[checkpoint], passes.parameters)
+        return {name: StepSizes(part) for name, part in sizes.items()}
 
 
 @show_options(PassOptions, PassKeywords)
@@ -46,10 +68,13 @@ def score(
     data: Any,
     queries: Any,
     *,
-    method: Name = "ekfac",
+    method: Name | None = None,
     damping: float = USUAL_DAMPING,
     query_rank: int | None = None,
     rather_than: Any = None,
+    cosine: bool = False,
+    query_share: float = 0.0,
+    adam: Adam | Sequence[Adam] | None = None,
     **options: Unpack[PassKeywords],
 ) -> Tensor:
     """`(queries, examples)`: the influence of each example of `data` on each sample of a batch, from whole gradients.
@@ -67,20 +92,27 @@ def score(
     Args:
         data: the training data, as for `scan`; the gradients of the queries and one batch are in memory at a time.
         queries: a batch of samples with their targets, as the loss takes them.
-        method: how the gradients of the queries are preconditioned. "ekfac" divides by the second moments along the
-            eigenvectors of Kronecker factors, in three passes over the data; "kfac" takes the product of both factors
-            for the second moments, in two passes; "block" divides by the full second moment of each parameter, for
-            parameters with more than 1,024 entries by an approximation of that rank at most, in two passes; "diagonal"
-            divides by the second moment of each entry, in two passes; "identity" by nothing, in one pass: exact inner
-            products.
+        method: how the gradients of the queries are preconditioned, by default "ekfac". "ekfac" divides by the second
+            moments along the eigenvectors of Kronecker factors, in three passes over the data; "kfac" takes the product
+            of both factors for the second moments, in two passes; "block" divides by the full second moment of each
+            parameter, for parameters with more than 1,024 entries by an approximation of that rank at most, in two
+            passes; "diagonal" divides by the second moment of each entry, in two passes; "identity" by nothing, in one
+            pass: exact inner products.
         damping: what is added to the second moments, relative to their mean for each parameter.
         query_rank: keep the gradient of each query for a weight as a matrix of this rank, after the preconditioning.
             This saves memory and time for wide layers.
         rather_than: another batch of as many samples. The score is then the effect on the difference of the losses,
             `loss(queries) - loss(rather_than)`: why the model says one rather than the other.
+        cosine: divide by the lengths of both gradients after the preconditioning, as TrackStar does. Long gradients, of
+            unusual or wrong examples, do not come first then.
+        query_share: the share of the queries in the second moments, the rest is that of the data. What all queries have
+            in common then counts less.
+        adam: in place of `method`: the Adam optimizer of the training, or its second moments by parameter name; or one
+            of them for each checkpoint. An example then counts by the step that Adam does for its gradient, without
+            momentum, as in LESS.
         **options: see `PassOptions`.
     """
-    question = Question(queries, method, damping, query_rank, rather_than)
+    question = Question(queries, method, damping, query_rank, rather_than, cosine, query_share, adam)
     passes = Passes(model, loss_fn, data, make_options(PassOptions, "score", options, PassKeywords))
     total, count = torch.zeros(()), 0
     for scores in iterate_scores(passes, question):
@@ -88,11 +120,12 @@ def score(
     return total / count
 
 
-def iterate_scores(passes: Passes, question: Question) -> Iterator[Tensor]:
-    """`(1, queries, examples)`: the scores with each checkpoint."""
+def iterate_scores(passes: Passes, question: Question, groups: Groups | None = None) -> Iterator[Tensor]:
+    """`(groups, queries, examples)`: the scores with each checkpoint, by default of one group with all parameters."""
     with passes.load_each() as loaded:
-        for _ in loaded:
-            yield multiply(passes, find_directions(passes, passes.fit(question.method), question))
+        for checkpoint in loaded:
+            fitted = question.fit(passes, checkpoint)
+            yield multiply(passes, question, fitted, find_directions(passes, fitted, question), groups)
 
 
 def check_exact_method(method: str) -> Name:
@@ -127,13 +160,31 @@ def find_directions(passes: Passes, fitted: Fitted, question: Question) -> Mappi
     return {**missing, **{name: term for name, term in directions.items() if term is not None}}
 
 
-def multiply(passes: Passes, directions: Mapping[str, Term]) -> Tensor:
-    """`(1, queries, examples)`: the inner products of directions with the gradients of all examples."""
+def multiply(
+    passes: Passes, question: Question, fitted: Fitted, directions: Mapping[str, Term], groups: Groups | None = None
+) -> Tensor:
+    """`(groups, queries, examples)`: the inner products of directions with the gradients of all examples."""
     count = max((term.batch for term in directions.values()), default=0)
+    parts = split_directions(directions, groups)
+    size = 1 if groups is None else len(groups)
 
     def compute(name: str, term: Term) -> Tensor:
-        if name not in directions:
-            return torch.zeros(term.batch, 1, count)
-        return term.gram(directions[name])[:, None]
+        found = torch.zeros(term.batch, size + question.cosine, count)
+        for group, direction in parts.get(name, ()):
+            inner = term.gram(direction)
+            found = found.to(torch.promote_types(found.dtype, inner.dtype)).to(inner.device)
+            found[:, group] += inner
+        if question.cosine and name in fitted:
+            found[:, -1] = fitted[name].compute_squares(term, question.damping)[:, None]
+        return found
 
-    return passes.add_up(compute, (1, count))
+    scores = passes.add_up(compute, (size + question.cosine, count))
+    if not question.cosine:
+        return scores
+    _, squares = passes.pass_queries(
+        question.queries,
+        lambda name, term: fitted[name].compute_query_squares(term, question.damping) if name in fitted else 0.0,
+    )
+    lengths = sum(squares.values(), torch.zeros(count)).to(scores.device).sqrt()
+    products = scores[-1].sqrt() * lengths[:, None]
+    return torch.where(products > 0, scores[:-1] / products, 0.0)

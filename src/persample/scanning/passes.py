@@ -17,6 +17,7 @@ from persample.losses import LossFunction
 from persample.recording import Selection, Verify
 from persample.scanning.checkpoints import Checkpoints, State
 from persample.scanning.errors import NotFinite, ScanError
+from persample.scanning.fisher import Labels, make_fitted_loss
 from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.preconditioners import PRECONDITIONERS, Name, Preconditioner, end_pass
 from persample.scanning.progress import choose_mode, show_progress
@@ -39,6 +40,9 @@ class PassOptions:
         parameters: the parameters whose gradients count, as in `scan`.
         batch_size: the number of examples in a batch.
         batch_dim: the dimension of the samples.
+        fisher: whose gradients the preconditioner is fitted to: "data", those of the labels of the data; "sampled",
+            those of labels that the model draws, whose second moment is the Fisher matrix (for cross-entropy, binary
+            cross-entropy and squared errors of torch); or a function of the model and a batch that returns losses.
         loss_reduction: "mean" or "sum": what a loss function does that returns a single number.
         collate: makes a batch of a list of examples.
         verify: compare samples with the same samples alone, as in `record`. False turns all checks of the scores off.
@@ -49,6 +53,7 @@ class PassOptions:
     checkpoints: Sequence[State | str | Path] | None = None
     measure: LossFunction | None = None
     parameters: Selection | None = None
+    fisher: Labels | LossFunction = "data"
     batch_size: int | None = None
     batch_dim: BatchDim = 0
     loss_reduction: str = "mean"
@@ -64,6 +69,7 @@ class PassKeywords(TypedDict, total=False):
     checkpoints: Sequence[State | str | Path] | None
     measure: LossFunction | None
     parameters: Selection | None
+    fisher: Labels | LossFunction
     batch_size: int | None
     batch_dim: BatchDim
     loss_reduction: str
@@ -78,7 +84,8 @@ class Passes:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, data: Any, options: PassOptions) -> None:
         self.source = data if isinstance(data, Source) else Source(data, options.batch_size, options.collate)
-        self.measurement, self.queried = (
+        losses = (loss_fn, options.measure or loss_fn, make_fitted_loss(loss_fn, options.fisher))
+        self.measurement, self.queried, self.fitted = (
             Measurement(
                 model,
                 function,
@@ -86,9 +93,9 @@ class Passes:
                 parameters=options.parameters,
                 batch_dim=options.batch_dim,
                 loss_reduction=options.loss_reduction,
-                verify=options.verify,
+                verify=options.verify if i < 2 or options.fisher == "data" else False,  # drawn labels differ
             )
-            for function in (loss_fn, options.measure or loss_fn)
+            for i, function in enumerate(losses)
         )
         self.parameters = {name: p for name, p in self.measurement.parameters.items() if p.numel()}
         if complex_names := [name for name, p in self.parameters.items() if p.is_complex()]:
@@ -113,7 +120,7 @@ class Passes:
         for i in range(kind.passes):
             seen: set[str] = set()
             examples = 0
-            for ids, found in self.iterate(_measure_by(fitted), f"pass {i + 1}"):
+            for ids, found in self.iterate(_measure_by(fitted), f"pass {i + 1}", self.fitted):
                 seen |= set(found)
                 examples += len(ids)
                 _add_sums(fitted, found, len(ids))
@@ -135,12 +142,14 @@ class Passes:
         self.queried.pass_terms(range(size), queries, results)
         return size, results.values
 
-    def iterate(self, compute: Compute, title: str) -> Iterator[tuple[Sequence[int], Mapping[str, Any]]]:
+    def iterate(
+        self, compute: Compute, title: str, measurement: Measurement | None = None
+    ) -> Iterator[tuple[Sequence[int], Mapping[str, Any]]]:
         """The ids of each batch with what a function computes from the terms of its gradients."""
         with show_progress(title, self.source.size, 0, self._mode) as update:
             for batch in self.source.iterate_batches(SHARD_SIZE, lambda shard: True):
                 results = ComputedTerms(compute)
-                self.measurement.pass_terms(batch.ids, batch.batch, results)
+                (measurement or self.measurement).pass_terms(batch.ids, batch.batch, results)
                 yield batch.ids, results.values
                 update(len(batch.ids))
 

@@ -94,6 +94,10 @@ class Preconditioner(ABC):
         parts = [term.some(start, min(start + step, term.batch)) for start in range(0, term.batch, step)]
         return torch.cat([self.apply(part, damping).inner(part) for part in parts])
 
+    def compute_query_squares(self, term: Term, damping: float) -> Tensor:
+        """`(batch,)`: the squared length of what the rows of `compute_squares` are multiplied with."""
+        return self.compute_squares(term, damping)
+
 
 class Identity(Preconditioner):
     """`M + D` is the identity."""
@@ -125,6 +129,31 @@ class Diagonal(Preconditioner):
 
     def solve(self, rows: Tensor, damping: float) -> Tensor:
         return rows / self.damp(self._eigenvalues, damping)
+
+
+class StepSizes(Preconditioner):
+    """`(M + D)⁻¹` are step sizes that were given, such as those of Adam: the rows are steps, the queries gradients."""
+
+    passes = 0
+
+    def __init__(self, sizes: Tensor) -> None:
+        super().__init__(sizes.shape)
+        self._sizes = sizes.double()
+
+    def measure(self, term: Term) -> Sequence[Tensor]:
+        return []
+
+    def read_means(self, means: Sequence[Tensor]) -> None:
+        pass
+
+    def solve(self, rows: Tensor, damping: float) -> Tensor:
+        return rows * self._sizes
+
+    def compute_squares(self, term: Term, damping: float) -> Tensor:
+        return torch.cat([(block * self._sizes).flatten(1).square().sum(1) for _, (block,) in term.iterate_samples()])
+
+    def compute_query_squares(self, term: Term, damping: float) -> Tensor:
+        return term.squared_norms()
 
 
 class Block(Preconditioner):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from persample._internal.graph import preserve_grads
 from persample._internal.rng import seed_all
@@ -22,12 +21,11 @@ from persample.scanning.checkpoints import State, check_weights
 from persample.scanning.errors import ScanError
 from persample.scanning.factors import make_projection_of
 from persample.scanning.influence import TestGradients
-from persample.scanning.measure import Gradient, Measurement, prepare_model
+from persample.scanning.measure import Measurement, prepare_model
 from persample.scanning.reduced import ReducedRows
 from persample.scanning.source import move_to_device
+from persample.scanning.step_sizes import Adam, get_step_sizes
 from persample.scanning.store import Store
-
-Adam = Optimizer | Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,27 +92,3 @@ class Probe:
             with preserve_grads(values):
                 (values.sum() * (size if is_mean else 1)).backward()
         return values.reshape(-1).expand(size), grads
-
-
-def get_step_sizes(adam: Adam, parameters: Mapping[str, Tensor]) -> Gradient:
-    """`1 / (sqrt(v) + eps)` for each parameter, by name: Adam's step for a gradient, without its learning rate.
-
-    `adam` is an optimizer with the state of Adam, or `v` itself by the name of the parameter (eps is then 1e-8).
-    """
-    if not isinstance(adam, Optimizer):
-        if missing := [name for name in parameters if name not in adam]:
-            raise ScanError(f"adam has no second moment for the parameter '{missing[0]}'.")
-        return {name: 1 / (adam[name].to(p).sqrt() + 1e-8) for name, p in parameters.items()}
-    options = {id(p): group for group in adam.param_groups for p in group["params"]}
-    factors = {}
-    for name, p in parameters.items():
-        state = adam.state.get(p, {})
-        if "exp_avg_sq" not in state or "betas" not in options[id(p)]:
-            raise ScanError(
-                f"The optimizer has no second moment for the parameter '{name}'. Pass the Adam optimizer that trained "
-                "this model, or a dict of second moments by parameter name."
-            )
-        beta, step = options[id(p)]["betas"][1], float(state["step"])
-        second_moment = state["exp_avg_sq"] / (1 - beta**step)
-        factors[name] = 1 / (second_moment.sqrt() + options[id(p)]["eps"])
-    return factors

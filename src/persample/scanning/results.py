@@ -21,11 +21,12 @@ from persample.scanning.export_rows import write_rows
 from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
 from persample.scanning.notebook import format_html_table
 from persample.scanning.preconditioners import Name as ExactMethod
-from persample.scanning.probe import Adam, Probe
+from persample.scanning.probe import Probe
 from persample.scanning.progress import choose_mode
 from persample.scanning.queries import Ranking
 from persample.scanning.scanned_examples import ScannedExamples
 from persample.scanning.source import Source
+from persample.scanning.step_sizes import Adam
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.table import DESCRIPTIONS
 
