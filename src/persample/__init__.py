@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from persample.penalties import differentiable_norms
     from persample.recording import Watch, record, rows, watch
     from persample.rules import register_rule
-    from persample.scanning import Scan, evaluate, scan
+    from persample.scanning import Scan, evaluate, replay, scan
 
 __all__ = [
     "CompiledStep",
@@ -50,6 +50,7 @@ __all__ = [
     "record",
     "register_rule",
     "release_memory",
+    "replay",
     "rows",
     "sample_labels",
     "scan",
@@ -85,6 +86,7 @@ _MODULES = {
     "record": "recording",
     "register_rule": "rules",
     "release_memory": "gradients",
+    "replay": "scanning",
     "rows": "recording",
     "sample_labels": "gradients",
     "scan": "scanning",

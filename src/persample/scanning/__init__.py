@@ -21,6 +21,7 @@ from persample.scanning.exact import score
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.queries import Ranking
+from persample.scanning.replay import Replay, Smoothness, measure_smoothness, replay
 from persample.scanning.rescan import rescan
 from persample.scanning.results import Scan
 from persample.scanning.run import scan
@@ -91,10 +92,14 @@ __all__ = [
     "NotFinite",
     "RandomScores",
     "Ranking",
+    "Replay",
     "Scan",
     "ScanError",
+    "Smoothness",
     "Trained",
     "evaluate",
+    "measure_smoothness",
+    "replay",
     "rescan",
     "scan",
     "score",
