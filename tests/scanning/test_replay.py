@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample.scanning import ScanError, measure_smoothness, replay
-from persample.scanning.replay import _Training
+from persample.scanning.metagradients import _Training
 
 N, STEPS, SIZE = 12, 7, 4
 LOSS = nn.CrossEntropyLoss()
@@ -205,7 +205,7 @@ def test_smoothness_tells_smooth_from_chaotic_trainings() -> None:
     task["optimizer"] = torch.optim.SGD(task["model"].parameters(), lr=0.01)
     smooth = measure_smoothness(**task)
     assert smooth.value > 0.9 and smooth.of_parameters > 0.9 and smooth.advice.startswith("smooth")
-    task["optimizer"] = torch.optim.SGD(task["model"].parameters(), lr=40.0, momentum=0.9)
+    task["optimizer"] = torch.optim.SGD(task["model"].parameters(), lr=3.0, momentum=0.9)
     task["batches"] = task["batches"] * 6
     chaotic = measure_smoothness(**task, directions=6)
-    assert chaotic.value < 0.7 and "not smooth" in chaotic.advice
+    assert chaotic.value < 0.3 and "not smooth" in chaotic.advice

@@ -20,8 +20,8 @@ from persample.scanning.evidence import Evidence, score_parts, score_with_eviden
 from persample.scanning.exact import score
 from persample.scanning.influence import Influence, RandomScores
 from persample.scanning.measure import QUANTITIES
+from persample.scanning.metagradients import Replay, Smoothness, measure_smoothness, replay
 from persample.scanning.queries import Ranking
-from persample.scanning.replay import Replay, Smoothness, measure_smoothness, replay
 from persample.scanning.rescan import rescan
 from persample.scanning.results import Scan
 from persample.scanning.run import scan

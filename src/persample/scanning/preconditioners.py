@@ -150,7 +150,7 @@ class StepSizes(Preconditioner):
         return rows * self._sizes
 
     def compute_squares(self, term: Term, damping: float) -> Tensor:
-        return torch.cat([(block * self._sizes).flatten(1).square().sum(1) for _, (block,) in term.iterate_samples()])
+        return torch.cat([(block * self._sizes).flatten(1).square().sum(1) for _, (block,) in iterate_samples(term)])
 
     def compute_query_squares(self, term: Term, damping: float) -> Tensor:
         return term.squared_norms()

@@ -25,8 +25,8 @@ from persample.scanning.errors import ScanError
 from persample.scanning.source import Source, move_to_device
 from persample.scanning.updates import State, make_update
 
-# A training counts as smooth from this value on: below it, the derivative says little about other weights.
-LEAST_SMOOTHNESS = 0.7
+# A training counts as smooth from this value on: docs/guides/attribution.md.
+LEAST_SMOOTHNESS = 0.4
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class _Training:
             return self._compute_losses(parameters, queries, None)
         finally:
             for module, is_training in training.items():
-                module.training = is_training
+                module.train(is_training)  # parents come before their children
 
     def _compute_losses(self, parameters: Sequence[Tensor], batch: Any, count: int | None) -> Tensor:
         """`(batch,)`: the losses with these parameters."""
