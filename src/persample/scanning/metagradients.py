@@ -279,12 +279,12 @@ class _Training:
         return found
 
     def _compute_query_losses(self, parameters: Sequence[Tensor], queries: Any) -> Tensor:
-        training = {module: module.training for module in self._model.modules()}
+        modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
             return self._compute_losses(parameters, queries, None)
         finally:
-            for module, is_training in training.items():
+            for module, is_training in modes.items():
                 module.train(is_training)  # parents come before their children
 
     def _compute_losses(self, parameters: Sequence[Tensor], batch: Any, count: int | None) -> Tensor:
