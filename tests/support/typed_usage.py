@@ -197,6 +197,14 @@ def use_scan(directory: Path) -> None:
     assert callable(persample.evaluate)
 
 
+def use_replay() -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.CrossEntropyLoss()
+    replayed = persample.replay(model, loss_fn, (x, y), (x[:2], y[:2]), optimizer=optimizer, batches=[[0, 1], [2, 3]])
+    scores: Tensor = replayed.scores
+    assert scores.shape == (2, 12)
+
+
 def use_private() -> None:
     private = nn.Linear(4, 3)
     loader: DataLoader[tuple[Tensor, ...]] = DataLoader(TensorDataset(x, y), batch_size=4)
