@@ -265,7 +265,7 @@ def test_parts_of_a_batch() -> None:
         {"rand_on_empty": True},
         {"grad_sample_mode": "no_op"},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_refused_options(options: dict[str, Any]) -> None:
     with pytest.raises(PerSampleError, match="does not support"):
