@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -243,6 +244,27 @@ def test_an_error_in_a_batch_ends_its_loop_only() -> None:
     assert all(gap % 4 == 0 for gap in get_gaps(training.batches))
 
 
+@pytest.mark.parametrize("strategy", [BandedMatrix(16, 4, 3), Cancelling(16, 8, 0.6)], ids=str)
+def test_a_draw_that_was_interrupted_is_counted(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is not made. The next ones take back its noise, and the accountant has its entry."""
+    training, noise = Training(strategy), Training(strategy).optimizer.noise
+    noise.set_state(training.optimizer.noise.get_state())
+    for failing in (1, 6):
+        training.run(failing - 1 - training.optimizer.noise.draws)
+        with monkeypatch.context() as patch:
+            patch.setattr(training.optimizer.noise, "_add_draw", Mock(side_effect=KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                training.run(1)
+        training.run(1)
+        entries = strategy.count_entries(training.optimizer.noise.draws)
+        assert training.engine.accountant.history == [(0.8, training.optimizer.mechanism.rate, entries)]
+    rows = torch.zeros(7, 44)
+    for row in rows:
+        noise.add_to([row[:24].view(6, 4), row[24:30], row[30:42].view(2, 6), row[42:]], 0.8)
+    found, scale = training.noise[-1], training.optimizer.mechanism.scale
+    torch.testing.assert_close(found, scale * rows[-1].double(), atol=1e-4, rtol=1e-4)
+
+
 def test_parts_of_a_batch() -> None:
     training = Training(BandedInverse(16, 4, 3))
     for _ in range(2):
@@ -354,6 +376,17 @@ def test_a_restart_of_steps_that_were_made_is_refused(tmp_path: Path) -> None:
     training.run(2)
     with pytest.raises(PerSampleError, match="used twice"):
         load(training, path)
+
+
+def test_a_second_continuation_in_one_engine_is_refused(tmp_path: Path) -> None:
+    """Its noise is in part that of the first one, and the accountant would count one."""
+    first = Training(BandedInverse(16, 4, 3))
+    first.run(2)
+    path = save(first, tmp_path / "checkpoint.pt")
+    first.run(2)
+    second = Training(BandedInverse(16, 4, 3))
+    with pytest.raises(PerSampleError, match="counted once"):
+        first.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
 
 
 @pytest.mark.parametrize("other", [BandedInverse(16, 4, 2), BandedInverse(16, 8, 3), BandedMatrix(16, 4, 3), None])

@@ -116,6 +116,23 @@ def test_one_process_splits_its_batch() -> None:
 
 
 @in_two_processes
+def test_processes_with_one_seed_draw_independent_samples() -> None:
+    """Pairs of samples that are always drawn together would tell of each other: no amplification by sampling."""
+    data = TensorDataset(torch.zeros(400, 1))
+    for options in ({}, {"sample_rate": 0.25}):
+        net = nn.Linear(1, 1)
+        _, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+            module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+            data_loader=DataLoader(data, batch_size=100, generator=torch.Generator().manual_seed(0)), distributed=True,
+            **options,
+        )  # fmt: skip
+        optimizer.release()
+        sizes: list[Any] = [None, None]
+        dist.all_gather_object(sizes, [len(batch) for batch in loader.batch_sampler])
+        assert sizes[0] != sizes[1]
+
+
+@in_two_processes
 def test_engine_from_the_loader_to_the_accountant() -> None:
     """From the data loader to the accountant, with so few samples that some batches are empty."""
     torch.manual_seed(0)

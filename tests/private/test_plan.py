@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -118,6 +119,10 @@ def test_loaders_with_workers() -> None:
     "change",
     [
         {"steps": 0},
+        {"steps": 2.5},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": math.nan},
+        {"expected_batch_size": 0},
         {"sample_rate": 0.0},
         {"sample_rate": 1.5},
         {"delta": 0.0},
@@ -131,7 +136,7 @@ def test_refused_plans(change: dict[str, Any]) -> None:
         PrivacyPlan(**{**numbers, **change})
 
 
-@pytest.mark.parametrize("sizes", [{}, {"sample_rate": 0.1, "data_size": 100}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, {"sample_rate": 0.1, "data_size": 100}, {"data_size": 0}], ids=str)
 def test_the_rate_is_given_once(sizes: dict[str, Any]) -> None:
     with pytest.raises(PerSampleError, match="either sample_rate or data_size"):
         PrivacyPlan.for_epsilon(1.0, 1e-5, steps=10, expected_batch_size=10, **sizes)

@@ -132,6 +132,7 @@ def test_optimum_of_two_bands() -> None:
         lambda: Cancelling(10, 2, share=1.0),
         lambda: Cancelling(10, 2, share=-0.1),
         lambda: Cancelling(10, 2, share=math.nan),
+        lambda: Given(10, 2, (0.5, -0.1)),
     ],
 )
 def test_refused(make: Any) -> None:

@@ -29,6 +29,7 @@ from persample.private.sampling import (
     make_cyclic_sampler,
     make_secret_generator,
     make_uniform_sampler,
+    separate_processes,
 )
 from persample.private.units import make_unit_loader
 
@@ -71,6 +72,8 @@ class Assembly:
         has_generator = self.engine.secure_mode or chosen.noise_generator is not None or loader.generator is not None
         if chosen.poisson_sampling and not has_generator:
             self.given = WithAttributes(loader, generator=make_secret_generator())
+        elif chosen.poisson_sampling and self.distributed and loader.generator is not None:
+            separate_processes(loader.generator)
 
     def _make_mechanism(self) -> CorrelatedMechanism | None:
         chosen = self.chosen

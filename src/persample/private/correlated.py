@@ -103,10 +103,11 @@ class KeptNoise(CorrelatedNoise):
     def __init__(self, taps: Sequence[float]) -> None:
         super().__init__(taps)
         self._past: list[list[Tensor]] = []  # the last one first
+        self._newest = 0  # the draw of the last one
 
     def set_state(self, state: Tensor) -> None:
         super().set_state(state)
-        self._past = []
+        self._newest = 0
 
     @torch.no_grad()
     def add_to(self, totals: Sequence[Tensor], std: float) -> None:
@@ -117,8 +118,8 @@ class KeptNoise(CorrelatedNoise):
         self._leave_parent()
         self._check_layout(totals)
         self._draws += 1
-        known = min(self._draws - 1, len(self._taps) - 1)
-        for draw in range(1 if len(self._past) < known else self._draws, self._draws + 1):
+        is_known = self._newest == self._draws - 1  # not after a restart, nor after a draw that was interrupted
+        for draw in range(self._draws if is_known else 1, self._draws + 1):
             self._keep(totals, draw)
         for total, noise in zip(totals, self._past[0], strict=True):
             total.add_(noise, alpha=std)
@@ -132,7 +133,7 @@ class KeptNoise(CorrelatedNoise):
         for tap, earlier in zip(self._taps[1:], self._past, strict=False):
             for part, before in zip(row, earlier, strict=True):
                 part.sub_(before, alpha=tap)
-        self._past = [row, *self._past][: max(1, len(self._taps) - 1)]
+        self._past, self._newest = [row, *self._past][: max(1, len(self._taps) - 1)], draw
 
 
 def make_noise(strategy: Strategy) -> CorrelatedNoise:

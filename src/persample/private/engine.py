@@ -307,6 +307,12 @@ class PrivacyEngine(opacus.PrivacyEngine):
         (`weights_only=True`).
         """
         loaded = load_safely(path, torch_load_kwargs)
+        if getattr(optimizer, "mechanism", None) is not None and self.accountant.history:
+            raise PrivateTrainingError(
+                "This engine has counted steps since, or before, the checkpoint. Noise of the checkpoint would be used "
+                "twice, and counted once. Load it into a new PrivacyEngine and a new optimizer, and release nothing of "
+                "the steps after it."
+            )
         if isinstance(optimizer, PrivateOptimizer):
             optimizer.draw_new_keys(with_seeds="persample_lineage" in loaded)
         checkpoint = restore_parts(

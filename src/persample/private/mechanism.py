@@ -37,9 +37,11 @@ class CorrelatedMechanism:
         self.scale = strategy.column_norm if strategy.is_amplified else strategy.sensitivity
         self.limit: Callable[[Any, float], None] | None = None
         self._noise_multiplier: float | None = None
+        self._counted = 0  # entries of the steps so far
 
-    def _has_entry(self, step: int) -> bool:
-        return step % self.strategy.separation == 0 if self.strategy.is_amplified else step == 0
+    def _is_due(self, steps: int) -> bool:
+        """Whether the first steps have an entry that is not counted, also if their draw or its counting has failed."""
+        return self.strategy.count_entries(steps) > self._counted
 
     def check(self, optimizer: Any, noise_multiplier: float) -> None:
         """Raise if the next step is not one that the strategy was made for."""
@@ -54,7 +56,7 @@ class CorrelatedMechanism:
                 f"The noise multiplier was {self._noise_multiplier} and is now {noise_multiplier}. With correlated "
                 "noise it is the same in all steps, because each step takes back noise of earlier ones."
             )
-        if self.limit is not None and self._has_entry(step):
+        if self.limit is not None and self._is_due(step + 1):
             self.limit(optimizer, noise_multiplier)
         self._noise_multiplier = noise_multiplier
 
@@ -62,8 +64,9 @@ class CorrelatedMechanism:
         """The hook that counts a step after its noise was drawn."""
 
         def count(optimizer: Any) -> None:
-            if self._has_entry(self.noise.draws - 1):
+            while self._is_due(self.noise.draws):
                 accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=self.rate)
+                self._counted += 1
 
         return count
 
@@ -117,5 +120,6 @@ class CorrelatedMechanism:
             )
         self._noise_multiplier = noise_multiplier
         self.noise.set_state(state["noise"])
+        self._counted = self.strategy.count_entries(self.noise.draws)
         self.noise.mix()
         self.sampler.seed = int(state["bins"])

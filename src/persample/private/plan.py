@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -61,10 +62,15 @@ class PrivacyPlan:
     strategy: Strategy | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or not 0 < self.sample_rate <= 1 or not 0 < self.delta < 1:
+        if not isinstance(self.steps, int) or self.steps < 1 or not 0 < self.sample_rate <= 1 or not 0 < self.delta < 1:
             raise PrivateTrainingError(
-                "A plan needs at least one step, a sample_rate above 0 and at most 1, and a delta between 0 and 1, got "
-                f"steps={self.steps}, sample_rate={self.sample_rate} and delta={self.delta}."
+                "A plan needs a positive integer number of steps, a sample_rate above 0 and at most 1, and a delta "
+                f"between 0 and 1, got steps={self.steps}, sample_rate={self.sample_rate} and delta={self.delta}."
+            )
+        if not 0 <= self.noise_multiplier < math.inf or not 0 < self.expected_batch_size < math.inf:
+            raise PrivateTrainingError(
+                "A plan needs a noise_multiplier of at least 0, and a positive expected_batch_size, both finite, "
+                f"got noise_multiplier={self.noise_multiplier} and expected_batch_size={self.expected_batch_size}."
             )
         if self.strategy is not None and self.strategy.steps != self.steps:
             raise PrivateTrainingError(
@@ -94,8 +100,8 @@ class PrivacyPlan:
             data_size: the size of the data set, if it is public.
             **others: further attributes.
         """
-        if (sample_rate is None) == (data_size is None):
-            raise PrivateTrainingError("Pass either sample_rate or data_size.")
+        if (sample_rate is None) == (data_size is None) or data_size == 0:
+            raise PrivateTrainingError("Pass either sample_rate or data_size, which must be positive.")
         rate = expected_batch_size / data_size if sample_rate is None else sample_rate  # type: ignore[operator]
         numbers: dict[str, Any] = {
             "steps": steps,

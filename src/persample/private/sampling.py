@@ -44,6 +44,15 @@ def make_generator_of_process(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def separate_processes(generator: torch.Generator) -> None:
+    """Seed a generator in each process anew. From one seed, samples of several processes would be drawn together.
+
+    The seed is drawn from the generator: one that has drawn batches before does not draw them again.
+    """
+    seed = int(torch.randint(2**63 - 1, (), generator=generator))
+    generator.manual_seed(make_generator_of_process(seed).initial_seed())
+
+
 def make_secret_generator() -> torch.Generator:
     """A generator with a seed from the entropy of the operating system."""
     return torch.Generator().manual_seed(secrets.randbits(63))

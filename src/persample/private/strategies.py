@@ -47,7 +47,8 @@ class Strategy(ABC):
             raise PrivateTrainingError(
                 f"A strategy needs 1 <= separation <= steps, got separation={self.separation} and steps={self.steps}."
             )
-        _ = self.taps  # raises if they are not possible
+        if self.taps[0] != 1:  # also raises if they are not possible
+            raise PrivateTrainingError(f"The first of the taps must be 1, got {self.taps[0]}.")
 
     @property
     @abstractmethod
