@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, SamplesMixed, _torch
-from persample.private import PrivacyEngine, PrivateOptimizer
+from persample.private import PrivacyEngine, PrivateOptimizer, sampling
 from tests.support.distributed import Batch, Net, assert_same, make_batch, make_net
 from tests.support.paths import ROOT
 from tests.support.processes import in_two_processes
@@ -130,6 +131,18 @@ def test_processes_with_one_seed_draw_independent_samples() -> None:
         sizes: list[Any] = [None, None]
         dist.all_gather_object(sizes, [len(batch) for batch in loader.batch_sampler])
         assert sizes[0] != sizes[1]
+
+
+def test_a_sampler_that_was_sent_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its generator, as Lightning does with `ddp_spawn`: the processes draw independent samples all the same."""
+    monkeypatch.setattr(sampling, "_count_processes", Mock(return_value=2))
+    monkeypatch.setattr(dist, "get_world_size", Mock(return_value=2))
+    sizes = []
+    for rank in (0, 1):
+        monkeypatch.setattr(dist, "get_rank", Mock(return_value=rank))
+        sampler = sampling.PoissonSampler(400, 8, torch.Generator().manual_seed(0))
+        sizes.append([len(batch) for batch in sampler])
+    assert sizes[0] != sizes[1]
 
 
 @in_two_processes

@@ -109,6 +109,8 @@ class PoissonSampler:
     def __iter__(self) -> Iterator[list[int]]:
         options: dict[str, Any] = {"sample_rate": 1 / len(self), "generator": self.generator}
         if _count_processes() > 1:
+            if self.generator is not None:  # each process may have got a copy of it
+                separate_processes(self.generator)
             return iter(DistributedPoissonSampler(total_size=self.num_samples, **options))
         return iter(UniformWithReplacementSampler(num_samples=self.num_samples, **options))
 
