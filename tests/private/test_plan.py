@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -96,6 +97,17 @@ def test_a_restart_continues_the_plan(tmp_path: Path) -> None:
     run(second, 5)
     assert second.engine.accountant.history == PLANS[0].history
     with pytest.raises(PerSampleError, match="are made"):
+        run(second, 1)
+
+
+def test_a_checkpoint_of_another_training_is_refused(tmp_path: Path) -> None:
+    """Its steps have spent more than the plan says."""
+    first, second = start(replace(PLANS[0], noise_multiplier=0.5)), start(PLANS[0])
+    run(first, 2)
+    path = tmp_path / "checkpoint.pt"
+    first.engine.save_checkpoint(path=path, module=first.module, optimizer=first.optimizer)
+    second.engine.load_checkpoint(path=path, module=second.module, optimizer=second.optimizer)
+    with pytest.raises(PerSampleError, match="the steps before have"):
         run(second, 1)
 
 

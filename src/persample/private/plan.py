@@ -167,12 +167,17 @@ class PrivacyPlan:
         return PlannedTraining(module, private, batches, engine)
 
     def _make_check(self, engine: PrivacyEngine) -> Callable[[Any, float], None]:
-        (noise, _, entries), *_ = self.history
+        (noise, rate, entries), *_ = self.history
 
         def check(optimizer: Any, noise_multiplier: float) -> None:
-            if noise_multiplier != noise:
-                raise PrivateTrainingError(f"The plan has noise_multiplier={noise}, and the step {noise_multiplier}.")
-            if sum(steps for _, _, steps in engine.accountant.history) >= entries:
+            made = engine.accountant.history
+            is_other = any(n != noise or not math.isclose(r, rate, rel_tol=1e-5) for n, r, _ in made)
+            if is_other or noise_multiplier != noise:
+                raise PrivateTrainingError(
+                    f"The plan has noise_multiplier={noise} and the rate {rate} in all steps. This step has "
+                    f"{noise_multiplier}, and the steps before have (noise, rate, number) {made}."
+                )
+            if sum(steps for _, _, steps in made) >= entries:
                 raise PrivateTrainingError(f"All {self.steps} steps of the plan are made.")
 
         return check
