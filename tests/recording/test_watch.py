@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections.abc import Iterator
+from textwrap import dedent
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -135,6 +140,56 @@ def test_calls_without_a_backward_pass_are_dropped() -> None:
     model(x).square().sum().backward()
     watched.stop()
     torch.testing.assert_close(found, [compute_norms(model, x)])
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_call_without_a_backward_pass_is_freed(size: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, hidden, found = torch.randn(5, 3), list[ref[Tensor]](), list[Tensor]()
+    model[3].register_forward_hook(lambda module, args, output: hidden.append(ref(output)))
+    with watch(model, lambda grads: found.append(grads.norms()), {"loss_reduction": "sum"}):
+        for _ in range(3):  # later calls repeat the effects of the first
+            model(x).square().sum().backward()
+        is_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            hidden.clear()
+            model(x)
+            assert hidden[0]() is None
+        finally:
+            gc.enable() if is_enabled else None
+        model(x[:size]).square().sum().backward()
+    torch.testing.assert_close(found[-1], compute_norms(model, x[:size]))
+
+
+@pytest.mark.parametrize("keeps_loss", [False, True])
+def test_a_finished_step_keeps_no_activations(keeps_loss: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, hidden = torch.randn(5, 3), list[ref[Tensor]]()
+    model[3].register_forward_hook(lambda module, args, output: hidden.append(ref(output)))
+    with watch(model, lambda grads: None, {"loss_reduction": "sum", "keep": "norms"}):
+        for _ in range(3):
+            loss = model(x).square().sum()
+            loss.backward()
+            if not keeps_loss:
+                del loss
+        gc.collect()
+        assert hidden[-1]() is None
+
+
+def test_a_watch_that_is_alive_at_the_end_of_the_interpreter() -> None:
+    program = """
+        import sys, persample, torch
+        model = torch.nn.Linear(3, 2)
+        watched = persample.watch(model, lambda grads: None)
+        model(torch.randn(5, 3)).square().mean().backward()
+        module = sys.modules[type(watched).__module__]
+        module.kept, module.sys = watched, None  # as the interpreter leaves modules when it ends
+    """
+    done = subprocess.run([sys.executable, "-c", dedent(program)], capture_output=True, text=True, check=True)
+    assert not done.stderr
 
 
 def test_a_second_call_with_some_samples_of_the_batch() -> None:

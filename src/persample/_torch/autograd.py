@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial, wraps
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.hooks import RemovableHandle
 
 from persample._torch.lookup import find, read
 
@@ -22,6 +23,17 @@ get_backward_pass: Callable[[], int] = find("torch._C._current_graph_task_id", "
 
 # Whether the running backward pass will execute a node: not so if `autograd.grad` asks for other inputs.
 will_run_node: Callable[[Any], bool] = find("torch._C._will_engine_execute_node", "Every recording")
+
+# The number of a node of the graph among those that its thread has made. Nodes that accumulate gradients share one.
+get_node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def replace_hook(handle: RemovableHandle, hook: Callable[..., Any]) -> None:
+    """Put another hook in the place of one, without the node or tensor that has it."""
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        hooks[handle.id] = hook
+
 
 _engine: Any = find("torch.autograd.Variable._execution_engine", "Every recording")
 

@@ -209,7 +209,7 @@ class Collector:
         self._deliver_all(self._arrived.pop(backward_pass))
 
     def _deliver_all(self, arrived: Arrived) -> None:
-        if self.retained.uses:
+        if self.retained.has_gradients:
             self._collecting = arrived
             try:
                 with _torch.DisableTorchFunction(), torch.no_grad():

@@ -7,6 +7,9 @@ layers of a transformer, are then computed as one.
 
 A use can be retained if a tap is behind its activations: the tap tells the collector that the pass has ended and that
 it was for the weights. The gradient and the activations are kept alive until then, so large ones get a tap.
+
+The hook of the node owns the use, so that a use is freed with its graph, as a tap is: the outputs of a call may be
+dropped without a backward pass.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -34,14 +38,29 @@ MAX_ENTRIES = 2**16
 _MAX_STACKED_ENTRIES = 2**16
 
 
-class RetainedUse:
-    """A use, what it saved, and the gradients of its result that backward passes have left.
+class RetainedUse(list[Sequence[Tensor | None]]):
+    """A use, and what it saved. As a list: the gradients of the results of the node, for each pass that has reached it.
 
-    `node` is the autograd node of the result, or of the rows that the result is a view of. In-place changes of the
-    result come after it.
+    The node is that of the result, or of the rows that the result is a view of. In-place changes of the result come
+    after it. Its hook is `append`, which keeps the use; the use must not keep the node.
+
+    Attributes:
+        node_number: the number of the node.
+        is_collected: whether a backward pass for the weights has reached it.
     """
 
-    __slots__ = ("batch", "grads", "handle", "is_collected", "node", "plan", "saved", "shape", "versions", "weights")
+    __slots__ = (
+        "__weakref__",
+        "batch",
+        "handle",
+        "is_collected",
+        "node_number",
+        "plan",
+        "saved",
+        "shape",
+        "versions",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -58,10 +77,13 @@ class RetainedUse:
         self.batch = batch
         self.versions = [*map(_torch.get_version, saved)]
         self.shape = shape
-        self.node = node
-        self.is_collected = False  # whether a backward pass for the weights has reached it
-        self.grads: list[Sequence[Tensor | None]] = []  # of the results of the node, for each pass
-        self.handle = node.register_prehook(self.grads.append)
+        self.node_number = _torch.get_node_number(node)
+        self.is_collected = False
+        self.handle = node.register_prehook(self.append)
+
+    def free(self) -> None:
+        """Free what was saved: the graph can be kept longer by its outputs."""
+        self.saved, self.weights, self.versions = (), {}, []
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
@@ -79,7 +101,6 @@ class RetainedUse:
     def hook_node(self, collector: Collector) -> None:
         """Read the gradient in a hook of the result's node from now on."""
         use, saved, check, shape = self.make_use(collector), self.saved, self.check_unchanged, self.shape
-        self.handle.remove()
 
         def receive(grads: Sequence[Tensor | None]) -> None:
             if grads[0] is None:
@@ -91,8 +112,7 @@ class RetainedUse:
                 with _torch.DisableTorchFunction():
                     use.backward(saved, [grads[0].reshape(shape)], deliver=True)
 
-        self.node.register_prehook(receive)
-        self.node = None
+        _torch.replace_hook(self.handle, receive)
 
 
 class RetainedUses:
@@ -104,12 +124,20 @@ class RetainedUses:
 
     def __init__(self, is_open: bool) -> None:
         self.is_open = is_open
-        self.uses: list[RetainedUse] = []
+        self._uses: list[ref[RetainedUse]] = []
+
+    def add(self, retained: RetainedUse) -> None:
+        """Add a use, which lives as long as its graph."""
+        self._uses.append(ref(retained))
+
+    def list_alive(self) -> list[RetainedUse]:
+        """The uses that a backward pass can still reach."""
+        return [retained for reference in self._uses if (retained := reference()) is not None]
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward pass has reached a use."""
-        return any(retained.grads for retained in self.uses)
+        return any(map(len, self.list_alive()))
 
     def forbid(self) -> None:
         """Put a tap on each use from now on: a tap may be missing behind its activations."""
@@ -118,11 +146,11 @@ class RetainedUses:
     def take_gradients(self, collector: Collector) -> list[tuple[RetainedUse, Tensor]]:
         """The uses that the running backward pass has reached, with their gradients, which are not kept any longer."""
         found = []
-        for retained in self.uses:
-            if not retained.grads:
+        for retained in self.list_alive():
+            if not len(retained):
                 continue
-            grad = retained.grads[-1][0]
-            retained.grads.clear()
+            grad = retained[-1][0]
+            retained.clear()
             if grad is not None:
                 retained.is_collected = True
                 if grad.requires_grad:
@@ -134,22 +162,26 @@ class RetainedUses:
 
     def forget_gradients(self, is_graph_kept: bool) -> None:
         """After a backward pass: forget gradients that were not for the weights, and uses whose graph is freed."""
-        for retained in self.uses:
-            retained.grads.clear()
-        if not is_graph_kept:  # other forward passes in the block have graphs of their own
-            self.uses = [retained for retained in self.uses if not retained.is_collected]
+        kept = []
+        for retained in self.list_alive():
+            retained.clear()
+            if retained.is_collected and not is_graph_kept:
+                retained.free()
+            else:  # other forward passes in the block have graphs of their own
+                kept.append(ref(retained))
+        self._uses = kept
 
     def refuse_second_derivatives(self, collector: Collector) -> None:
         """After a pass with create_graph=True: raise if it has reached a use, whose weights are detached."""
-        for retained in self.uses:
-            if retained.grads:
+        for retained in self.list_alive():
+            if len(retained):
                 retained.make_use(collector).refuse_second_derivative()
 
     def release(self, collector: Collector) -> None:
         """Read each gradient in a hook of its own from now on: the recording ends."""
-        for retained in self.uses:
+        for retained in self.list_alive():
             retained.hook_node(collector)
-        self.uses = []
+        self._uses = []
 
 
 def group_uses(uses: Sequence[tuple[RetainedUse, Tensor]]) -> list[list[tuple[RetainedUse, Tensor]]]:

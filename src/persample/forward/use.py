@@ -173,7 +173,7 @@ def repeat_use(
         uses.parameters += weights.values()
         can_retain = retained.is_open and plan.has_graph and (chosen is not result or base is None)
         if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
-            retained.uses.append(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
+            retained.add(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
             return result
         if uses.early:
             uses.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)

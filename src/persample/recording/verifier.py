@@ -192,11 +192,11 @@ class Verifier:
         """Prepare to compare a row after the backward pass that is about to run; False if none can be compared."""
         if not self._row_check.calls or self._row_check.is_noting:  # the latter: a pass inside of a pass
             return False
-        nodes = [self._collector.anchor_node, *(retained.node for retained in self._collector.retained.uses)]
+        uses = {retained.node_number for retained in self._collector.retained.list_alive()}
         try:
             if inputs:
                 raise NotVerified("the backward pass has inputs=")
-            self._row_check.begin(find_tensors(roots), nodes)
+            self._row_check.begin(find_tensors(roots), self._collector.anchor_node, uses)
         except NotVerified as reason:
             self._end_row(f"no row was compared: {reason}")
             return False

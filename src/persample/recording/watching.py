@@ -149,9 +149,9 @@ class Watch(Calls):
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # The model's hooks and the graph of its outputs keep the watch. Without both, its mode has to go.
-        if not sys.is_finalizing():
+        if not is_finalizing():  # at the end of the interpreter, the names of this module are None
             self.stop()
 
     def __enter__(self) -> Watch:

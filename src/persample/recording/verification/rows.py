@@ -178,17 +178,17 @@ class RowCheck:
 
     # ---- the backward pass ----
 
-    def begin(self, roots: Iterable[Tensor], uses: Iterable[Any]) -> None:
+    def begin(self, roots: Iterable[Tensor], anchor: Any, uses: set[int]) -> None:
         """Before a backward pass from `roots`: see whether its gradients reach weights through the outputs alone.
 
-        `uses` are the nodes of uses of weights.
+        `anchor` is the node behind each tap; `uses` are the numbers of the nodes of uses without a tap.
         """
         ends = [(t.grad_fn, t.output_nr) for t in roots if t.grad_fn is not None]
         arguments = [t for call in self.calls for t in call.arguments]
         ends += [(t.grad_fn, t.output_nr) for t in arguments if t.grad_fn is not None]
         outputs = {edge for call in self.calls for edge in call.outputs}
         is_given = any(id(t) in self._names for t in arguments)
-        if is_given or _reaches(ends, {*uses}, outputs):
+        if is_given or _reaches(ends, anchor, uses, outputs):
             raise NotVerified(
                 "the loss or an argument uses weights in other ways than by the outputs of verified calls"
             )
@@ -289,15 +289,15 @@ def _add(rows: Iterable[Row]) -> Row:
     return total
 
 
-def _reaches(ends: Iterable[Edge], targets: set[Any], stops: set[Edge]) -> bool:
-    """Whether a graph, searched from `ends` but not behind `stops`, has one of the target nodes."""
+def _reaches(ends: Iterable[Edge], anchor: Any, uses: set[int], stops: set[Edge]) -> bool:
+    """Whether a graph, searched from `ends` but not behind `stops`, has the anchor, or a use."""
     waiting, seen = [edge for edge in ends if edge not in stops], set()
     while waiting:
         node, _ = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node in targets or len(seen) > _MOST_NODES:
+        if node is anchor or _torch.get_node_number(node) in uses or len(seen) > _MOST_NODES:
             return True
         waiting += [edge for edge in node.next_functions if edge[0] is not None and edge not in stops]
     return False
