@@ -14,9 +14,10 @@ from persample.errors import PerSampleError
 
 def find_nodes(tensor: Tensor) -> Iterator[Any]:
     """Every node that a backward pass from `tensor` would reach."""
-    if tensor.grad_fn is None:
+    root = _torch.find_node(tensor)
+    if root is None:
         return
-    seen, todo = {tensor.grad_fn}, [tensor.grad_fn]
+    seen, todo = {root}, [root]
     while todo:
         node = todo.pop()
         yield node

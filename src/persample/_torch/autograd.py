@@ -28,6 +28,18 @@ will_run_node: Callable[[Any], bool] = find("torch._C._will_engine_execute_node"
 get_node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
+def find_node(tensor: Tensor) -> Any:
+    """The node of the graph that made a tensor; None if there is none.
+
+    torch refuses to tell (`tensor.grad_fn`) for a view that was made without grad and whose base has changed since. No
+    node made that view: torch refuses to differentiate it, too.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def replace_hook(handle: RemovableHandle, hook: Callable[..., Any]) -> None:
     """Put another hook in the place of one, without the node or tensor that has it."""
     hooks = handle.hooks_dict_ref()

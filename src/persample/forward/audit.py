@@ -207,7 +207,7 @@ class Audit(_Mode):
                 self.sequence.has_finding = True
             if where is not None and (memory is None or geometry not in memory.selected):
                 self._note(tensor, where)
-        elif tensor.grad_fn is not None and not (tensor in tracker.known or tensor._base in tracker.known):
+        elif _torch.find_node(tensor) is not None and not (tensor in tracker.known or tensor._base in tracker.known):
             where = self._find_layout_of_unseen(tensor, memory, geometry)
         else:
             where = self._find_layout_in_memory(tensor, memory, geometry, tracker.find_known_layout(tensor))

@@ -285,7 +285,7 @@ class OutsideTensors:
         for tensor in tensors:
             sizes = [] if self.early is None else self.early.find_sizes(tensor)
             is_open = tensor in self._drawn or not self.is_constant(tensor)
-            if tensor.dim() and (sizes or tensor.grad_fn is None) and is_open:
+            if tensor.dim() and (sizes or _torch.find_node(tensor) is None) and is_open:
                 sizes.append(tensor.shape[self.get_batch_dim(tensor)])
             found |= dict.fromkeys(sizes, tensor)
         return found

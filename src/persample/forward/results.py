@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from persample import _torch
 from persample._internal.functions import find_results
 from persample._internal.tree import iterate_tensors
 from persample.errors import SamplesMixed, raise_or_complain
@@ -75,7 +76,7 @@ def check_motion(call: Call, motion: Motion, tracker: Tracker) -> None:
 def guard_output(output: Tensor, tracker: Tracker) -> Tensor:
     """An output of the model that refuses gradients if it belongs to no sample."""
     layout = tracker.find_layout(output)
-    if isinstance(layout, Reduced) and output.dim() and output.grad_fn is not None and tracker.batch > 1:
+    if isinstance(layout, Reduced) and output.dim() and _torch.find_node(output) is not None and tracker.batch > 1:
         output.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", tracker))
     if layout is None and tracker.is_weight(output):
         if output.dim() and output.shape[0] == tracker.batch > 1 and output.stride(0) == 0:

@@ -42,7 +42,7 @@ class _Sum:
 
 def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: NoteLoss) -> None:
     """Call `note_loss` in backward passes that start from `tensor`."""
-    node: Any = tensor.grad_fn
+    node = _torch.find_node(tensor)
     found = _Sum(layout, list(_iterate_sources(node, _MAX_DEPTH)))
     node.metadata[_KEY] = found  # the graph keeps it, and nothing else does
 
@@ -58,7 +58,7 @@ def watch_sum(tensor: Tensor, layout: Reduced, anchor_node: Any, note_loss: Note
 
 def mark_statistic(tensor: Tensor) -> None:
     """Note that samples are combined with a sum over the samples, as in a batch norm: it is no loss."""
-    node: Any = tensor.grad_fn
+    node = _torch.find_node(tensor)
     found = None if node is None else node.metadata.get(_KEY)
     if found is not None:
         found.is_statistic = True

@@ -231,18 +231,18 @@ class Tracker:
                 layout = find_layout_of_view(tensor, base, of_base[0], self.batch)
                 check_backward(tensor, layout, self)
                 return layout
-            if tensor.grad_fn is None:
+            if _torch.find_node(tensor) is None:
                 if tensor.requires_grad and id(tensor) not in self.collector.parameters:
                     self.collector.retained.forbid()  # no tap is behind what is computed from it
                 return None if self.is_inside or self.outside is None else self._find_outside_layout(tensor)
             return find_unseen_layout(tensor, self)
         layout, had_grad = entry[1]
         if not had_grad and layout is not None and tensor.requires_grad:
-            if tensor.grad_fn is None:  # requires_grad_(): a use of it has no tap behind its activations
+            if _torch.find_node(tensor) is None:  # requires_grad_(): a use of it has no tap behind its activations
                 self.collector.retained.forbid()
             else:
                 check_custom_function(tensor, layout, self)
-        if isinstance(tensor.grad_fn, BackwardCFunction):
+        if isinstance(_torch.find_node(tensor), BackwardCFunction):
             check_backward(tensor, layout, self)
         return layout
 
@@ -266,14 +266,14 @@ class Tracker:
             layout = lose_entries(layout)  # a pair of different samples that overflows makes both gradients NaN
         if self.is_coupled:
             layout = own_tensor(tensor, layout, self.batch)
-        if isinstance(layout, Lost) and is_refused(layout) and tensor.grad_fn is not None:
+        if isinstance(layout, Lost) and is_refused(layout) and _torch.find_node(tensor) is not None:
             pairs = layout if isinstance(layout, Crossed) else None
             tensor.register_hook(make_gradient_refusal(f"{layout.cause}, in {layout.place}", self, pairs))
         note_loss = self.collector.receiver.note_loss
-        if isinstance(layout, Reduced) and note_loss is not None and tensor.grad_fn is not None:
+        if isinstance(layout, Reduced) and note_loss is not None and _torch.find_node(tensor) is not None:
             watch_sum(tensor, layout, self.collector.anchor_node, note_loss)
         self.known.set_layout(tensor, layout)
-        if tensor.requires_grad and tensor.grad_fn is None:  # rand_like(x, requires_grad=True)
+        if tensor.requires_grad and _torch.find_node(tensor) is None:  # rand_like(x, requires_grad=True)
             self.collector.retained.forbid()
 
     # ---- words and buffers ----
