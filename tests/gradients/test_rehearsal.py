@@ -6,7 +6,8 @@ is off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +20,17 @@ from persample import PerSampleGradients, record
 from persample._internal import host
 from persample.scanning.factors import Projection
 from persample.scanning.measure import ALL_QUANTITIES, Measurement
+
+
+@contextmanager
+def force_late_decisions() -> Iterator[None]:
+    """Decide late on every device."""
+    token = host.is_forced.set(True)
+    try:
+        yield
+    finally:
+        host.is_forced.reset(token)
+
 
 B, T, D, CLASSES = 3, 5, 8, 4
 
@@ -204,7 +216,7 @@ def test_late_answers_equal_those_at_once() -> None:
         model, x = make_model()
         y = torch.randint(CLASSES, (B,))
         expected = run_step(model, x, y)
-        with host.force_late_decisions():
+        with force_late_decisions():
             for options in ({}, {"nonfinite": "zero"}, {"keep": "clip", "max_norm": 1.0}, {"keep": "norms"}):
                 grads = run_step(model, x, y, **options)
                 torch.testing.assert_close(grads.norms(), expected.norms())
@@ -219,7 +231,7 @@ def test_a_sample_that_is_not_finite_is_refused_by_the_next_step(keep: dict[str,
     model, x, y = *make_mlp(), torch.randint(CLASSES, (B,))
     bad = x.clone()
     bad[1] = torch.inf
-    with host.force_late_decisions():
+    with force_late_decisions():
         run_step(model, bad, y, **keep).norms()
         with pytest.raises(persample.PerSampleError, match=r"In the last step.*not finite"):
             run_step(model, x, y)
@@ -231,7 +243,7 @@ def test_a_sample_that_is_not_finite_is_left_out_late(keep: dict[str, Any]) -> N
     model, x, y = *make_mlp(), torch.randint(CLASSES, (B,))
     x[1] = torch.inf
     expected = run_step(model, x, y, nonfinite="zero", **keep)
-    with host.force_late_decisions():
+    with force_late_decisions():
         grads = run_step(model, x, y, nonfinite="zero", **keep)
         torch.testing.assert_close(grads.norms(), expected.norms())
         torch.testing.assert_close(grads.clip(1.0), expected.clip(1.0))
@@ -265,7 +277,7 @@ def test_a_doubtful_norm_is_bounded_from_above(keep: dict[str, Any], per_paramet
         return grads.norms(per_parameter=True)["0.weight"] if per_parameter else grads.norms()
 
     exact = measure(run())
-    with host.force_late_decisions():
+    with force_late_decisions():
         assert bool((measure(run()) >= exact * (1 - 1e-4)).all())
         with pytest.warns(UserWarning, match="An upper bound took its place"):
             run()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import get_overridable_functions, resolve_name
 
-from persample._internal.facts import all_with, describe, facts, find_functions, has_facts
+from persample._internal.facts import _RECORDS, all_with, describe, facts, find_functions
 from persample.forward.equivalents import is_composite
 from persample.layouts import DECLARATIONS
 from persample.rules.registry import HANDLED_FUNCTIONS, get_rules
@@ -80,7 +80,7 @@ def find_functions_without_record() -> set[str]:
         for function in functions:
             name = str(resolve_name(function)).removeprefix("torch.")
             is_private = any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-            if not (is_private or has_facts(function) or function in HANDLED_FUNCTIONS or is_composite(function)):
+            if not (is_private or function in _RECORDS or function in HANDLED_FUNCTIONS or is_composite(function)):
                 found.add(name)
     return found
 
@@ -103,7 +103,7 @@ def test_listed_functions_have_no_record() -> None:
 
 
 def test_all_declared_functions_have_a_record() -> None:
-    assert all(map(has_facts, DECLARATIONS))
+    assert _RECORDS.keys() >= DECLARATIONS.keys()
 
 
 SPELLINGS: dict[str, list[Any]] = {

@@ -148,11 +148,6 @@ def facts(func: Any) -> Facts:
     return _RECORDS.get(func, _UNKNOWN)
 
 
-def has_facts(func: Any) -> bool:
-    """Whether a function has a record."""
-    return func in _RECORDS
-
-
 def all_with(field: str) -> frozenset[Any]:
     """All functions of which a field is true. To be called after the last `describe`, which otherwise raises."""
     _collected.add(field)

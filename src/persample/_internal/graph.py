@@ -14,10 +14,8 @@ from persample.errors import PerSampleError
 
 def find_nodes(tensor: Tensor) -> Iterator[Any]:
     """Every node that a backward pass from `tensor` would reach."""
-    root = _torch.find_node(tensor)
-    if root is None:
-        return
-    seen, todo = {root}, [root]
+    seen = {_torch.find_node(tensor)} - {None}
+    todo = [*seen]
     while todo:
         node = todo.pop()
         yield node

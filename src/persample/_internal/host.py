@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from persample._internal import tracing
 from persample.errors import PerSampleError
 
-_is_forced: ContextVar[bool] = ContextVar("persample late decisions", default=False)
+is_forced: ContextVar[bool] = ContextVar("persample late decisions", default=False)
 _deciding_at_once: set[torch.device] = set()
 
 
@@ -41,19 +40,9 @@ def decides_late(device: torch.device) -> bool:
     >>> decides_late(torch.device("cpu")), decides_late(torch.device("meta"))
     (False, True)
     """
-    if tracing.get_trace() is not None or _is_forced.get():
+    if tracing.get_trace() is not None or is_forced.get():
         return True
     return device.type != "cpu" and device not in _deciding_at_once
-
-
-@contextmanager
-def force_late_decisions() -> Iterator[None]:
-    """Decide late on every device; for tests."""
-    token = _is_forced.set(True)
-    try:
-        yield
-    finally:
-        _is_forced.reset(token)
 
 
 def read_numbers(tensor: Tensor) -> list[float]:

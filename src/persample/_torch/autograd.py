@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from types import FrameType
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.hooks import RemovableHandle
 
 from persample._torch.lookup import find, read
 
@@ -29,22 +29,10 @@ get_node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def find_node(tensor: Tensor) -> Any:
-    """The node of the graph that made a tensor; None if there is none.
-
-    torch refuses to tell (`tensor.grad_fn`) for a view that was made without grad and whose base has changed since. No
-    node made that view: torch refuses to differentiate it, too.
-    """
-    try:
+    """`tensor.grad_fn`; None where torch refuses to tell: for a view made without grad whose base has changed since."""
+    with suppress(RuntimeError):
         return tensor.grad_fn
-    except RuntimeError:
-        return None
-
-
-def replace_hook(handle: RemovableHandle, hook: Callable[..., Any]) -> None:
-    """Put another hook in the place of one, without the node or tensor that has it."""
-    hooks = handle.hooks_dict_ref()
-    if hooks is not None:
-        hooks[handle.id] = hook
+    return None
 
 
 _engine: Any = find("torch.autograd.Variable._execution_engine", "Every recording")

@@ -15,7 +15,6 @@ dropped without a backward pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -29,8 +28,6 @@ from persample.errors import PerSampleError, get_op_name
 if TYPE_CHECKING:
     from persample.backward.collector import Collector
 
-_get_shape = attrgetter("shape")
-
 # Results with more entries get a tap.
 MAX_ENTRIES = 2**16
 
@@ -43,33 +40,10 @@ class RetainedUse(list[Sequence[Tensor | None]]):
 
     The node is that of the result, or of the rows that the result is a view of. In-place changes of the result come
     after it. Its hook is `append`, which keeps the use; the use must not keep the node.
-
-    Attributes:
-        node_number: the number of the node.
-        is_collected: whether a backward pass for the weights has reached it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "batch",
-        "handle",
-        "is_collected",
-        "node_number",
-        "plan",
-        "saved",
-        "shape",
-        "versions",
-        "weights",
-    )
-
     def __init__(
-        self,
-        plan: Plan,
-        saved: Sequence[Tensor],
-        weights: dict[int, Tensor],
-        batch: int,
-        shape: torch.Size,
-        node: Any,
+        self, plan: Plan, saved: Sequence[Tensor], weights: dict[int, Tensor], batch: int, shape: torch.Size, node: Any
     ) -> None:
         self.plan = plan
         self.saved = saved
@@ -78,12 +52,8 @@ class RetainedUse(list[Sequence[Tensor | None]]):
         self.versions = [*map(_torch.get_version, saved)]
         self.shape = shape
         self.node_number = _torch.get_node_number(node)
-        self.is_collected = False
+        self.is_collected = False  # whether a backward pass for the weights has reached it
         self.handle = node.register_prehook(self.append)
-
-    def free(self) -> None:
-        """Free what was saved: the graph can be kept longer by its outputs."""
-        self.saved, self.weights, self.versions = (), {}, []
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
@@ -112,7 +82,9 @@ class RetainedUse(list[Sequence[Tensor | None]]):
                 with _torch.DisableTorchFunction():
                     use.backward(saved, [grads[0].reshape(shape)], deliver=True)
 
-        _torch.replace_hook(self.handle, receive)
+        hooks = self.handle.hooks_dict_ref()  # of the node, which lives as long as its graph
+        if hooks is not None:
+            hooks[self.handle.id] = receive
 
 
 class RetainedUses:
@@ -166,7 +138,7 @@ class RetainedUses:
         for retained in self.list_alive():
             retained.clear()
             if retained.is_collected and not is_graph_kept:
-                retained.free()
+                retained.saved, retained.weights, retained.versions = (), {}, []  # the nodes can live longer
             else:  # other forward passes in the block have graphs of their own
                 kept.append(ref(retained))
         self._uses = kept

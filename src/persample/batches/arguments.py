@@ -200,9 +200,7 @@ class Arguments:
     def add_unknown_to(self, tracker: Tracker) -> None:
         """Tell the tracker of tensors with the batch's size in their batch dimension, unless it knows them."""
         for leaf, dim in self.leaves:
-            if not isinstance(leaf, Tensor) or dim is None:
-                continue
-            if leaf not in tracker.known and _torch.find_node(leaf) is None:
+            if isinstance(leaf, Tensor) and dim is not None and leaf not in tracker.known and leaf.grad_fn is None:
                 find = find_state_dim if self._can_find_states else partial(find_sample_dim, search=False)
                 found = find(leaf, tracker.batch, dim)
                 if found is not None and not tracker.is_constant(leaf):
