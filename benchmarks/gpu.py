@@ -280,9 +280,9 @@ def main(arguments: list[str] | None = None) -> Path:
     if device.type != "cpu" and not torch.accelerator.is_available():
         parser.error(f"torch finds no device '{device}' here; --device cpu --quick tries the command without one")
     warnings.simplefilter("ignore")
-    torch.backends.cudnn.allow_tf32 = False
     machine, start = describe_device(device), time.perf_counter()
-    found = measure_all(options)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        found = measure_all(options)
     print(describe_results(found))
     seconds = round(time.perf_counter() - start)
     write_json(options.output, {"machine": machine, "seconds": seconds, **found})

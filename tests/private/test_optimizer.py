@@ -498,7 +498,7 @@ def test_noise_of_devices() -> None:
 
     def draw(group: int = 0) -> Tensor:
         total = torch.zeros(1000)
-        noise._add_on_device([total[:600], total[600:]], 2.0, group)
+        noise._add_on_device([total[:600], total[600:]], 2.0, noise._draws, group)
         return total
 
     noise._draws += 1

@@ -93,6 +93,7 @@ def find_state_dim(tensor: Tensor, batch_size: int, dim: int) -> int | None:
 
     The next one is that of the state of a recurrent layer, `(layers, batch, features)`.
 
+    >>> import torch
     >>> find_state_dim(torch.ones(2, 5, 5), 5, 0), find_state_dim(torch.ones(7, 3), 5, 0)
     (1, None)
     """

@@ -8,6 +8,7 @@ from persample.terms import Outer, Patches, Rows, Sum, Term, choose_norm_algorit
 def describe_term(term: Term) -> str:
     """Structure of a term, by class names.
 
+    >>> import torch
     >>> outer = Outer(torch.ones(2, 3, 4), torch.ones(2, 3, 5))
     >>> describe_term(Sum([Rows(torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3, 4), 5), outer]))
     'Rows + Outer'
@@ -21,6 +22,7 @@ def describe_term(term: Term) -> str:
 def describe_norms(term: Term) -> str:
     """How the norms of a term are computed: "ghost", "dense" or "rows"; see `ParameterReport`.
 
+    >>> import torch
     >>> describe_norms(Outer(torch.ones(2, 1, 4), torch.ones(2, 1, 5)))
     'ghost'
     >>> describe_norms(Outer(torch.ones(2, 9, 4), torch.ones(2, 9, 5)))

@@ -67,7 +67,7 @@ class StreamedClip(_StreamedGradients):
     With one backward pass, the factors are kept until the pass has ended and are then reduced. With two passes nothing
     is kept: the first computes the norms, the second, over the same graph, the sum of the scaled rows.
 
-    >>> import persample
+    >>> import persample, torch
     >>> model = torch.nn.Linear(3, 2)
     >>> with persample.record(model, keep="clip", max_norm=1.0) as grads:
     ...     model(torch.randn(5, 3)).square().mean().backward()

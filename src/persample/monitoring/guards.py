@@ -88,7 +88,7 @@ def fingerprint(weight: Tensor) -> Tensor:
     """
     to_local = getattr(weight, "to_local", None)  # of the shards of FSDP2
     own = weight.detach() if to_local is None else to_local().detach()
-    rows = own.reshape(len(own) if own.dim() > 2 and to_local is None else 1, -1).double()
+    rows = (own.flatten(1) if own.dim() > 2 and to_local is None else own.reshape(1, -1)).double()
     return rows @ torch.linspace(1, 2, rows.shape[1], dtype=torch.float64, device=rows.device)
 
 

@@ -49,7 +49,7 @@ class PrivacyEngine(opacus.PrivacyEngine):
     The gradients come from persample: any model that runs in PyTorch can be trained, the model is not wrapped, and a
     step takes one backward pass.
 
-    >>> import warnings; warnings.simplefilter("ignore")
+    >>> import torch, warnings; warnings.simplefilter("ignore")
     >>> from torch.utils.data import TensorDataset
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

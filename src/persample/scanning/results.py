@@ -107,7 +107,7 @@ class Scan(ScannedExamples):
     def find_issues(self, data: Any = None) -> Issues:
         """What is wrong with the data, by type of issue. With the scanned data, its inputs are looked at as well.
 
-        >>> import persample
+        >>> import persample, torch
         >>> data = torch.randn(80, 3), torch.randint(2, (80,))
         >>> found = persample.scan(nn.Linear(3, 2), nn.CrossEntropyLoss(), data, project=16).find_issues()
         >>> "near_duplicate" in found, found.table().column_names[:2]

@@ -52,7 +52,7 @@ def _answer_classes(confusion: Mapping[str, Any] | None) -> Iterator[dict[str, s
     more = "; ".join(map(": ".join, zip(pairs[1:4], counts[1:4], strict=True)))
     text = f"{counts[0]} of these labels, most of all pairs. {more}".strip() if pairs else "The model agrees with all."
     kind = "found" if pairs else ""
-    value = pairs[0] if pairs else "none"
+    value = pairs[0] if pairs else "0"
     yield {"name": "Confused classes", "value": value, "text": text, "section": "confusion", "kind": kind}
 
 

@@ -125,14 +125,14 @@ def say_estimate(page: Page) -> str:
 
 def compare_rankings(page: Page) -> list[str]:
     """Sentences on rankings that share less than half of their first examples with this one, or on their agreement."""
-    if page.by != page.scan.default_ranking or page.by is None:
+    if page.by != page.scan.default_ranking or page.by is None or not np.isfinite(page.scan.column(page.by)).any():
         return []
     k, by = max(1, page.cut, len(page.scan) // 100), get_title(page.by).lower()
     shares = {name: share for name, share in page.scan.compare_rankings(k).items() if name in _COMPARED}
     if shares and min(shares.values()) >= _MIN_AGREED:
         least, others = f"{min(shares.values()):.0%}", format_list([get_title(name).lower() for name in shares])
         text = f"Rankings agree: at least {least} of the first {k:,} examples by {by} are also first by {others}."
-        return [f"{text} Where a task is as easy, none is better than the loss."]
+        return [f"{text} For a task as easy as this one, no ranking is better than the loss."]
     return [
         f"Rankings disagree: of the first {k} examples by {by}, only {round(share * k)} are among the first {k} by "
         f"{get_title(name).lower()}. Look at both."
