@@ -228,3 +228,15 @@ def uneven_chunks(model: nn.Module, batch: Batch) -> None:
     x, y = batch
     for i in range(0, len(x), 3):
         (F.cross_entropy(model(x[i : i + 3]), y[i : i + 3], reduction="sum") / len(x)).backward()
+
+
+@habits("two chunks, each a sum over the batch size", classifier, labelled, front_ends=(RECORD,), sizes=(3, 4, 2))
+def two_chunks(model: nn.Module, batch: Batch) -> None:
+    for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):
+        (F.cross_entropy(model(x), y, reduction="sum") / len(batch[0])).backward()
+
+
+@habits("chunks of one sample, each over the batch size", classifier, labelled, front_ends=(RECORD,))
+def single_chunks(model: nn.Module, batch: Batch) -> None:
+    for x, y in zip(batch[0].split(1), batch[1].split(1), strict=True):
+        (F.cross_entropy(model(x), y) * len(x) / len(batch[0])).backward()

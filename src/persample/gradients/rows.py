@@ -15,6 +15,7 @@ from persample.errors import PerSampleError
 from persample.gradients.split_units import SplitUnits, split_units
 from persample.gradients.units import UnitOptions, Units
 from persample.layouts import (
+    EVEN,
     Divisor,
     Reduced,
     Reduction,
@@ -211,7 +212,7 @@ class LossReduction:
             _torch.call_after_backward(self._forget_enclosing_loss)
             return
         self._noted_pass = _torch.get_backward_pass()
-        if rows.batch_size > 1:  # the sum of one is the mean
+        if rows.batch_size > 1 or EVEN in loss.divisors:  # the sum of one is the mean, unless it is a part of a batch
             self._take(loss, rows)
 
     def _forget_enclosing_loss(self) -> None:

@@ -24,6 +24,7 @@ from persample.layouts.call import HAS_PARAMETERS, HAS_SAMPLES, Call, Key, make_
 from persample.layouts.counts import CountedSizes, Scale, SizesRead, Totals, find_listed_total, find_read_total
 from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import (
+    EVEN,
     Divisor,
     DivisorMode,
     SampleUnits,

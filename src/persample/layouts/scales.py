@@ -43,9 +43,14 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    if number is None or call.batch < 2 or not found.is_clear:
+    if number is None or not found.is_clear:
         return found, depends_on_values
-    if not call.counted.holds_divisors:
+    is_part = call.counted.holds_divisors and _divides_by_whole(call, found, number)
+    if call.batch < 2 and not (is_part and not _is_written_out(call, found, number)):
+        return found, depends_on_values
+    if call.batch < 2:  # the first part of a batch has one sample
+        reading = _Reading("count", EVEN)
+    elif not call.counted.holds_divisors:
         reading = _read(call, found, number)
     elif _is_written_out(call, found, number) and not depends_on_values:
         return found, False
@@ -98,7 +103,7 @@ def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
     Such a number is the batch size or a multiple of it that was read last. A sum is also divided by the size of a
     tensor of which the calls of the model get parts.
     """
-    is_division, read, wholes = call.facts.is_division, call.counted.read_last.sizes, call.counted.wholes
+    is_division, read = call.facts.is_division, call.counted.read_last.sizes
     if found.kind == "mean":
         is_size = not is_division and number in (call.batch, found.entries) and number in read
         return _Reading("size") if is_size and not describe_divisors(found.divisors, call.batch) else None
@@ -113,9 +118,13 @@ def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
     is_long = number != round(number, 3)  # 0.25 may be a weight, 0.03125 is the inverse of 32
     if is_multiple and ratio == 1 and not is_division and is_long:
         return _Reading("size")
-    if is_division and any(_is_product_of_sizes(found, size / whole) for whole in wholes):
-        return _Reading("count", EVEN)
-    return None
+    return _Reading("count", EVEN) if _divides_by_whole(call, found, number) else None
+
+
+def _divides_by_whole(call: Call, found: Reduced, number: float) -> bool:
+    """Whether a number divides by the size of a tensor of which the calls of the model get parts."""
+    wholes = call.counted.wholes
+    return call.facts.is_division and any(_is_product_of_sizes(found, number / whole) for whole in wholes)
 
 
 def _read(call: Call, found: Reduced, number: float) -> _Reading:
