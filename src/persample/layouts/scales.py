@@ -43,26 +43,19 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    if number is None or not found.is_clear:
+    is_lone = call.batch < 2 and not call.counted.wholes
+    if number is None or is_lone or not found.is_clear:
         return found, depends_on_values
-    is_part = call.counted.holds_divisors and _divides_by_whole(call, found, number)
-    if call.batch < 2 and not (is_part and not _is_written_out(call, found, number)):
-        return found, depends_on_values
-    if call.batch < 2:  # the first part of a batch has one sample
-        reading = _Reading("count", EVEN)
-    elif not call.counted.holds_divisors:
+    is_open = found.kind == "sum" and call.counted.given_reduction is None
+    if not call.counted.holds_divisors:
         reading = _read(call, found, number)
-    elif _is_written_out(call, found, number) and not depends_on_values:
-        return found, False
+    elif is_open and not depends_on_values and is_written_out(number, find_calling_frame()):
+        return found, False  # a factor, unless the user says what the loss is
+    elif call.batch < 2:  # the first part of a batch
+        reading = _find_size(call, found, number) or _Reading("factor")
     else:
         reading = _compare_with_earlier(call, found, number)
     return _apply(call, found, number, reading), depends_on_values
-
-
-def _is_written_out(call: Call, found: Reduced, number: float) -> bool:
-    """Whether a sum is scaled by a number of the source code: a factor, unless the user says what the loss is."""
-    is_open = found.kind == "sum" and call.counted.given_reduction is None
-    return is_open and is_written_out(number, find_calling_frame())
 
 
 def _apply(call: Call, found: Reduced, number: float, reading: _Reading) -> Reduced | Lost:
@@ -103,7 +96,10 @@ def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
     Such a number is the batch size or a multiple of it that was read last. A sum is also divided by the size of a
     tensor of which the calls of the model get parts.
     """
-    is_division, read = call.facts.is_division, call.counted.read_last.sizes
+    is_division, read, wholes = call.facts.is_division, call.counted.read_last.sizes, call.counted.wholes
+    divides_whole = is_division and any(_is_product_of_sizes(found, number / whole) for whole in wholes)
+    if call.batch < 2:
+        return _Reading("count", EVEN) if divides_whole else None
     if found.kind == "mean":
         is_size = not is_division and number in (call.batch, found.entries) and number in read
         return _Reading("size") if is_size and not describe_divisors(found.divisors, call.batch) else None
@@ -118,13 +114,7 @@ def _find_size(call: Call, found: Reduced, number: float) -> _Reading | None:
     is_long = number != round(number, 3)  # 0.25 may be a weight, 0.03125 is the inverse of 32
     if is_multiple and ratio == 1 and not is_division and is_long:
         return _Reading("size")
-    return _Reading("count", EVEN) if _divides_by_whole(call, found, number) else None
-
-
-def _divides_by_whole(call: Call, found: Reduced, number: float) -> bool:
-    """Whether a number divides by the size of a tensor of which the calls of the model get parts."""
-    wholes = call.counted.wholes
-    return call.facts.is_division and any(_is_product_of_sizes(found, number / whole) for whole in wholes)
+    return _Reading("count", EVEN) if divides_whole else None
 
 
 def _read(call: Call, found: Reduced, number: float) -> _Reading:

@@ -59,11 +59,10 @@ class PartHook(ModuleHook):
 
 def _make_refusal(name: str) -> PerSampleError:
     return PerSampleError(
-        f"'{name}' receives a gradient from a use that was not recorded: a backward pass of a penalty on the weights "
-        "alone (add the penalty to the loss, or call its backward() outside), a call of the model or of a part of it "
-        "with tensors that are the same for all samples (say which are samples with samples=, or add_samples() of a "
-        "watched model), a use of weights in a watched model before it or a part of it was called, or a use inside "
-        f"torch.func.vmap. {ROWS_ADVICE}"
+        f"'{name}' receives a gradient from a use that was not recorded. A penalty on the weights: add it to the loss, "
+        "then grads.shared() is its gradient, or call its backward() outside. A call with tensors that are the same "
+        "for all samples: name the samples by samples=, or add_samples() of a watched model. A watched model must be "
+        f"called before its weights are used, and torch.func.vmap may not use them. {ROWS_ADVICE}"
     )
 
 
