@@ -50,7 +50,7 @@ def main() -> None:
         print("core: the first block of the README runs, missing extras are named")
         extras = _make_environment(Path(folder) / "extras", torch, f"{wheels[0]}[scan,private]")
         _run(extras, "\n".join(blocks), folder)
-        for arguments in (["monitor", "run.jsonl"], ["query", "scan", "top", "--by", "loss"], ["report", "scan"]):
+        for arguments in (["query", "scan", "top", "--by", "loss"], ["report", "scan"]):
             subprocess.run([extras.parent / "persample", *arguments], cwd=folder, check=True)
         print("extras: all blocks of the README run")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -16,15 +17,15 @@ import persample
 from persample.cli import main as run_command
 from persample.monitoring.page import write_page
 
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
 
 
 def main() -> None:
     browser_path = shutil.which("chromium") or sys.exit("chromium is not installed")
-    with tempfile.TemporaryDirectory() as folder, sync_playwright() as runner:
-        run_command(["demo", "--out", f"{folder}/demo"])
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), sync_playwright() as runner:
+        run_command(["demo", "--out", "demo"])  # a short path, because the page shows it
         pages = {
-            "report.png": ((Path(folder) / "demo" / "report.html").as_uri() + "#suspects", 1000),
+            "report.png": ((Path(folder) / "demo" / "report.html").as_uri(), 1420),
             "monitor.png": (_monitor_digits(Path(folder)).as_uri(), 1180),
         }
         browser = runner.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])

@@ -94,6 +94,6 @@ def test_errors_are_one_line(arguments: list[str], code: int, message: str, caps
 
 
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", str(ROOT / "examples" / "audit_digits.py") + ":train", "--json"]) == 0
+    assert main(["audit", str(ROOT / "examples/cookbook/audit_training.py") + ":train", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 <= found["epsilon"] < found["claimed"]

@@ -2,8 +2,8 @@
 
 Audit it from the command line:
 
-    persample audit examples/audit_digits.py:train --plot audit.svg
-    persample audit examples/audit_digits.py:train --canaries input --runs 200 --delta 1e-3
+    persample audit examples/cookbook/audit_training.py:train --plot audit.svg
+    persample audit examples/cookbook/audit_training.py:train --canaries input --runs 200 --delta 1e-3
 """
 
 import warnings
