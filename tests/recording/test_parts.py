@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -365,6 +366,50 @@ def test_rows_equal_a_loop(name: str) -> None:
             p.grad = None
     for model in list_models(models):
         assert not any(part._forward_hooks or part._forward_pre_hooks for part in model.modules())
+
+
+# ---- beside hooks of the user ----
+
+
+def test_hooks_of_the_user_on_parts_stay_in_their_order() -> None:
+    """They change the arguments by name and by position, and one is added and one removed in the block."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)), torch.randn(B, D)
+    model.append(copy.copy(model[0]))  # has the same dicts of hooks
+    removed = model[1].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    kept = model[1].register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), with_kwargs=True)
+
+    def step() -> Tensor:
+        return model[2](model[1](input=model[0](x))).square().sum()
+
+    with pytest.raises(IndexError):  # the hook gets no arguments by position
+        step()
+    with record(model, loss_reduction="sum") as grads:
+        removed.remove()
+        added = model[1].register_forward_pre_hook(
+            lambda module, args, kwargs: ((), {"input": 3 * kwargs["input"]}), with_kwargs=True, prepend=True
+        )
+        loss = step()
+        loss.backward()
+    assert [*model[1]._forward_pre_hooks] == [added.id, kept.id]
+    assert model[1]._forward_pre_hooks_with_kwargs.keys() == {added.id, kept.id}
+    assert not model[0]._forward_pre_hooks and not model[0]._forward_pre_hooks_with_kwargs
+    torch.testing.assert_close(step(), loss)
+    step().backward()
+    for name, total in grads.sum().items():
+        torch.testing.assert_close(total, model.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_parts_that_are_replaced_in_the_block(is_freed: bool) -> None:
+    """The hook of a part that has left the model is removed, too."""
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Sequential(nn.Tanh(), nn.Linear(D, D))), torch.randn(B, D)
+    part = None if is_freed else model[1]
+    with record(model, loss_reduction="sum") as grads:
+        model[1] = nn.Identity()
+        model[1](model[0](x)).square().sum().backward()
+    assert part is None or not any(each._forward_pre_hooks for each in part.modules())
+    torch.testing.assert_close(grads.sum()["0.bias"], 2 * model[0](x).sum(0))
 
 
 # ---- where the batch is ----

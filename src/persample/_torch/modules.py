@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from persample._torch.lookup import find, read
 
@@ -68,6 +70,17 @@ def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after a module's forward."""
     feature = "Transformer layers in eval()"
     return bool(read(module, "_forward_hooks", feature) or read(module, "_forward_pre_hooks", feature))
+
+
+def add_pre_hook(modules: list[Any], hook: Callable[..., Any]) -> RemovableHandle:
+    """Add a hook with keyword arguments to all modules, ahead of other hooks; faster than module by module."""
+    hooks = [module._forward_pre_hooks for module in modules]
+    with_kwargs = [module._forward_pre_hooks_with_kwargs for module in modules]
+    handle = RemovableHandle(OrderedDict(), extra_dict=[*hooks, *with_kwargs])
+    for own, named in zip(hooks, with_kwargs, strict=True):
+        own[handle.id], named[handle.id] = hook, True
+        own.move_to_end(handle.id, last=False)
+    return handle
 
 
 _module_implementation: Any = find("torch.nn.modules.module", "Verifying a recording")

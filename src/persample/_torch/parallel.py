@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,9 +27,9 @@ def get_active_ddp() -> Any:
 
 
 def get_fsdp_states(model: nn.Module) -> list[Any]:
-    """The states of `fully_shard` in a model, each once."""
+    """The states of `fully_shard` in a model, each once. There are none without a process group."""
     implementation = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if implementation is None:
+    if implementation is None or not torch.distributed.is_initialized():
         return []
     find_state = read(implementation, "_get_module_fsdp_state", _FSDP)
     states = {id(state): state for state in map(find_state, model.modules()) if state is not None}

@@ -187,9 +187,7 @@ class Calls(ABC):
             model.register_forward_pre_hook(ModuleHook(self.before_model), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
         ]
-        hook = PartHook(self)
-        for part in find_parts(model, recorded):
-            self._hooks.append(part.register_forward_pre_hook(hook, with_kwargs=True, prepend=True))
+        self._hooks.append(_torch.add_pre_hook(find_parts(model, recorded), PartHook(self)))
 
     def remove_hooks(self) -> None:
         """Remove the hooks."""
