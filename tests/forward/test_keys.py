@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from persample.testing import assert_rows_close, loop_gradients
 pytestmark = pytest.mark.quick
 
 B, T, D = 3, 4, 5
+SHAPE = (D,)
 
 Function = Callable[[Any, Tensor], Tensor]
 Key = tuple[Any, ...]
@@ -76,6 +78,11 @@ def pick(h: Tensor) -> Tensor:
 
 def use_norm(eps: float, change: Callable[[Tensor], Tensor]) -> Function:
     return lambda m, h: F.layer_norm(change(h), (D,), m.vector, None, eps)
+
+
+def normalise_by_root(number: float) -> Function:
+    """Each pass computes the argument anew."""
+    return lambda m, h: torch.layer_norm(h.sin(), SHAPE, m.vector, None, math.sqrt(number))
 
 
 def drop_values(fields: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -292,6 +299,10 @@ SITES: dict[str, tuple[Adapt, list[Variant]]] = {
     "values": (
         lambda check, value, known: (check[0], value, *check[2:]) if check[0] == program._SAME else check,
         [Variant(lambda m, h: h.softmax(1)), Variant(lambda m, h: h.softmax(0), refused=True)],
+    ),
+    "values that are computed": (
+        lambda check, value, known: (check[0], value, *check[2:]) if check[0] == program._SAME else check,
+        [Variant(normalise_by_root(1e-10)), Variant(normalise_by_root(0.25))],
     ),
     "layouts": (
         lambda check, value, known: (

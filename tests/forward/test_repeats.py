@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,10 @@ def use_softmax(model: Model, h: Tensor) -> Tensor:
     return torch.softmax(h, model.dim)
 
 
+def divide(model: Model, h: Tensor) -> Tensor:
+    return h / math.sqrt(D)  # another object in each pass
+
+
 def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().flatten(1).sum(1).sum()
 
@@ -76,7 +81,7 @@ def make_model(function: Callable[[Any, Tensor], Tensor]) -> tuple[Any, Tensor]:
     return Model(function).double(), torch.randn(B, T, D, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("function", [normalise, use_linear, use_softmax])
+@pytest.mark.parametrize("function", [normalise, use_linear, use_softmax, divide])
 def test_later_passes_repeat_the_calls(function: Callable[[Any, Tensor], Tensor], hits: list[bool]) -> None:
     model, x = make_model(function)
     for _ in range(3):

@@ -19,7 +19,7 @@ from persample import SamplesMixed, record
 from persample._internal.functions import find_results
 from persample.layouts import MEMO, Call, Layout, Motion, find
 from persample.layouts.algebra import DECLARATIONS, find_declared_motion
-from persample.layouts.algebra.shapes import factorise
+from persample.layouts.algebra.shapes import find_reshaped
 from persample.layouts.by_ids import find_motion_by_ids
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.ids import find_layout_of_ids, make_sample_ids
@@ -59,7 +59,7 @@ def test_reshapes_equal_the_reshape_of_sample_numbers(seed: int) -> None:
         size = rng.choice([d for d in range(2, rest + 1) if rest % d == 0])
         new_shape.append(size)
         rest //= size
-    found = factorise(layout, shape, new_shape, B)
+    found = find_reshaped(layout, shape, new_shape, (), B)
     expected = find_layout_of_ids(ids.reshape(new_shape), B)
     if found is None:
         assert not isinstance(expected, Layout) or expected.ids is not None

@@ -8,7 +8,7 @@ than to build a key. If a comparison fails, the call takes the way over its key,
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from dataclasses import dataclass, field
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from persample.rules import RULES_VERSION
 # By the id of a tensor: a weak reference to the tensor; where its samples lie, and whether it required grad then.
 Known = Mapping[int, tuple[Callable[[], Any], tuple[Where | None, bool]]]
 
-# Types of arguments that are compared by identity. None of them can change.
+# Types of arguments that are compared by identity, or by value if they are numbers. None of them can change.
 _FIXED = {int, float, bool, str, NoneType, torch.dtype, torch.device, EllipsisType, torch.memory_format}
 
 _STRIDED = torch.strided
@@ -36,7 +36,7 @@ _MAX_MISSES = 3  # then the arguments are not compared any more
 # How an argument is compared: by its layout, as a parameter, or by identity.
 _SAMPLES, _PARAMETER, _SAME = 0, 1, 2
 
-# The way of comparison; the layout or object; the token of the layout; the number of dimensions; requires_grad.
+# The way of comparison; the layout or object; the layout's token or a number's type; dimensions; requires grad
 _Check = tuple[int, Any, Any, int, bool]
 
 _MAX_SITES = 50_000  # of one model: a longer program is not kept, and new sequences are audited each time
@@ -66,16 +66,14 @@ class Site(dict[Any, "Site"]):
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, parameters: Container[int]) -> bool:
         """Whether a call of the function that leads here has the effect of the last one."""
-        if len(args) != self._count or self.effect is None or self.effect.rules_version != RULES_VERSION.number:
+        if len(args) != self._count or (*kwargs,) != self._names:
             return False
-        values: Iterable[Any] = args
-        if kwargs or self._names:
-            if tuple(kwargs) != self._names:
-                return False
-            values = (*args, *kwargs.values())
+        if self.effect is None or self.effect.rules_version != RULES_VERSION.number:
+            return False
+        values = (*args, *kwargs.values()) if kwargs else args
         for value, (way, expected, token, dims, has_grad) in zip(values, self._checks, strict=True):
             if way == _SAME:
-                if value is not expected:
+                if value is not expected and (type(value) is not token or value != expected):
                     return False
             elif way == _PARAMETER:
                 key = id(value)
@@ -94,12 +92,7 @@ class Site(dict[Any, "Site"]):
         return True
 
     def note(
-        self,
-        effect: Effect,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: Known,
-        parameters: Container[int],
+        self, effect: Effect, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, parameters: Container[int]
     ) -> None:
         """Keep the effect of a call, which holds at any size, for the next call here."""
         if self._misses >= _MAX_MISSES:
@@ -127,7 +120,7 @@ def _make_check(value: Any, known: Known, parameters: Container[int]) -> _Check 
             return _PARAMETER, None, None, value.dim(), True
         return None
     if kind in _FIXED or (kind is tuple and {*map(type, value)} == {int}):
-        return _SAME, value, None, 0, False
+        return _SAME, value, kind if kind in (int, float) else None, 0, False
     return None
 
 

@@ -20,12 +20,18 @@ from persample.layouts.motion import Motion, make_uniform_motion
 # ---- the same entries in the same order ----
 
 
-def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], batch: int) -> Layout | None:
+def find_reshaped(
+    layout: Layout, shape: Sequence[int], new_shape: Sequence[int], args: tuple[Any, ...], batch: int
+) -> Layout | None:
     """The layout after a reshape; None if the samples no longer lie along one dimension.
 
     In row-major order the sample changes every `stride` entries. In the new shape, that stride must lie within one
     dimension, with the whole batch.
     """
+    if layout.dim == 0 and layout.inner == 1 and shape[0] == batch and new_shape and new_shape[0] == batch:
+        return make_pattern(0)
+    if not 0 < math.prod(shape) == math.prod(new_shape):  # no entries, or a view with entries of another size
+        return None
     stride = layout.inner * math.prod(shape[layout.dim + 1 :])
     below = 1  # entries for each index of the dimension
     for dim in reversed(range(len(new_shape))):
@@ -37,20 +43,9 @@ def factorise(layout: Layout, shape: Sequence[int], new_shape: Sequence[int], ba
     return None
 
 
-def _find_reshaped(
-    where: Layout, shape: Sequence[int], new_shape: Sequence[int], args: tuple[Any, ...], batch: int
-) -> Layout | None:
-    if args and isinstance(args[0], torch.dtype):
-        return None
-    if where.dim == 0 and where.inner == 1 and shape[0] == batch and new_shape and new_shape[0] == batch:
-        return where
-    entries = math.prod(shape)
-    return factorise(where, shape, new_shape, batch) if 0 < entries == math.prod(new_shape) else None
-
-
-@declare("view", "reshape", moves_entries=True, reshapes=True, takes_sizes=True, by_shape=_find_reshaped)
-@declare("flatten", "unflatten", "ravel", moves_entries=True, reshapes=True, by_shape=_find_reshaped)
-@declare("squeeze", "unsqueeze", moves_entries=True, by_shape=_find_reshaped)
+@declare("view", "reshape", moves_entries=True, reshapes=True, takes_sizes=True, by_shape=find_reshaped)
+@declare("flatten", "unflatten", "ravel", moves_entries=True, reshapes=True, by_shape=find_reshaped)
+@declare("squeeze", "unsqueeze", moves_entries=True, by_shape=find_reshaped)
 @declare("view_as", "reshape_as", moves_entries=True)
 def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where, result = call.tensors[0], call.where[0], results[0]
@@ -66,7 +61,7 @@ def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
         size, after = tensor.shape[where.dim], math.prod(tensor.shape[where.dim + 1 :])
         dims = [d for d, n in enumerate(result.shape) if n == size and math.prod(result.shape[d + 1 :]) == after]
         return make_uniform_motion(move(where, dims[0]), results) if len(dims) == 1 and size > 1 else None
-    layout = factorise(where, tensor.shape, result.shape, call.batch)
+    layout = find_reshaped(where, tensor.shape, result.shape, (), call.batch)
     return None if layout is None or where.alternatives else make_uniform_motion(layout, results)
 
 
