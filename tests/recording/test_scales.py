@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +44,10 @@ LOOP: dict[str, Loss] = {
     "half of a sum, by a method": lambda m, b: (m(b[0]) - b[2]).square().sum().div(2),
     "a number times the batch size": lambda m, b: (m(b[0]) - b[2]).square().sum() / (len(b[0]) * 7),
     "distillation, 4 squared, by a model that reads sizes": lambda m, b: F.mse_loss(m(b[0]), b[2][: len(b[0])]) * 4**2,
+    "the number of entries, of NumPy": lambda m, b: (m(b[0]) - b[2]).square().sum() / np.prod(b[2].shape),
+    "tokens, of NumPy": lambda m, b: (m(b[0]) - b[2]).square().sum() / np.int64(b[1].numel()),
+    "the batch size, in float32": lambda m, b: (m(b[0]) - b[2]).square().sum().div(np.float32(len(b[0]))),
+    "mean times the batch size, of NumPy": lambda m, b: F.mse_loss(m(b[0]), b[2]) * np.prod(b[0].shape[:1]),
     "mean times the batch size": lambda m, b: F.mse_loss(m(b[0]), b[2]) * len(b[0]),
     "tokens": lambda m, b: (m(b[0]) - b[2]).square().sum() / (len(b[0]) * T),
 }

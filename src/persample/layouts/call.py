@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from numbers import Integral, Real
 from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
@@ -257,6 +258,12 @@ class Call:
     def is_inplace(self) -> bool:
         """Whether the call changes its first argument."""
         return is_inplace(self.func)
+
+    @property
+    def numbers(self) -> list[int | float]:
+        """The numbers among the arguments, also those of NumPy."""
+        given = [arg for arg in (*self.args, *self.kwargs.values()) if not isinstance(arg, bool)]
+        return [int(a) if isinstance(a, Integral) else float(a) for a in given if isinstance(a, Real)]
 
     @property
     def pairs(self) -> list[tuple[Tensor, Where | None]]:

@@ -214,10 +214,9 @@ def leave_divided(call: Call, motion: Motion) -> Motion:
 
 def _adds_number(call: Call) -> bool:
     """Whether a call adds more than an epsilon to what was counted, or subtracts what was counted from a number."""
-    numbers = [arg for arg in call.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
     has_constants = any(where is None for where in call.where)
     is_sum = call.facts.is_linear and not call.facts.is_additive
-    return is_sum and (has_constants or any(abs(number) > 1e-3 for number in numbers))
+    return is_sum and (has_constants or any(abs(number) > 1e-3 for number in call.numbers))
 
 
 def _find_complement(call: Call, count: Reduced) -> Divisor | None:

@@ -170,9 +170,7 @@ def _may_count(call: Call, found: Reduced, number: float) -> bool:
     if not (call.facts.is_division and found.kind == "sum" and call.counted.holds_divisors):
         return False
     numbers = [tensor for tensor, where in call.pairs if where is None]
-    if numbers:
-        return not any(map(call.counted.is_held, numbers))
-    return not is_written_out(number, find_calling_frame())
+    return not (any(map(call.counted.is_held, numbers)) if numbers else is_written_out(number, find_calling_frame()))
 
 
 def _may_be_size(call: Call, found: Reduced, number: float) -> bool:
@@ -204,15 +202,12 @@ def _read_number(call: Call, found: Reduced) -> tuple[int | float | None, bool]:
     A tensor is read only as the divisor of a sum: reading waits for the device, and a factor of a mean is rarely the
     batch size.
     """
-    operands = [arg for arg in (*call.args, *call.kwargs.values()) if arg is not None]
-    numbers = [arg for arg in operands if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-    if numbers:
+    if numbers := call.numbers:
         return numbers[0] or None, False
     others = [t for t, where in call.pairs if not isinstance(where, Reduced)]
     if not call.facts.is_division or found.kind != "sum" or not others or others[0].numel() != 1:
         return None, False
-    trace = tracing.get_trace()
-    if trace is not None and trace.is_invented(others[0]):
+    if (trace := tracing.get_trace()) is not None and trace.is_invented(others[0]):
         return None, False
     return float(others[0].detach().real) or None, True
 
