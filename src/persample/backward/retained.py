@@ -45,12 +45,8 @@ class RetainedUse(list[Sequence[Tensor | None]]):
     def __init__(
         self, plan: Plan, saved: Sequence[Tensor], weights: dict[int, Tensor], batch: int, shape: torch.Size, node: Any
     ) -> None:
-        self.plan = plan
-        self.saved = saved
-        self.weights = weights
-        self.batch = batch
-        self.versions = [*map(_torch.get_version, saved)]
-        self.shape = shape
+        self.plan, self.weights, self.batch, self.shape = plan, weights, batch, shape
+        self.saved, self.versions = saved, [*map(_torch.get_version, saved)]
         self.node_number = _torch.get_node_number(node)
         self.is_collected = False  # whether a backward pass for the weights has reached it
         self.handle = node.register_prehook(self.append)
