@@ -204,6 +204,27 @@ def masked_by_index(model: nn.Module, batch: Batch) -> Tensor:
     return F.mse_loss(model(x)[mask], y[mask])
 
 
+def padded_words(size: int) -> tuple[Tensor, Tensor]:
+    words = torch.tensor([[1, 2, 0], [3, 0, 0], [1, 1, 1], [2, 3, 0], [3, 2, 1]])[:size]
+    return torch.randn(size, 3, 4), words
+
+
+@losses(
+    "smoothed targets, rows of padding filled with 0 by their positions",
+    lambda: mlp(4, 4),
+    padded_words,
+    count=lambda batch: (batch[1] != 0).sum(),
+    front_ends=(RECORD,),
+)
+def smoothed_targets(model: nn.Module, batch: Batch) -> Tensor:
+    logits, words = model(batch[0]).log_softmax(dim=-1).view(-1, 4), batch[1].reshape(-1)
+    smooth = torch.full_like(logits.detach(), 0.05).scatter_(1, words[:, None], 0.9)
+    padding = torch.nonzero(words == 0)
+    if padding.dim() > 0:
+        smooth.index_fill_(0, padding.squeeze(1), 0.0)
+    return F.kl_div(logits, smooth, reduction="sum") / (words != 0).sum()
+
+
 def sequence_mask(size: int) -> tuple[Tensor, Tensor, Tensor]:
     mask = torch.arange(5) < torch.tensor([5 - n % 3 for n in range(size)])[:, None]
     return torch.randn(size, 5, 4), torch.randn(size, 5, 2), mask.double()

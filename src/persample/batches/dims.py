@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from persample.errors import PerSampleError
+from persample.errors import ROWS_ADVICE, PerSampleError
 
 # The batch dimension: one number for all arguments, or one for each, by position or name. None: the tensors of that
 # argument are the same for all samples.
@@ -46,7 +46,8 @@ class WrongBatchSize(PerSampleError):
     def __init__(self, found: int, expected: int) -> None:
         super().__init__(
             f"An argument of the model has {found} samples in its batch dimension, and the batch has {expected}. Check "
-            "batch_size and batch_dim; an argument that is the same for all samples has batch_dim None."
+            "batch_size and batch_dim; an argument that is the same for all samples has batch_dim None. If samples "
+            f"share a dimension, as nodes of graphs do: {ROWS_ADVICE}"
         )
         self.found, self.expected = found, expected
 

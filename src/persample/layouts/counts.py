@@ -92,8 +92,7 @@ class CountedSizes:
 
     def note_whole(self, sizes: Set[int]) -> None:
         """Note sizes of tensors, of which calls of the model have got parts."""
-        if self.holds_divisors:
-            self.wholes |= sizes
+        self.wholes |= sizes if self.holds_divisors else set()
 
     def note_integers(self, numbers: Iterable[int]) -> None:
         """Note numbers among the arguments, which may count what all samples have, such as `num_items_in_batch`."""

@@ -25,6 +25,7 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "copy_": ("input", "value"),
     "index_copy": ("input", "dim", "index", "value"),
     "index_add": ("input", "dim", "index", "value"),
+    "index_fill": ("input", "dim", "index", "value"),
     "index_reduce": ("input", "dim", "index", "value", "reduce"),
     "index_put": ("input", "item", "value", "accumulate"),
     "scatter": ("input", "dim", "index", "value"),
@@ -107,7 +108,7 @@ class Indexing:
         if name == "repeat_interleave":
             return (*[slice(None)] * dim, self._make_repeat_index(arguments["repeats"]))
         index = arguments["index"]
-        if name in ("index_select", "index_copy", "index_add", "index_reduce"):
+        if name in ("index_select", "index_copy", "index_add", "index_fill", "index_reduce"):
             return (*[slice(None)] * dim, self._add_view(index.reshape(-1), index))
         if name == "take_along_dim":
             shape = [index.shape[d] if d == dim else self.base.shape[d] for d in range(self.base.dim())]

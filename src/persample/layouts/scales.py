@@ -43,8 +43,7 @@ class _Reading:
 def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     """What a product with a number makes of a sum over the samples, or a quotient; whether that depends on values."""
     number, depends_on_values = _read_number(call, found)
-    is_lone = call.batch < 2 and not call.counted.wholes
-    if number is None or is_lone or not found.is_clear:
+    if number is None or not found.is_clear or (call.batch < 2 and not call.counted.wholes):
         return found, depends_on_values
     is_open = found.kind == "sum" and call.counted.given_reduction is None
     if not call.counted.holds_divisors:

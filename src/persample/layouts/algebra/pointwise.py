@@ -69,7 +69,7 @@ def _prelu(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return make_uniform_motion(move(where, where.dim), results)
 
 
-@declare("index_fill")
+@declare("index_fill", writes_entries=True)
 def _index_fill(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A constant written over entries of a sample belongs to that sample."""
     where = call.where[0]
