@@ -65,7 +65,7 @@ class StoredGradients:
         shard_size = max(1, len(first))
         shards_per_block = max(1, BLOCK_SIZE // shard_size)
         buffers = [np.empty((shards_per_block * shard_size, self.dim), first.dtype) for _ in range(2)]
-        wide = torch.empty(0) if first.dtype == np.float32 else torch.empty(buffers[0].shape)
+        wide = torch.empty(0) if first.dtype == np.float32 else torch.empty(buffers[0].shape, dtype=torch.float32)
         groups = [self._shards[i : i + shards_per_block] for i in range(0, len(self._shards), shards_per_block)]
         with ThreadPoolExecutor(1) as reader:
             coming, start = reader.submit(self._load_shards, groups[0], buffers[0]), 0
@@ -83,7 +83,7 @@ class StoredGradients:
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         """The rows of some examples, in float32."""
-        rows = torch.empty(len(ids), self.dim)
+        rows = torch.empty(len(ids), self.dim, dtype=torch.float32)
         shard_size = len(self._store.read_rows(self._checkpoint, 0))
         for shard in (ids // shard_size).unique().tolist():
             here = (ids // shard_size == shard).nonzero().flatten()
