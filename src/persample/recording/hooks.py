@@ -181,6 +181,7 @@ class Calls(ABC):
     def find_recording(self) -> Recording | None:
         """The recording of the current step."""
 
+    @skip_compilation(with_callees=True)
     def add_hooks(self, model: nn.Module, recorded: Set[int]) -> None:
         """Add the hooks. Parts are not reported if they have none of the parameters with these ids."""
         self._hooks = [
