@@ -2,5 +2,5 @@
 
 __version__ = "0.1.0"
 
-# docs/reference/versions.md has the results. Others give a warning.
-TESTED_TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+# The whole suite was run with these; docs/reference/versions.md has the results. Others give a warning.
+TESTED_TORCH = ("2.13", "2.15")

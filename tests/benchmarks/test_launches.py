@@ -9,7 +9,8 @@ import torch
 
 from benchmarks import launches
 
-# Calls of functions of persample differ a little between versions of Python, which inlines some of them.
+# Calls of functions of persample differ a little between versions of Python, which inlines some of them. They are not
+# compared with those of another version of torch, whose functions call function modes at other places.
 ALLOWED = {"own calls": 1.05}
 
 
@@ -17,9 +18,11 @@ ALLOWED = {"own calls": 1.05}
 def test_no_step_needs_more_ops_than_it_did(name: str) -> None:
     if name.startswith("GPT-2"):
         pytest.importorskip("transformers")
-    allowed = json.loads(launches.RESULT.read_text())["models"][name]
+    written = json.loads(launches.RESULT.read_text())
+    allowed = written["models"][name]
+    is_same_torch = written["torch"].split("+")[0] == torch.__version__.split("+")[0]
     for kind, counts in launches.measure(name).items():
-        for unit in ("launches", "reads", "own calls"):
+        for unit in ("launches", "reads", *(["own calls"] if is_same_torch else [])):
             assert counts[unit] <= allowed[kind][unit] * ALLOWED.get(unit, 1), f"{kind} of {name} needs more {unit}"
 
 
