@@ -58,6 +58,18 @@ def test_a_row_does_not_depend_on_samples_that_are_not_finite() -> None:
     assert not all(part.isfinite().all() for part in grads[1].values())
 
 
+@pytest.mark.parametrize("keep", ["norms", "everything"])
+@pytest.mark.parametrize("per_parameter", [True, False])
+def test_norm_that_float32_cannot_hold(keep: Any, per_parameter: bool) -> None:
+    """The norm of such a sample is settled in float64, and infinite."""
+    model, x = nn.Linear(6, 3), torch.randn(4, 6)
+    x[2] *= 1e30
+    with persample.record(model, keep=keep, nonfinite="keep") as grads:
+        (model(x) * 1e9).sum().backward()
+    norms = grads.norms(per_parameter=True)["weight"] if per_parameter else grads.norms()
+    assert norms.isinf().tolist() == [False, False, True, False]
+
+
 def test_rows_can_be_counted_and_iterated() -> None:
     grads = record_small()
     assert len(grads) == 5 and len(list(grads)) == 5

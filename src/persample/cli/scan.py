@@ -75,6 +75,7 @@ After labels were corrected (persample export, apply), only the changed examples
 To resume a scan that was stopped, run the same command again. Several processes can share a scan:
 
     $ torchrun --nproc-per-node 4 -m persample scan my_model:to_scan --out scans/mine
+    $ OMP_NUM_THREADS=1 persample scan my_model:to_scan --out scans/mine --engine ray
 """
 
 _EXIT_CODES = {
@@ -149,6 +150,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shard-size", type=parse_positive, default=1024, metavar="N", help="examples between saves (default: 1024)"
     )
+    parser.add_argument(
+        "--engine",
+        choices=["processes", "ray"],
+        default="processes",
+        help="this process or those of torchrun, or tasks of a Ray cluster (default: processes)",
+    )
     parser.add_argument("--device", metavar="NAME", help="device, such as cuda:0 (default: of the model)")
     parser.add_argument("--restart", action="store_true", help="discard the results of an earlier scan in DIR")
     parser.add_argument(
@@ -199,6 +206,7 @@ def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
         coupled=args.coupled,
         nonfinite=args.nonfinite,
         skip_bad=args.skip_bad,
+        engine=args.engine,
         device=args.device,
         resume=not args.restart,
         collate=task.collate,

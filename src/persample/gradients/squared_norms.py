@@ -150,7 +150,7 @@ class SquaredNorms:
                 settled[name] if name in settled else max(0.0, float(part[n]))
                 for name, (part, _) in self._list_parts().items()
             ]
-            norms[n] = math.sqrt(sum(squares))
+            norms[n] = torch.tensor(sum(squares), dtype=torch.float64).sqrt()  # infinity if float32 cannot hold it
         return norms
 
     def compute_clip_weights(self, max_norm: float, scale: float) -> Tensor:
@@ -174,7 +174,7 @@ class SquaredNorms:
             norms = part.sqrt()
             for n, settled in self._settled.items():
                 if name in settled:
-                    norms[n] = math.sqrt(settled[name])
+                    norms[n] = torch.tensor(settled[name], dtype=torch.float64).sqrt()
             found[name] = norms
         return found
 
