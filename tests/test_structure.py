@@ -229,7 +229,7 @@ def test_no_package_sets_attributes_of_objects_of_another() -> None:
 @pytest.mark.parametrize(
     ("file", "source", "is_found"),
     [
-        ("recording/step.py", "self.recording.tracker.batch = 3", True),
+        ("recording/watching.py", "self._step.tracker.batch = 3", True),
         ("forward/steps.py", "tracker.advice = ''", True),
         ("gradients/matrix.py", "self.collector.batch += 1", True),
         ("forward/tracker.py", "self.batch = 3", False),

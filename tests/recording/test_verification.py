@@ -57,19 +57,18 @@ def verify_plain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
     """Verify a plain run, without a tracker that could refuse before: all samples lie in dimension 0."""
     size = len(args[0])
     tracker: Any = SimpleNamespace(
-        path=SimpleNamespace(has_read_samples=False),
+        path=SimpleNamespace(has_read_samples=False, make_note=lambda environment: lambda status: None),
         batch=size,
         advice="",
         isolation=None,
         find_layout=lambda tensor: Layout(0) if tensor.dim() and len(tensor) == size else None,
     )
     try:
-        verification = Verification(
-            model, Arguments(model.forward, args, kwargs, 0), tracker, lambda: lambda status: None
-        )
+        arguments = Arguments(model.forward, args, kwargs, 0)
+        verification = Verification(model, Options(verify="first"), tracker, arguments, ())
     except NotVerified as reason:
         return str(reason)
-    return verification.finish(model(*args, **kwargs), Options(verify="first"))
+    return verification.finish(model(*args, **kwargs), has_row=True)
 
 
 def record_output(model: nn.Module, *args: Any, **options: Any) -> Any:
@@ -878,6 +877,29 @@ def test_what_is_kept_of_passes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         record_output(model.to(dtype), torch.randn(B, D, dtype=dtype))
     kept = get_program(model)
     assert 0 < len(kept.statuses) <= 3 and 0 < len(kept.environments) <= 3
+
+
+def test_a_pass_with_new_decisions_is_verified_however_many_there_were() -> None:
+    """The model takes seven decisions, which in the last pass one sample takes for all others."""
+
+    class Deciding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+
+        def forward(self, x: Tensor, bits: Tensor) -> Tensor:
+            taken = [bool((column > 0).any()) for column in bits.unbind(1)]
+            return self.linear(x) * (2 if all(taken) else 1)
+
+    model, x = Deciding(), torch.randn(B, D)
+    for number in range(128):
+        bits = torch.tensor([number >> place & 1 for place in range(7)]).expand(B, 7).contiguous()
+        if number == 127:
+            bits[2:] = 0
+            with pytest.raises(SamplesMixed):
+                record_output(model, x, bits)
+        else:
+            assert record_output(model, x, bits).verification.startswith("verified with")
 
 
 def test_one_sample_waits_for_a_larger_batch() -> None:

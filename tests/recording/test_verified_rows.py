@@ -59,7 +59,7 @@ def with_hook(m: Any, x: Tensor) -> Tensor:
 HIDDEN: dict[str, Callable[..., Any]] = {
     "ReZero": lambda m, x: x + m.a(x) + m.gate * (m.b(x) - by_numpy(x)),
     "adaLN-zero": lambda m, x: m.a(x) + m.gate * m.norm(m.b(x).detach() - by_numpy(x)),
-    "one number": lambda m, x: m.a(x) + m.gate * x.numpy().mean().item() * 9,
+    "one number": lambda m, x: m.a(x) + m.gate * x.detach().numpy().mean().item() * 9,
     "backward of a function": lambda m, x: m.b(MixedBackward.apply(m.a(x))),
     "hook": with_hook,
 }
@@ -101,6 +101,43 @@ def test_watch_refuses_it_too(name: str) -> None:
     model, x = Model(HIDDEN[name]), torch.randn(B, D)
     with pytest.raises(SamplesMixed), watch(model, lambda grads: None):
         model(x).square().mean().backward()
+
+
+@pytest.mark.parametrize("size", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_mixing_is_not_hidden_by_rounding_of_another_parameter(seed: int, size: float) -> None:
+    """The gradient of a layer before the norm of a single feature is rounding alone, of any size."""
+
+    def function(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        return h + m.gate * (h.detach() + 0.3 * by_numpy(h)) + size * F.layer_norm(m.b(x)[:, :1].cos(), (1,))
+
+    torch.manual_seed(seed)
+    with pytest.raises(SamplesMixed, match="for 'gate'"):
+        run(Model(function), torch.randn(B, D))
+
+
+CALLED: dict[str, Callable[[nn.Module, Tensor, Any], None]] = {
+    "part": lambda m, x, record: record(nn.Sequential(m, nn.Tanh()), lambda whole: whole[0](x)),
+    "parts": lambda m, x, record: record(nn.Sequential(m, nn.Linear(D, D)), lambda whole: whole[1](whole[0](x))),
+    "one of several models": lambda m, x, record: record({"actor": m, "other": nn.Tanh()}, lambda _: m(x)),
+    "input with gradient, in float64": lambda m, x, record: record(
+        m.double(), lambda whole: whole(x.double().requires_grad_())
+    ),
+}
+
+
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("name", HIDDEN)
+def test_mixing_is_refused_however_the_model_is_called(name: str, called: str) -> None:
+    torch.manual_seed(0)
+
+    def run(model: Any, call: Callable[[Any], Tensor]) -> None:
+        with record(model):
+            (call(model) * torch.linspace(-1, 2, D)).square().mean(-1).mean().backward()
+
+    with pytest.raises(SamplesMixed):
+        CALLED[called](Model(HIDDEN[name]), torch.randn(B, D), run)
 
 
 # ---- what must not be refused ----

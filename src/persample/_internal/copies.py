@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from persample._internal.tree import is_filled
+
 
 class CannotCopy(Exception):
     """A value cannot be copied; the message says which."""
@@ -96,7 +98,7 @@ class _Copier:
 
     def _copy_function(self, value: types.FunctionType) -> Any:
         """A function with copies of the variables around it, its defaults and attributes; itself if all are shared."""
-        given = [cell for cell in value.__closure__ or () if _is_set(cell)]
+        given = [cell for cell in value.__closure__ or () if is_filled(cell)]
         if not (given or value.__defaults__ or value.__kwdefaults__ or vars(value)):
             return value
         cells = {id(cell): types.CellType() for cell in value.__closure__ or ()}
@@ -172,12 +174,3 @@ def _is_global(value: Any) -> bool:
     """Whether a value is that of a global variable of its type's module, as a sentinel is."""
     module = sys.modules.get(type(value).__module__)
     return module is not None and any(part is value for part in vars(module).values())
-
-
-def _is_set(cell: types.CellType) -> bool:
-    """Whether the variable of a closure has a value yet."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

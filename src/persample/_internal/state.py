@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from persample import _torch
 from persample._internal.facts import facts
 from persample._internal.rng import is_generator, preserve_rng
-from persample._internal.tree import find_tensors
+from persample._internal.tree import find_tensors, list_slots
 
 
 @contextmanager
@@ -165,7 +165,7 @@ class ModuleState:
             return
         if hasattr(value, "__dict__"):
             self._add_container(vars(value))
-        if slots := _list_slots(type(value)):
+        if slots := list_slots(type(value)):
             content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
             self._slots.append((value, content))
             self._add_all(content.values())
@@ -205,15 +205,8 @@ def _restore_container(container: Any, content: Any) -> None:
         container.extend(content)
 
 
-def _list_slots(kind: type) -> tuple[str, ...]:
-    """The names of the slots of a class and its bases, other than those of Python's own classes."""
-    given = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
-    names = [name for slots in given for name in ([slots] if isinstance(slots, str) else slots)]
-    return tuple(name for name in names if not name.startswith("__"))
-
-
 def _restore_slots(value: Any, content: Mapping[str, Any]) -> None:
-    for name in _list_slots(type(value)):
+    for name in list_slots(type(value)):
         if name not in content:
             if hasattr(value, name):
                 object.__delattr__(value, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import CellType
 from typing import Any
 
 from torch import Tensor, nn
@@ -107,3 +108,19 @@ def iterate_tensors(value: Any) -> Iterator[Tensor]:
 def has_attributes(value: Any) -> bool:
     """Whether a value is an object that may hold tensors in its attributes."""
     return hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value)
+
+
+def is_filled(cell: CellType) -> bool:
+    """Whether the variable of a closure has a value yet."""
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def list_slots(kind: type) -> tuple[str, ...]:
+    """The names of the slots of a class and its bases, other than those of Python's own classes."""
+    given = [vars(base).get("__slots__", ()) for base in kind.__mro__ if base.__module__ != "builtins"]
+    names = [name for slots in given for name in ([slots] if isinstance(slots, str) else slots)]
+    return tuple(name for name in names if not name.startswith("__"))

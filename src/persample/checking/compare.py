@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from persample._internal.state import preserve_state
 from persample._internal.text import describe_value
 from persample.batches import Batch, BatchDim
-from persample.checking.errors import compute_error, compute_scales, find_largest_finite
-from persample.checking.report import ParameterReport, Report, Verdict
-from persample.checking.subject import Gradient, Subject
-from persample.checking.terms import describe_norms, describe_term
+from persample.checking.report import ParameterReport, Report, Verdict, describe_norms, describe_term
+from persample.checking.subject import Gradient, Subject, compute_error, compute_scales, find_largest_finite
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients, find_term
 from persample.losses import check_inputs_and_targets, takes_outputs

@@ -11,13 +11,14 @@ from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal.tree import is_filled, list_slots
 
 # Types of values that an argument or a result of a step may have besides tensors.
 PLAIN_TYPES = {bool, int, float, str, type(None)}
@@ -133,7 +134,7 @@ class Descriptions:
 
     def _describe_function(self, function: FunctionType) -> Iterator[Any]:
         yield function.__code__
-        enclosed = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        enclosed = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
         for part in (function.__defaults__, function.__kwdefaults__, enclosed):
             yield self.describe(part)
         names, scope = _find_names(function.__code__), function.__globals__
@@ -203,15 +204,8 @@ def _list_enclosed(value: Any) -> tuple[Any, ...] | None:
 
 def _get_attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, with those in slots."""
-    slots = [name for kind in type(value).__mro__ for name in _get_slots(kind)]
-    in_slots = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    in_slots = {name: getattr(value, name) for name in list_slots(type(value)) if hasattr(value, name)}
     return {**getattr(value, "__dict__", {}), **in_slots}
-
-
-def _get_slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _digest_buffer(value: Any) -> Any:
@@ -222,12 +216,3 @@ def _digest_buffer(value: Any) -> Any:
         return None
     content = memory if memory.c_contiguous else memory.tobytes()
     return (memory.format, memory.shape, hashlib.blake2b(content, digest_size=16).digest())
-
-
-def _is_filled(cell: CellType) -> bool:
-    """Whether an enclosed variable has a value."""
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -14,12 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from persample import _torch
 from persample._internal.dynamo import disable_compilation
-from persample.compiled.environment import (
-    disable_autocast,
-    refuse_untraced_random_numbers,
-    silence_fake_tensors,
-    trace_compiled_functions,
-)
+from persample._internal.precision import find_autocast
+from persample._internal.rng import RngState
 from persample.compiled.forms import Form
 from persample.errors import PerSampleError
 
@@ -62,7 +60,8 @@ def trace_graph(
         with (
             _trace_lock,
             disable_compilation(),
-            trace_compiled_functions(),
+            # Functions that are compiled already can be followed, which torch would refuse.
+            _torch.allow_nested_trace() if _torch.is_dynamo_loaded() else nullcontext(),
             silence_fake_tensors(),
             refuse_untraced_random_numbers(),
             mode,
@@ -87,3 +86,50 @@ def _remove_detach(graph: GraphModule) -> GraphModule:
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+# ---- settings of torch and Python around a step ----
+
+
+def describe_settings(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The settings of torch that change how ops are computed."""
+    devices = _find_device_types(tensors)
+    autocast = [(device, dtype) for device in devices if (dtype := find_autocast(device)) is not None]
+    return (torch.get_default_dtype(), torch.get_default_device(), *autocast)
+
+
+def _find_device_types(tensors: Sequence[Tensor]) -> set[str]:
+    return {tensor.device.type for tensor in tensors}
+
+
+@contextmanager
+def disable_autocast(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Turn autocast off, on the devices of these tensors."""
+    with ExitStack() as stack:
+        for device in _find_device_types(tensors):
+            if find_autocast(device) is not None:
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
+def silence_fake_tensors() -> Iterator[None]:
+    """Keep torch from logging ops that cannot run without values: another way is tried, or an error is raised."""
+    logger = logging.getLogger(_torch.FAKE_TENSOR_LOGGER)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def refuse_untraced_random_numbers() -> Iterator[None]:
+    """Refuse random numbers of Python and numpy, which a graph would repeat in each run, and seeds."""
+    before = RngState()
+    yield
+    if not before.is_current():
+        raise PerSampleError(
+            "This step cannot be compiled: it draws random numbers with Python or numpy, or it sets a seed. The "
+            "compiled graph would not repeat that. Draw random numbers with torch, and set seeds outside the step."
+        )

@@ -22,9 +22,8 @@ from persample._internal.graph import refuse_parameter_hooks
 from persample._internal.text import describe_value
 from persample.batches import BatchDim
 from persample.compiled.cache_key import StepState
-from persample.compiled.environment import describe_settings, disable_autocast
 from persample.compiled.forms import Arguments, Form, split_result
-from persample.compiled.graph import Graph, trace_graph
+from persample.compiled.graph import Graph, describe_settings, disable_autocast, trace_graph
 from persample.compiled.trace import Trace
 from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError

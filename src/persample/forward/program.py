@@ -41,7 +41,6 @@ _Check = tuple[int, Any, Any, int, bool]
 
 _MAX_SITES = 50_000  # of one model: a longer program is not kept, and new sequences are audited each time
 _PASSES_AFTER_FINDING = 10
-_MAX_DECISIONS = 64  # passes with decisions that are told apart, for each model
 _MAX_STATUSES = 1000
 _MAX_SETTINGS = 1000  # of functions of the user: others are checked each time
 
@@ -185,10 +184,7 @@ class Program:
 
     def find_status(self, found: Pass) -> str | None:
         """What the verification of a pass has found; None if the pass is to be verified."""
-        status = self.statuses.get(found)
-        if status is None and found.decisions and len(self.statuses) >= _MAX_DECISIONS:
-            return self.environments.get(found.environment)
-        return status
+        return self.statuses.get(found)
 
     def note_status(self, found: Pass, status: str) -> None:
         """Note what the verification of a pass has found."""

@@ -3,8 +3,8 @@
 Each kind of gradients has two parts: an *intake*, which a recording fills, and what the user asks. Other packages use
 `PerSampleGradients` of `KeptTerms`, which keeps everything; `StreamedNorms` of a `NormsIntake` and `StreamedClip` of a
 `ClipIntake`, which keep one answer; `RecordedGradients` of an `Intake`, what the three have in common; `LossGradients`
-of a `LossIntake`, for several losses; `Gradients` and `AnyIntake`, any of these. An intake has `BatchRows`, which rows
-there are; `ForwardNotes`, what the forward pass noted; and a `LossReduction`, how the loss combines the samples.
+of one `KeptTerms` for each of several losses; `Gradients`, any of these. An intake is made of a `RecordedBatch`: the
+recorded parameters, the `BatchRows`, and what the forward pass noted.
 
 `Bound` says how to clip; `NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples
 are combined to units. `make_rows` makes gradients from terms, and `find_term` is what they have for a parameter.
@@ -18,14 +18,14 @@ from persample.gradients.clip_intake import ClipIntake
 from persample.gradients.clipping import LEAST_BOUND, Bound, check_max_norm, compute_clip_factors
 from persample.gradients.curvature import find_sides, sample_labels
 from persample.gradients.explanation import TriedFunction, describe_tried
-from persample.gradients.intake import ForwardNotes, Intake
+from persample.gradients.intake import Intake, RecordedBatch
 from persample.gradients.kept_terms import KeptTerms
-from persample.gradients.losses import LossGradients, LossIntake
+from persample.gradients.losses import LossGradients
 from persample.gradients.matrix import PerSampleGradients, find_term, make_rows
 from persample.gradients.projection import METHODS as PROJECTION_METHODS
 from persample.gradients.projection import Method as ProjectionMethod
 from persample.gradients.projection import Projection, make_projection
-from persample.gradients.rows import BatchRows, LossReduction
+from persample.gradients.rows import BatchRows
 from persample.gradients.squared_norms import NonFinite
 from persample.gradients.stack import Stack
 from persample.gradients.streamed import StreamedClip, StreamedNorms
@@ -33,4 +33,3 @@ from persample.gradients.streamed_norms import NormsIntake
 from persample.gradients.units import UnitIds, UnitOptions, UnitReduction
 
 Gradients = RecordedGradients | LossGradients
-AnyIntake = Intake | LossIntake

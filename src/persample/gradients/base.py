@@ -29,8 +29,8 @@ class NotKept(PerSampleError, AttributeError):
     """A recording was asked for an answer that it has not kept."""
 
 
-class RecordedGradients:
-    """The gradients of one recording, which its `Intake` holds. Subclasses differ in what they can answer."""
+class OfRecording:
+    """What the gradients of one recording tell of it, also those of several losses."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
@@ -55,6 +55,38 @@ class RecordedGradients:
         """The number of samples."""
         return self._intake.rows.batch_size
 
+    @property
+    def row_count(self) -> int:
+        """The number of rows of all answers: the number of units if the recording has units, else of samples."""
+        return self._intake.rows.count
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the recorded parameters, as in `model.named_parameters()`."""
+        return list(self._intake.parameters)
+
+    def explain(self) -> Explanation:
+        """What was kept for each parameter, and which functions were tried because persample does not know them.
+
+        >>> import persample
+        >>> from torch import nn
+        >>> model = nn.Linear(3, 2)
+        >>> with persample.record(model, keep="norms") as grads:
+        ...     model(torch.randn(5, 3)).square().mean().backward()
+        >>> print(grads.explain())
+          parameter  kept
+          ---------  ----------
+          weight     norms only
+          bias       norms only
+        <BLANKLINE>
+        The definition of every function is known: none was tried.
+        """
+        return Explanation({name: self._intake.describe_term(name) for name in self.names}, self.tried.list())
+
+
+class RecordedGradients(OfRecording):
+    """The gradients of one recording, which its `Intake` holds. Subclasses differ in what they can answer."""
+
     def __len__(self) -> int:
         """The number of rows of this process: `row_count`, and 0 before the first forward pass."""
         return 0 if self._intake.rows.size is None else self.row_count
@@ -64,19 +96,9 @@ class RecordedGradients:
         return True
 
     @property
-    def row_count(self) -> int:
-        """The number of rows of all answers: the number of units if the recording has units, else of samples."""
-        return self._intake.rows.count
-
-    @property
     def units(self) -> list[Any]:
         """The unit of each row, in the order of the rows; without units, the numbers of the samples."""
         return list(self._intake.rows.names)
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the recorded parameters, as in `model.named_parameters()`."""
-        return list(self._intake.parameters)
 
     @property
     def loss_reduction(self) -> str:
@@ -124,24 +146,6 @@ class RecordedGradients:
     def samples(self) -> int:
         """The number of samples of all processes; with one process, the `batch_size`."""
         return self._intake.rows.processes.count(self.batch_size)
-
-    def explain(self) -> Explanation:
-        """What was kept for each parameter, and which functions were tried because persample does not know them.
-
-        >>> import persample
-        >>> from torch import nn
-        >>> model = nn.Linear(3, 2)
-        >>> with persample.record(model, keep="norms") as grads:
-        ...     model(torch.randn(5, 3)).square().mean().backward()
-        >>> print(grads.explain())
-          parameter  kept
-          ---------  ----------
-          weight     norms only
-          bias       norms only
-        <BLANKLINE>
-        The definition of every function is known: none was tried.
-        """
-        return Explanation({name: self._intake.describe_term(name) for name in self.names}, self.tried.list())
 
     @overload
     def norms(self, per_parameter: Literal[False] = False) -> Tensor: ...

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +12,9 @@ from persample._internal import host, tracing
 from persample._internal.memory import find_free_memory
 from persample.errors import PerSampleError
 from persample.gradients.clipping import Bound, compute_clip_factors
+from persample.gradients.intake import RecordedBatch
 from persample.gradients.joined import JoinedRows, SmallStacks
-from persample.gradients.rows import BatchRows, LossReduction
-from persample.gradients.squared_norms import NOT_FINITE, NonFinite, SquaredNorms, compact_stack, measure_stacks
+from persample.gradients.squared_norms import NOT_FINITE, SquaredNorms, compact_stack, measure_stacks
 from persample.gradients.stack import Stack
 from persample.gradients.streamed_norms import Streamed
 
@@ -80,15 +79,8 @@ class ClipIntake(Streamed):
 
     kept = "clip"
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: LossReduction,
-        rows: BatchRows,
-        bound: Bound,
-        nonfinite: NonFinite = "raise",
-    ) -> None:
-        super().__init__(parameters, loss_reduction, rows, nonfinite)
+    def __init__(self, batch: RecordedBatch, bound: Bound) -> None:
+        super().__init__(batch)
         self.max_norm, self._bound = bound.max_norm, bound
         self.passes = BackwardCount(bound.passes, bound.memory)
         if isinstance(self.max_norm, Mapping):
@@ -116,14 +108,11 @@ class ClipIntake(Streamed):
         """Whether the running backward pass is the one for the norms only."""
         return self.passes.count == 2 and self._weights is None
 
-    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
-        """Run a call of `loss.backward()`; before it, if there are two passes, one that reaches the weights only."""
+    def needs_two_passes(self, factor_bytes: int) -> bool:
         processes, devices = self.rows.processes, [p.device for p in self.parameters.values()]
         # Processes that share units wait for each other in each pass.
         find_any = processes.find_largest if self.rows.split is None else processes.count
-        if self.passes.choose(factor_bytes, devices, find_any) == 2:
-            run(retain_graph=True, inputs=[anchor])
-        run()
+        return self.passes.choose(factor_bytes, devices, find_any) == 2
 
     def _receive_stack(self, stack: Stack) -> None:
         if self.passes.done >= (self.passes.count or 1):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from persample.distributed import Processes
 from persample.errors import PerSampleError
-from persample.gradients.intake import ForwardNotes
+from persample.gradients.intake import ForwardNotes, RecordedBatch
 from persample.gradients.kept_terms import KeptTerms
 from persample.gradients.rows import BatchRows, LossReduction
 from persample.gradients.units import Units, combine_units
@@ -25,14 +25,15 @@ def make_kept_terms(
     """Terms of a batch of `count` samples, in one process; parameters without a term have rows of zeros."""
     rows = BatchRows(parameters.values(), Processes())
     rows.set_found(count, units)
-    return _fill(KeptTerms(parameters, LossReduction("sum"), rows, "keep", notes), terms)
+    batch = RecordedBatch(parameters, rows, "sum", nonfinite="keep", notes=notes or ForwardNotes())
+    return _fill(KeptTerms(batch), terms)
 
 
 def replace_terms(like: KeptTerms, terms: Mapping[str, Term], reduction: LossReduction) -> KeptTerms:
     """Other terms for the same rows and parameters."""
     alone = BatchRows(like.parameters.values(), Processes())  # the parameters are what `like` has made of them
-    found = KeptTerms(like.parameters, reduction, alone, like.nonfinite)
-    found.rows = like.rows
+    found = KeptTerms(RecordedBatch(like.parameters, alone, nonfinite=like.nonfinite))
+    found.rows, found.reduction = like.rows, reduction
     return _fill(found, terms)
 
 

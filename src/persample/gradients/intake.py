@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -99,6 +100,27 @@ class ForwardNotes:
         return [*([f"  {rows}"] if rows.startswith("no row") else []), f"  {self.verification})"]
 
 
+@dataclass(frozen=True)
+class RecordedBatch:
+    """What all intakes of a recording share: with several losses, each loss has an intake.
+
+    Attributes:
+        parameters: the recorded parameters by name.
+        rows: the rows of the batch.
+        loss_reduction: how the loss combines the samples, None: as found.
+        owns_divisor: see `LossReduction`.
+        nonfinite: what happens to samples whose gradient is not finite.
+        notes: what is noted about the forward pass.
+    """
+
+    parameters: Mapping[str, Tensor]
+    rows: BatchRows
+    loss_reduction: str | None = None
+    owns_divisor: bool = False
+    nonfinite: NonFinite = "raise"
+    notes: ForwardNotes = field(default_factory=ForwardNotes)
+
+
 class Intake(ABC):
     """The gradients of one recording, as its backward passes bring them. Subclasses differ in what they keep.
 
@@ -115,24 +137,18 @@ class Intake(ABC):
     is_early = False
     keeps_rows = False
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: LossReduction,
-        rows: BatchRows,
-        nonfinite: NonFinite = "raise",
-        notes: ForwardNotes | None = None,
-    ) -> None:
-        self.rows, self.reduction, self.nonfinite = rows, loss_reduction, nonfinite
-        self.notes = ForwardNotes() if notes is None else notes
+    def __init__(self, batch: RecordedBatch) -> None:
+        self.rows, self.notes, self.nonfinite = batch.rows, batch.notes, batch.nonfinite
+        self.reduction = LossReduction(batch.loss_reduction, batch.owns_divisor)
+        parameters, processes = batch.parameters, batch.rows.processes
         self.shared: dict[str, Tensor] = {}
         self._held: dict[str, Term] = {}  # with a row for each sample: until the pass has ended, if units are split
-        if rows.is_alone:
+        if self.rows.is_alone:
             self.parameters = dict(parameters)
             self._names = {id(p): name for name, p in parameters.items()}
         else:
-            self.parameters = {name: rows.processes.get_template(p) for name, p in parameters.items()}
-            self._names = {id(rows.processes.get_used(p)): name for name, p in parameters.items()}
+            self.parameters = {name: processes.get_template(p) for name, p in parameters.items()}
+            self._names = {id(processes.get_used(p)): name for name, p in parameters.items()}
         self.is_backward_done = False
 
     # ---- filling ----
@@ -237,31 +253,12 @@ class Intake(ABC):
         """Whether a backward pass that has ended was the last one."""
         return True
 
-    @property
-    def has_positions(self) -> bool:
-        """Whether the recording splits gradients into parts for each position."""
+    def needs_two_passes(self, factor_bytes: int) -> bool:
+        """Whether two backward passes are needed; the terms of one pass would keep so many bytes."""
         return False
-
-    def end_pass(self) -> None:
-        """Note that a backward pass has ended, with all passes inside it."""
-        return
-
-    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
-        """Run a call of `loss.backward()`.
-
-        Args:
-            run: runs the call, with other values of the arguments that it is given by name.
-            anchor: what a pass that needs the weights only may be for.
-            factor_bytes: what the terms of the pass would keep.
-        """
-        run()
 
     def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
         """Note the sum over the samples of a parameter's term, before it is scaled."""
-        return
-
-    def note_outside(self, tensor: Tensor) -> None:
-        """Note a tensor from outside: its memory may change without the recording noticing."""
         return
 
     # ---- for the answers ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -11,11 +11,9 @@ from persample._internal import tracing
 from persample._internal.precision import widen
 from persample.errors import PerSampleError
 from persample.gradients.curvature import has_both_sides
-from persample.gradients.intake import ForwardNotes, Intake, add_all_over_processes
+from persample.gradients.intake import Intake, RecordedBatch, add_all_over_processes
 from persample.gradients.joined import JoinedRows, SmallStacks
-from persample.gradients.rows import BatchRows, LossReduction
 from persample.gradients.squared_norms import (
-    NonFinite,
     SquaredNorms,
     check_finite,
     compact_stack,
@@ -117,16 +115,8 @@ class KeptTerms(Intake):
 
     keeps_rows = True
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: LossReduction,
-        rows: BatchRows,
-        nonfinite: NonFinite = "raise",
-        notes: ForwardNotes | None = None,
-        positions: int | None = None,
-    ) -> None:
-        super().__init__(parameters, loss_reduction, rows, nonfinite, notes)
+    def __init__(self, batch: RecordedBatch, positions: int | None = None) -> None:
+        super().__init__(batch)
         self.positions = None if positions is None else PositionTerms(positions)
         self.stacks = StackTable()
         self.exact: set[int] = set()  # samples with rows that are added up in float64
@@ -144,10 +134,6 @@ class KeptTerms(Intake):
 
     def _find_need_of_whole_batch(self) -> str:
         return "positions are recorded" if self.positions is not None else super()._find_need_of_whole_batch()
-
-    @property
-    def has_positions(self) -> bool:
-        return self.positions is not None
 
     def receive(self, parameter: Tensor, term: Term) -> None:
         name = self._names.get(id(parameter))
@@ -177,9 +163,6 @@ class KeptTerms(Intake):
         """Forget what was found about samples: terms have arrived."""
         self._is_cleared = False
         self.exact.clear()
-
-    def note_outside(self, tensor: Tensor) -> None:
-        self.notes.outside.add(tensor)
 
     def finish(self) -> None:
         super().finish()

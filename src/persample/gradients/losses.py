@@ -9,95 +9,12 @@ import torch
 from torch import Tensor
 
 from persample.errors import PerSampleError
-from persample.gradients.base import answer
-from persample.gradients.explanation import Explanation, TriedFunctions
+from persample.gradients.base import OfRecording, answer
 from persample.gradients.kept_terms import KeptTerms
 from persample.gradients.matrix import PerSampleGradients
-from persample.layouts import Reduced
-from persample.terms import Term
 
 
-class LossIntake:
-    """The intakes of several losses of one forward pass: each backward pass fills that of the next loss.
-
-    Attributes:
-        passes: the number of backward passes that have ended.
-    """
-
-    is_early = is_first_of_two = False  # as `Intake` has them
-
-    def __init__(self, losses: Sequence[str], make: Callable[[], KeptTerms]) -> None:
-        self.losses = list(losses)
-        self.intakes = [make() for _ in losses]
-        self.rows, self.notes = self.intakes[0].rows, self.intakes[0].notes
-        self.passes = 0
-
-    def grow(self, batch_size: int) -> None:
-        """Add samples to the batch: a forward pass has got another part of it."""
-        if self.passes:
-            raise PerSampleError(
-                "This forward pass gets another part of the batch than the last one, after a backward pass of one of "
-                "the losses: pass samples= with the tensor that has one row for each sample."
-            )
-        for intake in self.intakes:
-            intake.grow(batch_size)
-
-    @property
-    def _current(self) -> KeptTerms:
-        if self.is_complete:
-            raise PerSampleError(
-                f"A recording with losses={self.losses} has had a backward pass for each of them, and another one has "
-                "begun. Name all losses, or add them up before backward()."
-            )
-        return self.intakes[self.passes]
-
-    def receive(self, parameter: Tensor, term: Term) -> None:
-        """Take what a backward pass found for a parameter."""
-        self._current.receive(parameter, term)
-
-    def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
-        """Take one term for several parameters."""
-        self._current.receive_stack(parameters, term)
-
-    def receive_shared(self, parameter: Tensor, grad: Tensor) -> None:
-        """Take a gradient of a parameter that belongs to no sample."""
-        self._current.receive_shared(parameter, grad)
-
-    def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
-        """Take how the loss that the running backward pass starts from combines the samples."""
-        self._current.note_loss(loss, reaches_weights)
-
-    def finish(self) -> None:
-        """Note that a backward pass, or a pass inside it, has ended."""
-        self._current.finish()
-
-    def end_pass(self) -> None:
-        """Note that the backward pass of a loss has ended: the next one is of the next loss."""
-        self.passes += 1
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the backward passes of all losses have ended."""
-        return self.passes >= len(self.intakes)
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether the recording splits gradients into parts for each position."""
-        return self.intakes[0].has_positions
-
-    def run_backward(self, run: Callable[..., Any], anchor: Tensor, factor_bytes: int) -> None:
-        """Run a call of `loss.backward()`."""
-        run()
-
-    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
-        """Note the sum over the samples of a parameter's term, before it is scaled."""
-
-    def note_outside(self, tensor: Tensor) -> None:
-        """Note a tensor from outside: its memory may change without the recording noticing."""
-        self.notes.outside.add(tensor)
-
-
-class LossGradients:
+class LossGradients(OfRecording):
     """The gradients of several losses of the same batch: `record(model, losses=["a", "b"])`.
 
     The backward passes in the block are those of the losses, in their order. `grads["a"]` has all answers for one loss;
@@ -113,46 +30,18 @@ class LossGradients:
     (torch.Size([5]), torch.Size([5, 2, 2]), torch.Size([2, 2]))
     """
 
-    def __init__(self, intake: LossIntake) -> None:
-        self.losses, self._intake = intake.losses, intake
-        self._grads = [PerSampleGradients(own) for own in intake.intakes]
+    def __init__(self, losses: Sequence[str], intakes: Sequence[KeptTerms]) -> None:
+        super().__init__(intakes[0])
+        self.losses, self._grads = list(losses), [PerSampleGradients(intake) for intake in intakes]
+        self._intakes = intakes
 
     @property
-    def batch_size(self) -> int:
-        """The number of samples."""
-        return self._grads[0].batch_size
-
-    @property
-    def row_count(self) -> int:
-        """The number of rows of each loss."""
-        return self._grads[0].row_count
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the recorded parameters."""
-        return self._grads[0].names
-
-    @property
-    def verification(self) -> str:
-        """Whether samples were compared with the batch."""
-        return self._intake.notes.verification
-
-    @property
-    def row_verification(self) -> str:
-        """Whether a row was compared with the gradient of the sample alone."""
-        return self._intake.notes.row_verification
-
-    @property
-    def tried(self) -> TriedFunctions:
-        """The functions whose motion was found by trial."""
-        return self._intake.notes.tried
-
-    def explain(self) -> Explanation:
-        """What was kept for each parameter by the first loss."""
-        return self._grads[0].explain()
+    def _passes(self) -> int:
+        """The number of backward passes that have ended."""
+        return sum(intake.is_backward_done for intake in self._intakes)
 
     def __repr__(self) -> str:
-        return f"LossGradients({self._intake.passes} of {len(self.losses)} backward passes: {', '.join(self.losses)})"
+        return f"LossGradients({self._passes} of {len(self.losses)} backward passes: {', '.join(self.losses)})"
 
     # ---- answers ----
 
@@ -170,9 +59,9 @@ class LossGradients:
         return len(self.losses)
 
     def _check_complete(self) -> None:
-        if not self._intake.is_complete:
+        if self._passes < len(self.losses):
             raise PerSampleError(
-                f"{self._intake.passes} of {len(self._grads)} backward passes have reached the weights: a recording "
+                f"{self._passes} of {len(self._grads)} backward passes have reached the weights: a recording "
                 f"with losses={self.losses} needs one for each, in this order, with retain_graph=True for all but the "
                 "last."
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from persample.errors import PerSampleError
 from persample.gradients.base import NotKept
-from persample.gradients.intake import Intake
-from persample.gradients.rows import BatchRows, LossReduction
-from persample.gradients.squared_norms import NonFinite, SquaredNorms, compact_stack, measure_stacks
+from persample.gradients.intake import Intake, RecordedBatch
+from persample.gradients.squared_norms import SquaredNorms, compact_stack, measure_stacks
 from persample.gradients.stack import Stack
 from persample.terms import Term, find_factors
 
@@ -26,15 +25,9 @@ class Streamed(Intake):
     is_early = True
     kept: str
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: LossReduction,
-        rows: BatchRows,
-        nonfinite: NonFinite = "raise",
-    ) -> None:
-        super().__init__(parameters, loss_reduction, rows, nonfinite)
-        self.squares = SquaredNorms(nonfinite)
+    def __init__(self, batch: RecordedBatch) -> None:
+        super().__init__(batch)
+        self.squares = SquaredNorms(batch.nonfinite)
         self._used: set[str] = set()  # the parameters that have squared norms
 
     def receive_rows(self, name: str, term: Term) -> None:
@@ -90,14 +83,8 @@ class NormsIntake(Streamed):
 
     kept = "norms"
 
-    def __init__(
-        self,
-        parameters: Mapping[str, Tensor],
-        loss_reduction: LossReduction,
-        rows: BatchRows,
-        nonfinite: NonFinite = "raise",
-    ) -> None:
-        super().__init__(parameters, loss_reduction, rows, nonfinite)
+    def __init__(self, batch: RecordedBatch) -> None:
+        super().__init__(batch)
         self._squared_sums: dict[str, Tensor] = {}  # by name: of the sum of the rows, before they are scaled
         self._has_sums = False
         self._waiting: list[Stack] = []  # small terms, which are measured together at the end of the pass

@@ -21,9 +21,9 @@ from persample.errors import PerSampleError
 from persample.gradients import (
     BatchRows,
     KeptTerms,
-    LossReduction,
     NonFinite,
     PerSampleGradients,
+    RecordedBatch,
     UnitIds,
     UnitReduction,
 )
@@ -92,7 +92,7 @@ def rows(
     recorded = options.select(trainable)
     _check_losses(losses, trainable)
     rows = BatchRows(recorded.values(), Processes(), options.unit_options)
-    intake = KeptTerms(recorded, LossReduction(), rows, nonfinite)
+    intake = KeptTerms(RecordedBatch(recorded, rows, nonfinite=nonfinite))
     rows.start(len(losses))
     passes = _Passes(losses, list(recorded.values()), trainable)
     passes.run(memory, retain_graph)

@@ -36,7 +36,8 @@ class SampleFinder:
     def __init__(self, wiring: Wiring, verifier: Verifier) -> None:
         self.batch: int | None = None
         self._options, self._model, self._processes = wiring.options, wiring.model, wiring.processes
-        self._intake, self._collector, self._tracker = wiring.intake, wiring.collector, wiring.tracker
+        self._batch_rows, self._collector, self._tracker = wiring.batch.rows, wiring.collector, wiring.tracker
+        self._delivery = wiring.delivery
         self._outside, self._is_watched, self._verifier = wiring.outside, wiring.is_watched, verifier
         self._is_isolated = wiring.tracker.isolation is not None
         self._readings = Readings(wiring.options.batch_size)
@@ -125,7 +126,7 @@ class SampleFinder:
         self._processes.start_forward()
         total = max(self.batch, 1 + max(numbers))
         if total > self.batch:
-            self._intake.grow(total)
+            self._delivery.grow(total)
             self._tracker.grow(total, _PARTS_ADVICE)
             self._collector.grow(total)
             self.batch = total
@@ -199,23 +200,23 @@ class SampleFinder:
         with _torch.DisableTorchFunction():
             size = self.batch
             sizes = self._find_sizes(self._make_arguments(args, kwargs, part).without_constants(self._tracker))
-        return size is not None and (not sizes or (size in sizes and self._intake.rows.has_same_units(size)))
+        return size is not None and (not sizes or (size in sizes and self._batch_rows.has_same_units(size)))
 
     def can_continue(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of the model has parts of the tensors of this step, or as many samples and equal units."""
         with _torch.DisableTorchFunction():
             arguments = self._make_arguments(args, kwargs, None)
             size = self._find_batch_size(arguments)
-            is_same = size == self.batch and self._intake.rows.has_same_units(size)
+            is_same = size == self.batch and self._batch_rows.has_same_units(size)
             return is_same or self._find_part_of_batch(arguments)[1] is not None
 
     # ---- tools ----
 
     def _set_batch(self, batch_size: int, tensors: Iterable[Tensor]) -> int:
         self._processes.start_forward()
-        self.batch = self._intake.rows.start(batch_size)
+        self.batch = self._batch_rows.start(batch_size)
         has_units = self._options.units is not None and not (self._is_isolated or self._options.coupled)
-        self._tracker.start_batch(batch_size, tensors, self._intake.rows.make_sample_units() if has_units else None)
+        self._tracker.start_batch(batch_size, tensors, self._batch_rows.make_sample_units() if has_units else None)
         return self.batch
 
     def _note_rows(self, rows: Sequence[tuple[Tensor, int]], numbers: Sequence[int]) -> None:

@@ -18,9 +18,9 @@ from persample._internal.models import combine_models
 from persample._internal.options import make_options, show_options
 from persample._internal.tree import find_tensors
 from persample.errors import Complain, PerSampleError
-from persample.forward import Audit, FollowMode, Isolation, TensorMap, refuse_mixed_outputs
+from persample.forward import Audit, FollowMode, Isolation, refuse_mixed_outputs
 from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
-from persample.layouts import Call, Layout
+from persample.layouts import Call
 from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import ClipOptions, CommonOptions, Model, Options, RecordOptions
 from persample.recording.samples import SampleFinder
@@ -106,7 +106,7 @@ class Recording:
             the gradients of all uses to `grad`. Not available under several processes.
 
     Attributes:
-        grads: what is recorded; `intake` is the part that the recording fills.
+        grads: what is recorded.
         recorded: the recorded parameters by name.
         needs_hooks: whether the caller must refuse gradients from uses that were not recorded by hooks.
         samples: which samples the calls have.
@@ -125,8 +125,8 @@ class Recording:
     ) -> None:
         _refuse_nesting()
         wiring = make_wiring(model, options, ended, has_hooks, isolation, complain)
-        self._model, self.processes, self.recorded = wiring.model, wiring.processes, wiring.recorded
-        self.intake, self.grads = wiring.intake, wiring.grads
+        self._model, self.processes, self.grads = wiring.model, wiring.processes, wiring.grads
+        self.recorded = wiring.batch.parameters
         self.collector, self.tracker = wiring.collector, wiring.tracker
         # Several processes, and `keep_grad`, write into `p.grad` themselves, so they need hooks.
         self.needs_hooks = not wiring.is_alone or options.keep_grad
@@ -172,15 +172,6 @@ class Recording:
         """Context manager for the recording: torch must not wait for gradients of parameters, which do not arrive."""
         return self.processes.prepare_recording(self.tracker, self.collector.anchor if keep_grad else None)
 
-    def add_samples(self, declared: TensorMap[int]) -> None:
-        """Declare tensors of the data: one row per sample in the batch dimension, or else in 0, if it has that size."""
-        batch = self.tracker.batch
-        with _torch.DisableTorchFunction():
-            for tensor, dim in declared.items() if batch else ():
-                dims = [each for each in (dim, 0) if tensor.dim() > each and tensor.shape[each] == batch]
-                if dims:
-                    self.tracker.add_input(tensor, Layout(dims[0]))
-
     # ---- backward passes ----
 
     def run_backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -206,7 +197,7 @@ class Recording:
             ):
                 collector.prepare_backward()
                 if call.is_of_tensor:
-                    self.intake.run_backward(call.run, collector.anchor, collector.uses.factor_bytes)
+                    self._delivery.run_backward(call.run, collector.anchor, collector.uses.factor_bytes)
                 else:
                     call.run()
                 if call.given.get("inputs") is None:  # for all leaves of the graph
@@ -222,6 +213,11 @@ class Recording:
         """Restore the model's buffers and the state of the random number generator."""
         self.tracker.restore_buffers()
         torch.set_rng_state(self.verifier.rng_state)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a backward pass that has ended was the last one."""
+        return self._delivery.is_complete
 
     def close(self) -> None:
         """Break the reference cycles with the tracker and the graph, so that what was recorded is freed at once."""

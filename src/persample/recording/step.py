@@ -15,6 +15,7 @@ from persample import _torch
 from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.forward import TensorMap
+from persample.layouts import Layout
 from persample.recording.rows_before import Rows, RowsBefore
 from persample.recording.session import Recording, leave_ended_modes
 
@@ -69,18 +70,21 @@ class DeclaredBatches:
         return next(found, None)
 
 
-class WatchedStep:
-    """A step that has begun with a call of the model, or of a part.
+class WatchedStep(Recording):
+    """The recording of a step that has begun with a call of the model, or of a part.
 
     Args:
-        recording: the recording of the step.
-        link: what the recording tells of its backward passes.
         first: what the first call is of.
         declared: what was declared as samples.
+        link: what the recording tells of its backward passes.
+        options: as for `Recording`.
     """
 
-    def __init__(self, recording: Recording, link: object, first: nn.Module, declared: DeclaredBatches) -> None:
-        self.recording, self.link = recording, link
+    def __init__(
+        self, model: nn.Module, first: nn.Module, declared: DeclaredBatches, link: object, *options: Any
+    ) -> None:
+        super().__init__(model, *options)
+        self.link = link
         self._first, self._declared = ref(first), declared
         self._opened = ExitStack()
         self._outputs: list[ref[Tensor]] = []
@@ -89,49 +93,56 @@ class WatchedStep:
 
     def open(self, keep_grad: bool) -> None:
         """Follow the code in this thread from now on."""
-        self._opened.enter_context(self.recording.prepare_processes(keep_grad))
-        mode = self.recording.tracker.mode
+        self._opened.enter_context(self.prepare_processes(keep_grad))
+        mode = self.tracker.mode
         mode.start()
         self._opened.callback(mode.stop)
         _torch.insert_outermost_mode(mode)
         self._opened.callback(_torch.remove_mode, mode)
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the step. In the modes of another thread, its mode stays until `leave_ended_modes`."""
-        self.recording.tracker.progress.end()
+        self.tracker.progress.end()
         self._opened.close()
         leave_ended_modes()
-        self.recording.close()
+        self.close()
 
     # ---- calls ----
 
-    def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Follow a call of the model or of a part; False if it is not known where its samples lie."""
-        recording, declared = self.recording, self._declared
-        outside = recording.tracker.outside
-        if declared.before is not None and outside is not None and recording.samples.batch is None:
-            outside.declare_early(partial(declared.before.list_layouts, declared.rows))
-        if not recording.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
+        tracker, declared = self.tracker, self._declared
+        if declared.before is not None and tracker.outside is not None and self.samples.batch is None:
+            tracker.outside.declare_early(partial(declared.before.list_layouts, declared.rows))
+        if not self.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
             return False
         self._used = self._used or declared.find(args, kwargs)
         for batch in declared.batches:
-            recording.add_samples(batch)
-        if recording.tracker.isolation is not None:
-            recording.tracker.isolation.hide_data(recording.tracker)
-        if recording.tracker.complain is not None and not recording.grads.batch_size:
+            self.add_samples(batch)
+        if tracker.isolation is not None:
+            tracker.isolation.hide_data(tracker)
+        if tracker.complain is not None and not self.grads.batch_size:
             raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         return True
 
+    def add_samples(self, declared: TensorMap[int]) -> None:
+        """Declare tensors of the data: one row per sample in the batch dimension, or else in 0, if it has that size."""
+        batch = self.tracker.batch
+        with _torch.DisableTorchFunction():
+            for tensor, dim in declared.items() if batch else ():
+                dims = [each for each in (dim, 0) if tensor.dim() > each and tensor.shape[each] == batch]
+                if dims:
+                    self.tracker.add_input(tensor, Layout(dims[0]))
+
     def continues_with_part(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call of a submodule belongs to this step."""
-        samples = self.recording.samples
         if not self._is_alive():
             return False
-        if samples.has_known(args, kwargs, part):
+        if self.samples.has_known(args, kwargs, part):
             return True
         if self._declared.find(args, kwargs):
             return False
-        return self._first() is not part or samples.can_continue_with(args, kwargs, part)
+        return self._first() is not part or self.samples.can_continue_with(args, kwargs, part)
 
     def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call of the model belongs to this step: results are alive, and batch size and units are equal.
@@ -143,7 +154,7 @@ class WatchedStep:
         declared = self._declared.find(args, kwargs)
         if declared and self._used and not any(a is b for a in declared for b in self._used):
             return False
-        return self.recording.samples.can_continue(args, kwargs)
+        return self.samples.can_continue(args, kwargs)
 
     def note_output(self, output: Any) -> None:
         """Note the output of a call."""
@@ -151,7 +162,7 @@ class WatchedStep:
 
     def _is_alive(self) -> bool:
         """Whether an output of this step is alive, or something that was computed from it."""
-        tracker = self.recording.tracker
+        tracker = self.tracker
         if tracker.has_ended or self._thread != get_ident():
             return False
         if any(output() is not None for output in self._outputs):

@@ -23,7 +23,6 @@ from persample.recording.verification import (
     Verification,
     describe,
     describe_environment,
-    make_verification,
     start_verification,
 )
 from persample.recording.wiring import Wiring
@@ -40,7 +39,7 @@ class Verifier:
     def __init__(self, wiring: Wiring) -> None:
         self.is_running = False
         self.rng_state = torch.get_rng_state()
-        self._options, self._processes, self._notes = wiring.options, wiring.processes, wiring.intake.notes
+        self._options, self._processes, self._notes = wiring.options, wiring.processes, wiring.batch.notes
         self._tracker, self._collector, self._row_check = wiring.tracker, wiring.collector, wiring.row_check
         self._verification: Verification | None = None  # of the running call
         # The module of the running call, its arguments and environment, if calls like it were verified.
@@ -77,12 +76,35 @@ class Verifier:
         Raises:
             PerSampleError: steps are isolated, the call cannot be verified, and samples have left torch in it.
         """
-        verification, self._verification = self._verification, None
         has_reads = self._tracker.path.number_of_reads > self._reads_before
-        verification = self._verify(verification, output)
-        is_telling = verification is None or verification.is_telling
-        if self._options.isolate and is_telling and output is not None and self._tracker.batch > 1:
+        verification = self._take_verification(output)
+        if output is None:
+            return
+        if verification is not None:
+            with self._run():
+                # A check compares all rows itself.
+                has_row = self._options.positions is None and asked_sources.get() is None
+                self.note_status(verification.finish(output, has_row))
+            self._notes.note_row_verification(verification.no_row)
+            if verification.row is not None:
+                self._row_check.add(verification.row)
+        if self._options.isolate and self._tracker.batch > 1 and (verification is None or verification.is_telling):
             self._refuse_unverified(has_reads)
+
+    def _take_verification(self, output: Any) -> Verification | None:
+        """The verification of the call that has ended: that which was prepared, or one that is made now."""
+        verification, self._verification = self._verification, None
+        known, self._verified_before = self._verified_before, None
+        if known is not None and output is not None:
+            status = self._tracker.path.find_status(known[-1])
+            if status is None or self._options.is_tried_again(status):
+                verification = self._start_late_verification(*known)
+            else:
+                self.note_status(status)
+        if self._units_have_met and not self._had_met:
+            self.note_status(describe(NotVerified("the model combines samples of one unit"), self._options))
+            return None
+        return verification
 
     def _refuse_unverified(self, has_reads: bool) -> None:
         """Refuse a call that was not verified. If all of it runs in torch, the tracker has followed the samples."""
@@ -104,30 +126,6 @@ class Verifier:
                 "verify=False to make_private (recording={'verify': False} to PrivateOptimizer): then it is your part "
                 "that no sample influences others."
             )
-
-    def _verify(self, verification: Verification | None, output: Any) -> Verification | None:
-        """Verify a call, and return its verification: that one, or one that is made now."""
-        if self._verified_before is not None and output is not None:
-            known = self._tracker.path.find_status(self._verified_before[-1])
-            if known is None or self._options.is_tried_again(known):
-                verification = self._start_late_verification(*self._verified_before)
-            else:
-                self.note_status(known)
-        self._verified_before = None
-        if self._units_have_met and not self._had_met:
-            reason = NotVerified("the model combines samples of one unit")
-            verification = None
-            self.note_status(describe(reason, self._options))
-        if verification is None or output is None:
-            return verification
-        with self._run():
-            # A check compares all rows itself.
-            verification.has_row = self._options.positions is None and asked_sources.get() is None
-            self.note_status(verification.finish(output, self._options))
-        self._notes.note_row_verification(verification.no_row)
-        if verification.row is not None:
-            self._row_check.add(verification.row)
-        return verification
 
     def note_nested_call(self) -> None:
         """Give up the verification of a model that calls itself."""
@@ -151,7 +149,7 @@ class Verifier:
         with _torch.DisableTorchFunction():
             is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
             try:
-                return make_verification(called, self._options, self._tracker, arguments, environment, is_random)
+                return Verification(called, self._options, self._tracker, arguments, environment, is_random)
             except NotVerified as reason:
                 self.note_status(describe(reason, self._options, is_late=True))
                 return None
@@ -176,35 +174,32 @@ class Verifier:
     @contextmanager
     def compare_row(self, roots: Any, inputs: list[Tensor]) -> Iterator[None]:
         """Inside the block a backward pass runs. At its end, compare a row if calls were verified."""
-        if not self._begin_row(roots, inputs):
+        check = self._row_check
+        if not check.calls or check.is_noting:  # the latter: a pass inside of a pass
             yield
             return
-        yield
-        try:
-            with self._run(), self._collector.pull_back():
-                self._end_row(self._row_check.compare())
-        except NotVerified as reason:
-            self._end_row(f"no row was compared: {reason}")
-        finally:
-            self._row_check.forget()
-
-    def _begin_row(self, roots: Any, inputs: list[Tensor]) -> bool:
-        """Prepare to compare a row after the backward pass that is about to run; False if none can be compared."""
-        if not self._row_check.calls or self._row_check.is_noting:  # the latter: a pass inside of a pass
-            return False
         uses = {retained.node_number for retained in self._collector.retained.list_alive()}
-        try:
+        with self._note_row():
             if inputs:
                 raise NotVerified("the backward pass has inputs=")
-            self._row_check.begin(find_tensors(roots), self._collector.anchor_node, uses)
-        except NotVerified as reason:
-            self._end_row(f"no row was compared: {reason}")
-            return False
-        return True
+            check.begin(find_tensors(roots), self._collector.anchor_node, uses)
+        yield
+        try:
+            if check.is_noting:
+                with self._note_row(), self._run(), self._collector.pull_back():
+                    self._notes.note_row_verification(check.compare())
+                    check.end()
+        finally:
+            check.forget()
 
-    def _end_row(self, status: str) -> None:
-        self._notes.note_row_verification(status)
-        self._row_check.end()
+    @contextmanager
+    def _note_row(self) -> Iterator[None]:
+        """Note why no row can be compared, if that is what the block finds; calls like these are not tried again."""
+        try:
+            yield
+        except NotVerified as reason:
+            self._notes.note_row_verification(f"no row was compared: {reason}")
+            self._row_check.end()
 
     def close(self) -> None:
         """Forget the graphs of verified calls."""

@@ -21,7 +21,6 @@ from persample.forward import Isolation
 from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
 from persample.recording.rows_before import RowsBefore
-from persample.recording.session import Recording
 from persample.recording.step import DeclaredBatches, WatchedStep
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
@@ -137,7 +136,7 @@ class Watch(Calls):
         for refusal in self._refusals:
             refusal.remove()
         if self._step is not None:
-            self._step.recording.processes.restore_settings()
+            self._step.processes.restore_settings()
         self.is_retired = True
 
     def listen(self, receive: Receive, complain: Complain) -> Callable[[], None]:
@@ -170,7 +169,7 @@ class Watch(Calls):
         step, self._step = self._step, None
         self.leave()
         if step is not None:
-            step.close()
+            step.end()
 
     @property
     def is_lenient(self) -> bool:
@@ -181,7 +180,7 @@ class Watch(Calls):
     def pause(self) -> Iterator[None]:
         """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
         with (
-            nullcontext() if self._step is None else self._step.recording.tracker.pause(),
+            nullcontext() if self._step is None else self._step.tracker.pause(),
             nullcontext() if self.declared.before is None else self.declared.before.pause(),
         ):
             yield
@@ -209,14 +208,14 @@ class Watch(Calls):
         """`add_samples` for private training; returns the number of the batch among those that were declared."""
         declared = self.declared.add(batch, batch_dim)
         if self.is_inside and self._step is not None:
-            self._step.recording.add_samples(declared)
+            self._step.add_samples(declared)
         return self.declared.follow(declared, batch_dim)
 
     # ---- the forward pass ----
 
-    def find_recording(self) -> Recording | None:
+    def find_recording(self) -> WatchedStep | None:
         """The recording of the current step."""
-        return None if self._step is None else self._step.recording
+        return self._step
 
     def interrupt_call(self) -> None:
         """End the step of a call that an interrupt has ended."""
@@ -237,7 +236,7 @@ class Watch(Calls):
             ):
                 self.declared.rows = found
                 step = self._begin(model, module)
-            if step.start_call(module, args, kwargs):
+            if step.begin_call(module, args, kwargs):
                 return True
         except BaseException as error:
             if isinstance(error, PerSampleError) and module is not model and self.is_lenient:
@@ -255,18 +254,11 @@ class Watch(Calls):
         link = _Link(self)
         options = self._make_options()
         self.is_private = options.isolate
-        recording = Recording(
-            model,
-            options,
-            link.end_backward,
-            link.fail,
-            has_hooks=True,
-            isolation=self.isolation if options.isolate else None,
-            complain=link.give_up if self.is_lenient else None,
-        )
-        self._step = WatchedStep(recording, link, first, self.declared)
-        self._step.open(options.keep_grad)
-        return self._step
+        isolation, complain = self.isolation if options.isolate else None, link.give_up if self.is_lenient else None
+        told = link.end_backward, link.fail
+        self._step = step = WatchedStep(model, first, self.declared, link, options, *told, True, isolation, complain)
+        step.open(options.keep_grad)
+        return step
 
     @exclude_from_graph
     @skip_compilation(with_callees=True)
@@ -275,8 +267,7 @@ class Watch(Calls):
         step = self._step
         if step is None:
             return
-        recording = step.recording
-        if self.is_lenient and recording.tracker.has_ended:
+        if self.is_lenient and step.tracker.has_ended:
             self._end_refused_step()
             return
         if output is None:  # the call has failed, or there is nothing to back-propagate
@@ -284,11 +275,11 @@ class Watch(Calls):
             self.rest()
             return
         try:
-            recording.end_call(output)
+            step.end_call(output)
         except BaseException as error:
-            if isinstance(error, PerSampleError) and recording.tracker.complain is not None:
+            if isinstance(error, PerSampleError) and step.tracker.complain is not None:
                 self.leave()
-                recording.tracker.complain(error)
+                step.tracker.complain(error)
                 return
             self.fail(error)
             self.rest()
@@ -301,17 +292,17 @@ class Watch(Calls):
         """End a failed step; if it was refused, restore the model."""
         if self._note_failure is not None:
             self._note_failure(error)
-        if (recording := self.find_recording()) is not None:
-            recording.tracker.progress.end()
+        if (step := self._step) is not None:
+            step.tracker.progress.end()
             if isinstance(error, PerSampleError):
-                recording.undo_forward()
+                step.undo_forward()
 
     def give_up(self, error: PerSampleError) -> None:
         """End a step that was refused. Its uses of weights still add to `grad`, as other uses do from now on."""
-        if (recording := self.find_recording()) is not None:
-            recording.tracker.progress.give_up()
+        if (step := self._step) is not None:
+            step.tracker.progress.give_up()
             if _torch.get_backward_pass() < 0:  # else the gradients of the uses are on their way
-                recording.close()
+                step.close()
         if self.is_inside:  # the modes have to stay: compiled code around the model restores its state of modes
             for hook in self._refusals:
                 hook.remove()
@@ -325,7 +316,7 @@ class Watch(Calls):
         self.retire()
         self.leave()
         if self._step is not None:
-            self._step.recording.tracker.end_audit()
+            self._step.tracker.end_audit()
 
     def end_backward(self, link: _Link) -> None:
         """Deliver the gradients of a step whose backward pass has ended."""
@@ -333,26 +324,21 @@ class Watch(Calls):
         if step is None or step.link is not link:
             raise_or_complain(_make_error_of_other_step(), self.give_up if self.is_lenient else None)
             return
-        grads = step.recording.grads
-        if step.recording.intake.is_complete:
-            step.recording.tracker.progress.end()
+        grads = step.grads
+        if step.is_complete:
+            step.tracker.progress.end()
             if self.declared.before is not None:
                 self.declared.before.resume()
             self._receive(grads)
             for receive, _ in self._listeners:
                 receive(grads)
 
-    @property
-    def is_pulling_back(self) -> bool:
-        """Whether gradients of the current step are being pulled back to the parameters."""
-        return self._step is not None and self._step.recording.collector.is_pulling_back
-
     def _refuse_unrecorded(self, model: nn.Module, recorded: Mapping[str, Tensor]) -> list[RemovableHandle]:
         watched = ref(self)
 
         def is_pulling_back() -> bool:
             own = watched()
-            return own is not None and own.is_pulling_back
+            return own is not None and own._step is not None and own._step.collector.is_pulling_back
 
         def give_up(error: PerSampleError) -> None:
             if (own := watched()) is not None:

@@ -20,17 +20,15 @@ from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
 from persample.forward import ADVICE, FirstLoss, Isolation, OutsideTensors, Tracker, get_program
 from persample.gradients import (
-    AnyIntake,
     BatchRows,
     ClipIntake,
-    ForwardNotes,
     Gradients,
+    Intake,
     KeptTerms,
     LossGradients,
-    LossIntake,
-    LossReduction,
     NormsIntake,
     PerSampleGradients,
+    RecordedBatch,
     StreamedClip,
     StreamedNorms,
 )
@@ -47,6 +45,7 @@ class Delivery(Receiver):
     The collector keeps it, so it must not refer to the recording.
 
     Args:
+        intakes: what the recording fills: with several losses, each backward pass fills the next one.
         complain: takes refusals in place of raising them; sums are added to `p.grad` all the same.
         row_check: compares a row of what is delivered; it holds nodes of the graph, and is not kept.
         recorded: the recorded parameters. A gradient of one that arrives by itself came from a use that was not seen.
@@ -55,7 +54,7 @@ class Delivery(Receiver):
 
     def __init__(
         self,
-        intake: AnyIntake,
+        intakes: Sequence[Intake],
         processes: Processes,
         options: Options,
         complain: Complain | None,
@@ -63,18 +62,59 @@ class Delivery(Receiver):
         recorded: Mapping[str, Tensor],
         ended: Callable[[], None],
     ) -> None:
-        self.complain, self.is_early, self.takes_stacks = complain, intake.is_early, not options.keep_grad
-        self._intake, self._processes, self._keep_grad = intake, processes, options.keep_grad
+        self.complain, self.is_early, self.takes_stacks = complain, intakes[0].is_early, not options.keep_grad
+        self._intakes, self._processes, self._keep_grad = intakes, processes, options.keep_grad
+        self._losses, self._has_positions = options.losses, options.positions is not None
+        self._passes = 0  # that have ended
         self._row_check = ref(row_check)
         self._first_loss = FirstLoss(options.loss_reduction) if options.coupled else None
         self.unrecorded, self._ended = UnrecordedGradients(recorded), ended
         self._is_waiting = False
         self._has_ended = False
 
+    @property
+    def _intake(self) -> Intake:
+        """What the running backward pass fills."""
+        if self._losses is None:
+            return self._intakes[0]
+        if self._passes >= len(self._intakes):
+            raise PerSampleError(
+                f"A recording with losses={list(self._losses)} has had a backward pass for each of them, and another "
+                "one has begun. Name all losses, or add them up before backward()."
+            )
+        return self._intakes[self._passes]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a backward pass that has ended was the last one."""
+        return self._intakes[0].is_complete if self._losses is None else self._passes >= len(self._intakes)
+
+    def grow(self, batch_size: int) -> None:
+        """Add samples to the batch: a forward pass has got another part of it."""
+        if self._losses is not None and self._passes:
+            raise PerSampleError(
+                "This forward pass gets another part of the batch than the last one, after a backward pass of one of "
+                "the losses: pass samples= with the tensor that has one row for each sample."
+            )
+        for intake in self._intakes:
+            intake.grow(batch_size)
+
+    def run_backward(self, run: Callable[..., None], anchor: Tensor, factor_bytes: int) -> None:
+        """Run a call of `loss.backward()`; before it, if there are two passes, one that reaches the weights only.
+
+        Args:
+            run: runs the call, with other values of the arguments that it is given by name.
+            anchor: what the pass for the weights is for.
+            factor_bytes: what the terms of the pass would keep.
+        """
+        if self._intakes[0].needs_two_passes(factor_bytes):
+            run(retain_graph=True, inputs=[anchor])
+        run()
+
     @in_full_precision
     def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
         self._note_row([parameter], terms)
-        for group in group_by_rows(terms) if self._intake.has_positions else [terms]:
+        for group in group_by_rows(terms) if self._has_positions else [terms]:
             term = add_terms(group)
             self._call(self._intake.receive, parameter, term)
             if self._keep_grad and not self._intake.is_first_of_two:
@@ -103,10 +143,11 @@ class Delivery(Receiver):
             self._call(self._intake.note_loss, found, reaches_weights)
 
     def note_outside(self, tensor: Tensor) -> None:
-        self._intake.note_outside(tensor)
+        if self._intakes[0].keeps_rows:
+            self._intakes[0].notes.outside.add(tensor)
 
     def note_tried(self, func: Callable[..., Any], place: str) -> None:
-        self._intake.notes.tried.add(func, place)
+        self._intakes[0].notes.tried.add(func, place)
 
     @in_full_precision
     def finish(self) -> None:
@@ -133,7 +174,7 @@ class Delivery(Receiver):
     def _end(self) -> None:
         has_ended, self._has_ended = self._has_ended, False
         if has_ended:
-            self._intake.end_pass()
+            self._passes += 1
             self._ended()
 
     def _call(self, function: Callable[..., None], *args: Any) -> None:
@@ -149,8 +190,7 @@ class Wiring:
 
     Attributes:
         model: the model, which is freed with its last name also while it is watched.
-        recorded: the recorded parameters by name.
-        intake: the part of the gradients that the recording fills.
+        batch: the recorded parameters, and the rows of the batch.
         outside: decides about tensors from outside.
         is_alone: whether this process has the whole batch.
         is_watched: whether the calls are steps of a watched model, each with a whole batch.
@@ -159,8 +199,7 @@ class Wiring:
     options: Options
     model: ref[nn.Module]
     processes: Processes
-    recorded: Mapping[str, Tensor]
-    intake: AnyIntake
+    batch: RecordedBatch
     grads: Gradients
     delivery: Delivery
     row_check: RowCheck
@@ -188,10 +227,10 @@ def make_wiring(
     trainable = select_trainable(parameters)
     recorded = options.select(trainable)
     _check_parameters(trainable, trainable if options.keep_grad else recorded, is_watched)
-    (intake, grads), row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
+    (batch, intakes, grads), row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
     is_alone, is_traced = type(processes) is Processes, tracing.get_trace() is not None
     is_coupled, complain = options.coupled is not None, complain if is_alone else None
-    delivery = Delivery(intake, processes, options, complain, row_check, recorded, ended)
+    delivery = Delivery(intakes, processes, options, complain, row_check, recorded, ended)
     collector = Collector(
         trainable.values() if is_alone else map(processes.get_used, trainable.values()),
         delivery,
@@ -199,7 +238,7 @@ def make_wiring(
         # FSDP frees weights, a traced step has no values, and uses that are computed as one have no positions.
         can_retain=is_alone and not is_traced and options.positions is None,
     )
-    _watch_empty_batches(collector, intake)
+    _watch_empty_batches(collector, batch.rows)
     is_exact = isolation is not None or is_traced  # sizes decide alone, and `coupled` is no option
     outside = _make_outside(model, options, is_watched, remembers=not is_exact)
     tracker = Tracker(
@@ -214,16 +253,16 @@ def make_wiring(
         divisors=options.divisor_mode,
         modules=modules,
     )
-    parts = intake, grads, delivery, row_check, collector, outside, tracker
-    return Wiring(options, ref(model), processes, recorded, *parts, is_watched)
+    parts = batch, grads, delivery, row_check, collector, outside, tracker
+    return Wiring(options, ref(model), processes, *parts, is_watched)
 
 
-def _watch_empty_batches(collector: Collector, intake: AnyIntake) -> None:
+def _watch_empty_batches(collector: Collector, rows: BatchRows) -> None:
     """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
     found = ref(collector)  # the node of the anchor keeps the function
 
     def note(_: Any) -> None:
-        if not intake.rows.batch_size and (own := found()) is not None:
+        if not rows.batch_size and (own := found()) is not None:
             own.note_pass()
 
     collector.anchor_node.register_prehook(note)
@@ -242,29 +281,23 @@ def _check_parameters(trainable: Mapping[str, Tensor], used: Mapping[str, Tensor
 
 def _make_gradients(
     options: Options, recorded: Mapping[str, Tensor], processes: Processes
-) -> tuple[AnyIntake, Gradients]:
+) -> tuple[RecordedBatch, Sequence[Intake], Gradients]:
     """What the recording fills, and the gradients that the user asks."""
     if options.positions is not None and type(processes) is not Processes:
         raise PerSampleError("positions is not available under several processes.")
-    rows, notes = BatchRows(recorded.values(), processes, options.unit_options), ForwardNotes()
-
-    def make_reduction() -> LossReduction:
-        return LossReduction(options.loss_reduction, options.divisor_mode == "own")
-
-    def make_kept() -> KeptTerms:
-        return KeptTerms(recorded, make_reduction(), rows, options.nonfinite, notes, options.positions)
-
+    rows, owns_divisor = BatchRows(recorded.values(), processes, options.unit_options), options.divisor_mode == "own"
+    batch = RecordedBatch(recorded, rows, options.loss_reduction, owns_divisor, options.nonfinite)
     if options.bound is not None:
-        clip = ClipIntake(recorded, make_reduction(), rows, options.bound, options.nonfinite)
-        return clip, StreamedClip(clip)
+        clip = ClipIntake(batch, options.bound)
+        return batch, [clip], StreamedClip(clip)
     if options.keep == "norms":
-        norms = NormsIntake(recorded, make_reduction(), rows, options.nonfinite)
-        return norms, StreamedNorms(norms)
+        norms = NormsIntake(batch)
+        return batch, [norms], StreamedNorms(norms)
     if options.losses is not None:
-        losses = LossIntake(options.losses, make_kept)
-        return losses, LossGradients(losses)
-    kept = make_kept()
-    return kept, PerSampleGradients(kept)
+        several = [KeptTerms(batch, options.positions) for _ in options.losses]
+        return batch, several, LossGradients(options.losses, several)
+    kept = KeptTerms(batch, options.positions)
+    return batch, [kept], PerSampleGradients(kept)
 
 
 def _make_outside(model: nn.Module, options: Options, is_watched: bool, remembers: bool) -> OutsideTensors:

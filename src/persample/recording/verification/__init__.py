@@ -7,7 +7,6 @@ declarations. It takes two forward passes of one sample, in the first recording 
 from persample.recording.verification.one_pass import (
     Verification,
     describe_environment,
-    make_verification,
     start_verification,
 )
 from persample.recording.verification.rows import RowCheck

@@ -30,12 +30,11 @@ class Comparison:
     is accepted, and after a larger one further passes decide.
     """
 
-    def __init__(self, verification: Verification, runs: Runs, parts: list[Part]) -> None:
-        self.verification, self.runs, self.parts = verification, runs, parts
-        self.batch = verification.batch
-        self._calls = verification.calls
+    def __init__(self, verification: Verification, runs: Runs, parts: list[Part], outputs: int, has_row: bool) -> None:
+        self.verification, self.runs, self.parts, self._outputs = verification, runs, parts, outputs
+        self.batch, self._calls = verification.tracker.batch, verification.calls
         self._needs_copies = False  # a sample alone raises
-        self._row_sample = None if runs.is_random or not verification.has_row else verification.row_sample
+        self._row_sample = verification.row_sample if has_row and not runs.is_random else None
         self.row: dict[int, Tensor] = {}  # the outputs of that sample alone, with their graph
         self.row_inputs: list[Tensor] = []  # the leaves of that graph that are no parameters
 
@@ -110,7 +109,7 @@ class Comparison:
         raise SamplesMixed(
             f"An output of the model that should be a sum over the samples is none: it is {totals[0]:.6g} for the "
             f"batch, and {totals[1]:.6g} and {totals[2]:.6g} for two batches with half of the samples twice. "
-            f"{self.verification.advice} The option verify=False turns this check off."
+            f"{self.verification.tracker.advice} The option verify=False turns this check off."
         )
 
     def _is_finite(self) -> bool:
@@ -154,7 +153,7 @@ class Comparison:
                 raise NotVerified(f"sample {sample} alone raises {shorten(error)}") from error
             self._needs_copies = True
             return copies
-        if len(outputs) != self.verification.outputs:
+        if len(outputs) != self._outputs:
             return None
         with _torch.DisableTorchFunction():
             return find_difference(self.parts, outputs, sample, self.batch, crop=self.verification.checks_places)
@@ -280,7 +279,7 @@ class Comparison:
             f"The output of sample {sample} depends on its place in the batch: a tensor of shape {found.shape} in the "
             f"output of the model differs by up to {found.absolute:.3g} if each sample takes the place of the one "
             "before it. In private training a sample's number in the batch must not influence its result. "
-            f"{self.verification.advice} The option verify=False turns this check off."
+            f"{self.verification.tracker.advice} The option verify=False turns this check off."
         )
 
     def _refuse(self, sample: int, found: Difference, cause: str, call: Call | None = None) -> NoReturn:
@@ -292,7 +291,7 @@ class Comparison:
         raise SamplesMixed(
             f"The output of a sample {cause}: a tensor of shape {found.shape} in the output of the model differs by up "
             f"to {found.absolute:.3g} between sample {sample} in its batch of {self.batch} and {other} "
-            f"(relative to the size of its entries: {found.relative:.2g}).{where} {self.verification.advice} "
+            f"(relative to the size of its entries: {found.relative:.2g}).{where} {self.verification.tracker.advice} "
             "The option verify=False turns this check off."
         )
 

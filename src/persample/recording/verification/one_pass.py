@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from random import SystemRandom
 from typing import Any
@@ -47,73 +47,63 @@ class Verification:
 
     Args:
         model: the model that is about to run.
-        arguments: its arguments.
         tracker: knows where the samples lie in the arguments and, after the forward pass, in the outputs.
-        make_note: called at the end of the pass; makes the function that is called with what was found, unless memory
-            ran out or the batch tells nothing about others.
+        environment: what the pass depends on besides its path.
         is_random: whether the pass draws random numbers, if it has already run: passes in its environment were verified
-            before, and it may do something new.
-        draws_samples: whether the samples to run alone are drawn, in place of the first and the last.
+            before, and it may do something new. Extra passes start from the state after it. If it was another one
+            before, a second run of the batch gives other outputs.
 
     Attributes:
-        has_row: whether a row of the gradients can be compared after the backward pass.
-        row: what is needed for that, after `finish`; `no_row` says why it is missing.
+        row: what is needed to compare a row after the backward pass, after `finish`; `no_row` says why it is missing.
         is_telling: False if the outputs are not finite or, in private training, if all samples are equal.
+
+    Raises:
+        NotVerified: the pass cannot be verified.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        arguments: Arguments,
+        options: Options,
         tracker: Tracker,
-        make_note: Callable[[], Callable[[str], None]],
+        arguments: Arguments,
+        environment: Hashable,
         is_random: bool | None = None,
-        draws_samples: bool = False,
     ) -> None:
-        self.model = model
-        self._tracker, self._make_note, self._is_random = tracker, make_note, is_random
+        if options.verify is None:
+            check_unnoticed_by_modes()
+            check_unnoticed_by_hooks(model)
+        self.model, self.tracker, self._options = model, tracker, options
+        self._environment, self._is_random = environment, is_random
         try:  # copies: the forward pass may change its containers and objects
-            self.calls = SampleCalls(arguments.copy(), self.batch, tracker.find_layout)
+            self.calls = SampleCalls(arguments.copy(), tracker.batch, tracker.find_layout)
         except CannotCopy as error:
             raise NotVerified(f"among the arguments, {error}") from error
-        self.outputs = 0  # how many tensors the forward pass returned
-        self.is_telling = True
-        self.has_row = True
+        self.is_telling, self.no_row = True, ""
         self.row: VerifiedCall | None = None
-        self.no_row = ""
-        self.samples: dict[int, Call] = {}
-        self.draws_samples = draws_samples
-        self._numbers = [0, self.batch - 1, *range(0, self.batch, -(-self.batch // _MAX_SAMPLES))]  # to run alone
-        if draws_samples:
-            self._numbers = SystemRandom().sample(range(self.batch), min(self.batch, 2 + _MAX_SAMPLES))
+        self.samples: dict[int, Call] = {}  # that are run alone
+        batch, self.draws_samples = tracker.batch, options.verifies_again
+        self._numbers = [0, batch - 1, *range(0, batch, -(-batch // _MAX_SAMPLES))]
+        if self.draws_samples:
+            self._numbers = SystemRandom().sample(range(batch), min(batch, 2 + _MAX_SAMPLES))
         self._add_samples(self._numbers[:2])
         try:
-            self.before = ModuleState(model)
+            self._before = ModuleState(model)
         except Exception as error:
             raise NotVerified(f"the state of the model cannot be copied: {shorten(error)}") from error
-        if self.before.handle is not None:
-            raise NotVerified(f"the model holds an object of type {self.before.handle}, which cannot be restored")
-        self.random_before = RngState(self.before.generators)
-
-    @property
-    def batch(self) -> int:
-        """The number of samples."""
-        return self._tracker.batch
+        if self._before.handle is not None:
+            raise NotVerified(f"the model holds an object of type {self._before.handle}, which cannot be restored")
+        self._random_before = RngState(self._before.generators)
 
     @property
     def checks_places(self) -> bool:
         """Whether a sample's number in the batch must not count."""
-        return self._tracker.isolation is not None
+        return self.tracker.isolation is not None
 
     @property
     def row_sample(self) -> int:
         """The sample whose row is compared."""
         return list(self.samples)[0 if self.draws_samples else -1]
-
-    @property
-    def advice(self) -> str:
-        """What to do about samples that are mixed."""
-        return self._tracker.advice
 
     def _add_samples(self, numbers: Iterable[int]) -> None:
         """Take these samples from the arguments, to run them alone."""
@@ -124,11 +114,11 @@ class Verification:
                 raise NotVerified("the arguments cannot be cut into samples")
             self.samples.setdefault(n, call)
 
-    def finish(self, output: Any, options: Options) -> str:
-        """Run samples alone, compare their outputs, and leave the model as it was.
+    def finish(self, output: Any, has_row: bool) -> str:
+        """Run samples alone, compare their outputs, and leave the model as it was; returns what was found, in words.
 
-        Returns:
-            What was found, in words.
+        Args:
+            has_row: whether a row of the gradients can be compared after the backward pass.
 
         Raises:
             SamplesMixed: the output of a sample alone differs from its part of the output of the batch.
@@ -136,25 +126,27 @@ class Verification:
         try:
             with _torch.DisableTorchFunction():
                 parts = self._find_parts(output)
-                if not parts and not self._find_sums(output):
+                sums = {} if parts else self._find_sums(output)
+                if not parts and not sums:
                     raise NotVerified("no output has a part for each sample, or is a sum over them")
                 # Each sample may take another branch.
-                if self._tracker.path.has_read_samples and not self.calls.has_changed:
+                if self.tracker.path.has_read_samples and not self.calls.has_changed:
                     self._add_samples(self._numbers[2:])
-            with open_extra_passes(self.model, (self.before, self.random_before), bool(self._is_random)) as runs:
-                comparison = Comparison(self, runs, parts)
-                status = comparison.run() if parts else comparison.compare_sums(self._find_sums(output))
+            before = self._before, self._random_before
+            with open_extra_passes(self.model, before, bool(self._is_random)) as runs:
+                comparison = Comparison(self, runs, parts, len(list(iterate_tensors(output))), has_row)
+                status = comparison.run() if parts else comparison.compare_sums(sums)
                 self._keep_row(comparison, output, runs)
         except NotVerified as reason:
-            status = describe(reason, options, is_late=self._is_random is not None)
+            status = describe(reason, self._options, is_late=self._is_random is not None)
         except torch.OutOfMemoryError:
             return "not verified: out of memory"  # not remembered
         if self.is_telling:
-            note = self._make_note()
+            note = partial(self.tracker.path.make_note(self._environment), status)
             if self.row is None:
-                note(status)
+                note()
             else:
-                self.row.remember = partial(note, status)
+                self.row.remember = note
         return status
 
     def _keep_row(self, comparison: Comparison, output: Any, runs: Runs) -> None:
@@ -173,25 +165,24 @@ class Verification:
         given = iterate_tensors(self.calls.whole)
         self.row = VerifiedCall(
             sample=sample,
-            batch=self.batch,
+            batch=self.tracker.batch,
             outputs=make_outputs(found),
             arguments=[tensor for tensor in given if tensor.requires_grad],
             call=self.samples[sample],
             inputs=comparison.row_inputs,
             model=ref(self.model),
             ambiguity=self.calls.find_undivided(),
-            advice=self.advice,
+            advice=self.tracker.advice,
             rounding=runs.rounding,
         )
 
     def _find_parts(self, output: Any) -> list[Part]:
         """The outputs in which the samples lie in known places."""
         parts = []
-        self.outputs = sum(1 for _ in iterate_tensors(output))
         for position, tensor in enumerate(iterate_tensors(output)):
             if tensor.dim() and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
                 try:
-                    layout = self._tracker.find_layout(tensor)
+                    layout = self.tracker.find_layout(tensor)
                 except PerSampleError:  # refused when it is used
                     continue
                 if isinstance(layout, Layout):
@@ -202,7 +193,7 @@ class Verification:
         """The outputs that are sums or means over the samples, such as a loss, by position."""
         found = {}
         for position, tensor in enumerate(iterate_tensors(output)):
-            where = self._tracker.find_layout(tensor)
+            where = self.tracker.find_layout(tensor)
             if isinstance(where, Reduced) and where.is_clear and tensor.numel() == 1:
                 found[position] = tensor.detach()
         return found
@@ -242,30 +233,10 @@ def start_verification(
     except NotVerified as reason:
         return describe(reason, options)
     try:
-        return make_verification(model, options, tracker, arguments, environment)
+        return Verification(model, options, tracker, arguments, environment)
     except NotVerified as reason:
         known[environment] = describe(reason, options)
         return known[environment]
-
-
-def make_verification(
-    model: nn.Module,
-    options: Options,
-    tracker: Tracker,
-    arguments: Arguments,
-    environment: Hashable,
-    is_random: bool | None = None,
-) -> Verification:
-    """Prepare the verification of a forward pass, or raise `NotVerified`.
-
-    With `is_random`, the pass has just run, and may do something else than the first one in its environment. Extra
-    passes start from the state after it. If it was another one before, a second run of the batch gives other outputs.
-    """
-    if options.verify is None:
-        check_unnoticed_by_modes()
-        check_unnoticed_by_hooks(model)
-    make_note = partial(tracker.path.make_note, environment)
-    return Verification(model, arguments, tracker, make_note, is_random, options.verifies_again)
 
 
 def _is_due(status: str, environment: Hashable, options: Options, tracker: Tracker) -> bool:

@@ -8,7 +8,8 @@ parameter, added up over the calls, must be the row that was recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
@@ -33,10 +34,6 @@ Row = dict[str, Tensor]
 
 # More nodes between a loss and the outputs of a model are not looked at.
 _MOST_NODES = 20_000
-
-
-def _do_nothing() -> None:
-    pass
 
 
 @dataclass
@@ -82,13 +79,8 @@ class VerifiedCall:
     ambiguity: str
     advice: str
     rounding: float
-    remember: Callable[[], None] = _do_nothing
+    remember: Callable[[], None] | None = None
     handles: list[Any] = field(default_factory=list)
-
-    def watch_gradients(self, check: ref[RowCheck]) -> None:
-        """Keep the sample's rows of the gradients that arrive at the outputs in the backward pass of a check."""
-        for (node, number), output in self.outputs.items():
-            self.handles.append(node.register_prehook(_keep(output, number, self.sample, self.batch, check)))
 
     def pull_back(self, parameters: Mapping[str, Tensor], alone: Mapping[int, Tensor], inputs: Sequence[Tensor]) -> Row:
         """The gradients of the parameters from the sample's rows of the outputs' gradients.
@@ -98,10 +90,8 @@ class VerifiedCall:
         tensors, gradients, handles = [], [], []
         for output in self.outputs.values():
             if output.gradient is not None:
-                tensor = alone[output.position]
-                gradient = output.gradient.to(tensor.dtype).reshape(tensor.shape)
-                tensors.append(tensor)
-                gradients.append(gradient)
+                tensors.append(tensor := alone[output.position])
+                gradients.append(gradient := output.gradient.to(tensor.dtype).reshape(tensor.shape))
                 if output.is_inner:
                     handles.append(tensor.register_hook(lambda _, own=gradient: own))
         try:
@@ -141,14 +131,17 @@ class RowCheck:
         self._has_other_rows = False  # whether there are terms of other numbers of samples than a call has
 
     def add(self, call: VerifiedCall) -> None:
-        """Add a call that was verified."""
-        call.watch_gradients(ref(self))
+        """Add a call that was verified, and keep the sample's rows of the gradients that arrive at its outputs."""
+        for (node, number), output in call.outputs.items():
+            keep = _keep(output, number, call.sample, call.batch, ref(self))
+            call.handles.append(node.register_prehook(keep))
         self.calls.append(call)
 
     def end(self) -> None:
         """Remember that the calls were verified, and forget them: their row was compared, or cannot be compared."""
         for call in self.calls:
-            call.remember()
+            if call.remember is not None:
+                call.remember()
         self.forget()
 
     def forget(self) -> None:
@@ -208,10 +201,10 @@ class RowCheck:
             raise NotVerified("the calls of the model have parts of the batch")
         if not calls:
             raise NotVerified("no gradient has reached the outputs of the model")
-        expected = _add(map(self._pull_back, calls))
-        name, relative = self._find_difference(expected, calls)
-        if name is not None and not self._is_rounding(name, expected, relative, calls):
-            self._refuse(name, expected, relative)
+        pairs = self._pair(_add(map(self._pull_back, calls)))
+        differing = self._find_differing(pairs, max(call.rounding for call in calls))
+        if differing and (name := self._find_mixed(pairs, differing, calls)) is not None:
+            self._refuse(name, *pairs[name], differing[name])
         return f"row {calls[0].sample} is the gradient of the sample alone"
 
     def _pull_back(self, call: VerifiedCall, precisely: bool = False) -> Row:
@@ -222,7 +215,8 @@ class RowCheck:
             with open_extra_passes(model) as runs:
                 if precisely:
                     outputs, weights = runs.run_in_double(call.call)
-                    return call.pull_back(weights, outputs, runs.inputs)
+                    wide = {name: weights.get(id(p), p) for name, p in self.parameters.items()}
+                    return call.pull_back(wide, outputs, runs.inputs)
                 return call.pull_back(
                     self.parameters, {o.position: o.alone for o in call.outputs.values()}, call.inputs
                 )
@@ -231,54 +225,65 @@ class RowCheck:
         except Exception as error:
             raise NotVerified(f"the backward pass of sample {call.sample} alone raises {shorten(error)}") from error
 
-    def _find_difference(self, expected: Row, calls: list[VerifiedCall]) -> tuple[str | None, float]:
-        """The parameter whose row differs most, relative to the row, and by how much; None if all agree."""
-        rounding = max(call.rounding for call in calls)
-        largest = max(
-            (float(g.abs().max()) for g in (*expected.values(), *self._row.values()) if g.numel()), default=0.0
-        )
-        negligible = max(100 * rounding, rounding**0.75) * largest  # a layer may enlarge rounding errors
-        worst: tuple[str | None, float] = None, rounding**0.5 / 4
-        for name, own, other in self._pairs(expected):
-            scale = float(torch.maximum(own.abs().max(), other.abs().max()))
-            difference = float((own - other).abs().max())
-            if not own.isfinite().all() or not other.isfinite().all():
-                raise NotVerified("gradients are not finite")
-            if difference > negligible and difference > worst[1] * scale:
-                worst = name, difference / scale
-        return worst
-
-    def _pairs(self, expected: Row) -> Iterator[tuple[str, Tensor, Tensor]]:
+    def _pair(self, expected: Row) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name: the row that was recorded, and that of the sample alone."""
+        found = {}
         for name, parameter in self.parameters.items():
-            own, other = self._row.get(name), expected.get(name)
-            if parameter.numel() and (own is not None or other is not None):
+            if parameter.numel() and (name in self._row or name in expected):
                 zero = to_double(parameter.new_zeros(())).expand(parameter.shape)
-                yield name, zero if own is None else own, zero if other is None else other
+                found[name] = self._row.get(name, zero), expected.get(name, zero)
+        return found
 
-    def _is_rounding(self, name: str, expected: Row, relative: float, calls: list[VerifiedCall]) -> bool:
-        """Whether the row of the sample alone differs as much from that in float64."""
+    def _find_differing(self, pairs: Mapping[str, tuple[Tensor, Tensor]], rounding: float) -> dict[str, float]:
+        """By name: the differences of rows, relative to their scale, that may be more than rounding; largest first."""
+        largest = max((_find_largest(row) for pair in pairs.values() for row in pair), default=0.0)
+        negligible = max(100 * rounding, rounding**0.75) * largest  # a layer may enlarge rounding errors
+        found = {}
+        for name, (own, alone) in pairs.items():
+            scale, difference = max(_find_largest(own), _find_largest(alone)), _find_largest(own - alone)
+            if not math.isfinite(difference):
+                raise NotVerified("gradients are not finite")
+            if difference > negligible and difference > rounding**0.5 / 4 * scale:
+                found[name] = difference / scale
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def _find_mixed(
+        self, pairs: Mapping[str, tuple[Tensor, Tensor]], differing: Mapping[str, float], calls: Sequence[VerifiedCall]
+    ) -> str | None:
+        """The parameter whose row differs by more than that of the sample alone differs from the row in float64.
+
+        Small differences count for the largest one only: the row of the sample alone may be right by chance.
+        """
         for call in calls:
             if call.ambiguity:
                 raise NotVerified(call.ambiguity)
+        loose = max(call.rounding for call in calls) ** 0.25
         try:
             precise = _add(self._pull_back(call, precisely=True) for call in calls)
         except NotVerified:  # the model computes in one dtype only
-            return relative <= max(call.rounding for call in calls) ** 0.25
-        (_, own, alone), exact = next(p for p in self._pairs(expected) if p[0] == name), precise.get(name)
-        noise = alone if exact is None else alone - exact
-        return float((own - alone).abs().max()) <= 10 * float(noise.abs().max())
+            return next((name for name, relative in differing.items() if relative > loose), None)
+        for place, (name, relative) in enumerate(differing.items()):
+            own, alone = pairs[name]
+            noise = alone - precise[name] if name in precise else alone
+            if (place == 0 or relative > loose) and _find_largest(own - alone) > 10 * _find_largest(noise):
+                return name
+        return None
 
-    def _refuse(self, name: str, expected: Row, relative: float) -> None:
+    def _refuse(self, name: str, own: Tensor, alone: Tensor, relative: float) -> None:
         call = self.calls[0]
-        own, alone = next((a, b) for other, a, b in self._pairs(expected) if other == name)
         raise SamplesMixed(
             f"The gradient of a sample depends on the other samples, although its outputs do not: the row of sample "
             f"{call.sample} for '{name}', in its batch of {call.batch}, differs by up to "
-            f"{float((own - alone).abs().max()):.3g} from the gradient of the same sample alone (relative to the size "
+            f"{_find_largest(own - alone):.3g} from the gradient of the same sample alone (relative to the size "
             f"of its entries: {relative:.2g}). The cause may be samples that meet behind a factor that is zero, the "
             "backward of a custom autograd.Function, a hook on a gradient, or a rule of your own. "
             f"{call.advice} The option verify=False turns this check off."
         )
+
+
+def _find_largest(row: Tensor) -> float:
+    """The largest entry, in absolute value."""
+    return float(row.abs().max())
 
 
 def _add(rows: Iterable[Row]) -> Row:

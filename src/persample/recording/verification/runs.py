@@ -111,13 +111,13 @@ class Runs:
                 raise
         return self._run(call, None)
 
-    def run_in_double(self, call: Call) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-        """The same in float64, and the parameters of that run by name."""
+    def run_in_double(self, call: Call) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The same in float64, and what took the place of parameters and buffers in that run, by their ids."""
         self.convert = to_double
         try:
-            weights = self._convert_weights()
+            named, weights = self._name_tensors(), self._convert_weights()
             with self._save_state():
-                return self._run(call, None, weights), weights
+                return self._run(call, None, weights), {id(named[name]): wide for name, wide in weights.items()}
         finally:
             self.convert = None
 
@@ -181,10 +181,13 @@ class Runs:
     def _convert_weights(self) -> dict[str, Tensor]:
         """The parameters and buffers that have another dtype in these runs, in that dtype."""
         assert self.convert is not None
-        named = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
+        named = self._name_tensors()
         wide = {name: self.convert(tensor.detach()) for name, tensor in named.items()}
         changed = [name for name in named if wide[name].dtype != named[name].dtype]
         return {name: wide[name].requires_grad_(named[name].requires_grad) for name in changed}
+
+    def _name_tensors(self) -> dict[str, Tensor]:
+        return {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
 
     def _turn_off_dropout(self, stack: ExitStack) -> None:
         stack.enter_context(torch.no_grad())
