@@ -6,8 +6,9 @@ import io
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from mmap import mmap
 from socket import socket
 from threading import Lock, RLock
@@ -76,6 +77,7 @@ class ModuleState:
     not parameters. Variables of functions and of files of code are not part of it.
 
     Attributes:
+        parameters: the plain parameters; `tensors` has all other tensors, too.
         generators: the random number generators of torch, Python and numpy among them, for an `RngState`.
         handle: the name of a type that cannot be restored, such as an open file, if there is an object of one.
 
@@ -93,10 +95,8 @@ class ModuleState:
         self.parameters = list(filter(_is_plain, model.parameters()))
         self.generators: list[Any] = []
         self.handle: str | None = None
-        self._values: list[tuple[Tensor, Tensor]] = []
-        self._arrays: list[tuple[Any, Any]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._slots: list[tuple[Any, dict[str, Any]]] = []
+        self.tensors: list[Tensor] = [*self.parameters]  # and all other tensors of the model
+        self._undo: list[Callable[[], None]] = []
         numpy: Any = sys.modules.get("numpy")
         self._array_type: Any = numpy.ndarray if numpy else ()
         modules = list(model.modules())
@@ -106,28 +106,15 @@ class ModuleState:
                 self._add_container(vars(holder))
         self._seen.clear()
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The parameters, and all other tensors of the model."""
-        return [*self.parameters, *(tensor for tensor, _ in self._values)]
-
     def restore(self) -> None:
         """Give the model this state again, except for `generators`. What has not changed is not touched."""
-        for container, content in self._containers:
-            _restore_container(container, content)
-        for value, slots in self._slots:
-            _restore_slots(value, slots)
-        for tensor, value in self._values:
-            if not torch.equal(tensor, value):
-                tensor.data.copy_(value)  # `data`: autograd must not count it as a change
-        for array, content in self._arrays:
-            if array.tobytes() != content.tobytes():
-                array[...] = content
+        for undo in self._undo:
+            undo()
 
     def _add_container(self, container: Any) -> None:
         kind = next(kind for kind in _CONTAINERS if isinstance(container, kind))
         content = kind(container)  # not copy(), which a subclass may define in another way
-        self._containers.append((container, content))
+        self._undo.append(partial(_restore_container, container, content))
         if len(content) <= _MOST_ELEMENTS:
             self._add_all(content.values() if kind is dict else content)
 
@@ -142,11 +129,13 @@ class ModuleState:
         self._seen.add(id(value))
         if isinstance(value, Tensor):
             if _is_plain(value):
-                self._values.append((value, value.detach().clone() if self._keeps_values else value))
+                self.tensors.append(value)
+                if self._keeps_values:
+                    self._undo.append(partial(_restore_tensor, value, value.detach().clone()))
                 self._add_container(vars(value))
         elif isinstance(value, self._array_type):
             if self._keeps_values and value.flags.writeable:
-                self._arrays.append((value, value.copy()))
+                self._undo.append(partial(_restore_array, value, value.copy()))
             if value.dtype == object and value.size <= _MOST_ELEMENTS:
                 self._add_all(value.flat)
         elif is_generator(value):
@@ -167,7 +156,7 @@ class ModuleState:
             self._add_container(vars(value))
         if slots := list_slots(type(value)):
             content = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            self._slots.append((value, content))
+            self._undo.append(partial(_restore_slots, value, content))
             self._add_all(content.values())
 
 
@@ -184,6 +173,16 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor has memory that can be read, compared and written."""
     is_dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta
     return type(tensor) in (Tensor, nn.Parameter) and is_dense and not tensor.is_inference()
+
+
+def _restore_tensor(tensor: Tensor, value: Tensor) -> None:
+    if not torch.equal(tensor, value):
+        tensor.data.copy_(value)  # `data`: autograd must not count it as a change
+
+
+def _restore_array(array: Any, content: Any) -> None:
+    if array.tobytes() != content.tobytes():
+        array[...] = content
 
 
 def _restore_container(container: Any, content: Any) -> None:

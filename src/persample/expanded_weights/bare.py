@@ -12,13 +12,13 @@ from torch import Tensor
 from persample._internal.recurrent import name_arguments
 from persample._internal.tree import find_tensors, map_tensors
 from persample.backward import Collector
-from persample.expanded_weights.delivery import to_grad_sample
 from persample.expanded_weights.helpers import (
     LAYOUT_OPTIONS,
     check_call,
     expanded_weights_in,
     is_batch_first,
     original,
+    to_grad_sample,
     unpack_expanded_weight_or_tensor,
 )
 from persample.expanded_weights.tensor import ExpandedWeight

@@ -16,8 +16,7 @@ from persample._internal.tree import iterate_tensors
 from persample.backward import Collector
 from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound, WrongBatchSize
 from persample.errors import PerSampleError
-from persample.expanded_weights.delivery import to_grad_sample
-from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error
+from persample.expanded_weights.helpers import LAYOUT_OPTIONS, batch_size_error, to_grad_sample
 from persample.forward import Tracker, guard_output, make_advice
 
 _ADVICE = make_advice(LAYOUT_OPTIONS)

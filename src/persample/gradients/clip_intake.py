@@ -196,8 +196,7 @@ class ClipIntake(Streamed):
             norms = joined.compute_norms()
         elif is_late and self.nonfinite == "raise":
             host.require(is_finite.all(), NOT_FINITE)
-        # The norm of a row is `scale` times as large, and so is the row.
-        weights = norms.reciprocal_().mul_(self.max_norm).clamp_(max=self.scale)
+        weights = compute_clip_factors(norms, self.max_norm, scale=self.scale)
         self._clipped = joined.sum(weights)
         self._weights, self._joined = {}, joined
         return True
@@ -257,19 +256,16 @@ class ClipIntake(Streamed):
 
     def _compute_weights(self) -> dict[str, Tensor]:
         """By name: what each row is multiplied by, with 0 for a row that is not finite."""
-        squares, stabiliser = self.squares, self._bound.stabiliser
+        squares, stabiliser, scale = self.squares, self._bound.stabiliser, self.scale
         if isinstance(self.max_norm, Mapping):
-            parts = squares.compute_part_norms(self._find_least(squares))
-            return {
-                name: compute_clip_factors(norms * self.scale, self.max_norm[name], stabiliser) * self.scale
-                for name, norms in parts.items()
-            }
+            parts = squares.compute_part_norms(self._find_least(squares)).items()
+            return {n: compute_clip_factors(norms, self.max_norm[n], stabiliser, scale) for n, norms in parts}
         if not squares.names:
             return {}
         if stabiliser is None:
-            return dict.fromkeys(squares.names, squares.compute_clip_weights(self.max_norm, self.scale))
-        norms = squares.compute_norms() * self.scale
-        return dict.fromkeys(squares.names, compute_clip_factors(norms, self.max_norm, stabiliser) * self.scale)
+            return dict.fromkeys(squares.names, squares.compute_clip_weights(self.max_norm, scale))
+        weights = compute_clip_factors(squares.compute_norms(), self.max_norm, stabiliser, scale)
+        return dict.fromkeys(squares.names, weights)
 
     def _add_clipped(self, stack: Stack | JoinedRows, weights: Mapping[str, Tensor]) -> None:
         """Compute the clipped sums of the parameters of a stack."""

@@ -41,8 +41,8 @@ def check_max_norm(max_norm: float) -> None:
         )
 
 
-def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | None = None) -> Tensor:
-    """The factor for each row that makes its norm at most `max_norm`; 1 if it is small enough.
+def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | None = None, scale: float = 1.0) -> Tensor:
+    """The factor for each row that makes its norm at most `max_norm`, after the row was multiplied by `scale`.
 
     With a stabiliser (automatic clipping) every row is scaled, by `max_norm / (norm + stabiliser)`.
 
@@ -51,10 +51,16 @@ def compute_clip_factors(norms: Tensor, max_norm: float, stabiliser: float | Non
     >>> compute_clip_factors(torch.tensor([0.5, 4.0]), 1.0, stabiliser=0.5)
     tensor([1.0000, 0.2222])
     """
+    if stabiliser is None:
+        return bound_inverse_norms(norms.reciprocal(), max_norm, scale)
     check_max_norm(max_norm)
-    if stabiliser is not None:
-        return max_norm / (norms + stabiliser)
-    return (max_norm / norms.clamp(min=torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+    return max_norm * scale / (norms * scale + stabiliser)
+
+
+def bound_inverse_norms(inverse: Tensor, max_norm: float, scale: float) -> Tensor:
+    """The same factors from the inverse norms, which are overwritten."""
+    check_max_norm(max_norm)
+    return inverse.mul_(max_norm).clamp_(max=scale)
 
 
 def add_weighted_rows(term: Term, weights: Tensor, exact: Collection[int]) -> Tensor:

@@ -14,7 +14,7 @@ from persample import _torch
 from persample._internal import host
 from persample._internal.precision import widen
 from persample.errors import PerSampleError
-from persample.gradients.clipping import check_max_norm
+from persample.gradients.clipping import bound_inverse_norms
 from persample.gradients.joined import JoinedRows
 from persample.gradients.stack import Stack
 from persample.terms import Dense, Outer, Patches, Term, add_lost_squares, compute_row_norms
@@ -155,9 +155,8 @@ class SquaredNorms:
 
     def compute_clip_weights(self, max_norm: float, scale: float) -> Tensor:
         """`(batch,)`: what bounds the norms of the rows by `max_norm`, after each was multiplied by `scale`."""
-        check_max_norm(max_norm)
         inverse = self.compute_norms().reciprocal_() if self._settled else self.add_up().rsqrt()
-        return inverse.mul_(max_norm).clamp_(max=scale)
+        return bound_inverse_norms(inverse, max_norm, scale)
 
     def compute_part_norms(self, least: Mapping[str, float] | None = None) -> dict[str, Tensor]:
         """`{name: (batch,)}`: the norms of each parameter's part. Decided late, where doubtful, upper bounds.
