@@ -65,7 +65,8 @@ def _run(args: Namespace) -> int:
         contents = load_contents(args, scanning, stack)
         options = {"data": contents.data, "show": contents.marker, "title": args.title, "by": args.by, "k": args.k}
         path = contents.scan.report(args.out, origin=read_origin(contents.scan), **options)
-    print(format_json({"report": str(path)}) if args.json else f"report: {path}")
+        where = contents.scan.store.locate(path)
+    print(format_json({"report": where}) if args.json else f"report: {where}")
     if contents.note:
         print(f"persample report: {contents.note}", file=sys.stderr)
     return 0

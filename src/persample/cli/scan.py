@@ -92,7 +92,9 @@ _EXIT_CODES = {
 
 def _add_arguments(parser: ArgumentParser) -> None:
     add_task_arguments(parser)
-    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the scan, new or to be resumed")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="directory or address (s3://...) of the scan, new or to be resumed"
+    )
     parser.add_argument(
         "--batch-size",
         type=parse_positive,
@@ -182,8 +184,10 @@ def _run(args: Namespace) -> int:
         if args.table:
             task.data.save_pipeline(found.directory / "pipeline.joblib")
         report = _write_report(args, found, task) if args.report else None
-    files = {"directory": found.directory, "table": found.table_path, **({"report": report} if report else {})}
-    answer = {**found.summary, "files": {name: str(path) for name, path in files.items()}}
+        found.store.synchronise()
+    paths = {"table": found.table_path, **({"report": report} if report else {})}
+    files = {"directory": found.store.address} | {name: found.store.locate(path) for name, path in paths.items()}
+    answer = {**found.summary, "files": files}
     print(format_json(answer) if args.json else "\n".join(_format_summary(found, files, task.data)))
     return 1 if found.skipped else 0
 
@@ -242,7 +246,7 @@ def _rescan(args: Namespace, scanning: Any, task: Task) -> Any:
     )
 
 
-def _format_summary(found: Any, files: dict[str, Any], data: Any) -> Iterator[str]:
+def _format_summary(found: Any, files: dict[str, str], data: Any) -> Iterator[str]:
     """The summary as text."""
     from persample.scanning import say_opinion
 

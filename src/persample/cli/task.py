@@ -120,7 +120,7 @@ def read_origin(found: Any) -> dict[str, Any] | None:
 
     Relative paths are looked up in the folder in which the command was run, then in this one.
     """
-    if not (found.directory / COMMAND_FILE).is_file():
+    if not found.store.has(found.directory / COMMAND_FILE):
         return None
     origin = found.store.read_json(COMMAND_FILE)
     folder = Path(origin.get("folder", "."))

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from persample.scanning.fixes import apply_to_table as apply_to_table
     from persample.scanning.fixes import read_fixes as read_fixes
     from persample.scanning.fixes import write_suspects as write_suspects
+    from persample.scanning.folder import write_file as write_file
     from persample.scanning.from_run import write_columns as write_columns
     from persample.scanning.labels import find_model_classes as find_model_classes
     from persample.scanning.marked_tokens import TokenMarker as TokenMarker
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from persample.scanning.report.report import make_review_server as make_review_server
     from persample.scanning.report.wording import format_number as format_number
     from persample.scanning.source import Source as Source
-    from persample.scanning.store import write_file as write_file
     from persample.scanning.transforms import ImageTransform as ImageTransform
     from persample.scanning.transforms import read_processor as read_processor
 
@@ -75,7 +75,7 @@ _LAZY = {
     "report.report": "make_review_server",
     "report.wording": "format_number",
     "source": "Source",
-    "store": "write_file",
+    "folder": "write_file",
     "transforms": "ImageTransform read_processor",
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from persample.scanning.errors import ScanError, explain_write_errors
+from persample.scanning.folder import Folder
 
 FILE = "review.jsonl"
 WORDS = ("accept", "keep", "relabel", "remove", "unsure")
@@ -34,12 +35,14 @@ class Decision:
 class Decisions:
     """The decisions that are stored in a folder."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.path = Path(directory) / FILE
+    def __init__(self, folder: Folder | str | Path) -> None:
+        self._folder = folder if isinstance(folder, Folder) else Folder(folder)
+        self.path = self._folder.directory / FILE
 
     def read(self) -> dict[int, Decision]:
         """The last decision about each example. A line that was cut off counts for nothing."""
         found: dict[int, Decision] = {}
+        self._folder.fetch(self.path)
         lines = self.path.read_text("utf-8", "replace").splitlines() if self.path.is_file() else []
         for line in lines:
             try:
@@ -53,11 +56,13 @@ class Decisions:
 
     def add(self, i: int, decision: Decision | None) -> None:
         """Store a decision; None takes back the one that was made. No link is followed."""
+        self._folder.fetch(self.path)
         entry: dict[str, Any] = {"id": i, **(asdict(decision) if decision else {"word": None})}
         with explain_write_errors(self.path):
             flags = os.O_APPEND | os.O_CREAT | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
             with open(os.open(self.path, flags, 0o666), "a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
+        self._folder.synchronise()
 
 
 def parse_decision(entry: Any) -> tuple[int, Decision | None]:

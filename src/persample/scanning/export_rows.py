@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from persample.scanning.errors import ScanError, explain_write_errors
-from persample.scanning.store import write_file
+from persample.scanning.folder import write_file
 from persample.scanning.stored_gradients import StoredGradients
 
 

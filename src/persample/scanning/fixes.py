@@ -50,7 +50,7 @@ def write_suspects(
     decided about in `persample review`. With `accept`, the suggested labels are filled in. Decisions are filled in
     anyway. `key` is the name in a form that no spreadsheet changes: `urllib.parse.unquote(key)` is the name.
     """
-    decisions = Decisions(scan.directory).read()
+    decisions = Decisions(scan.store).read()
     ids = (scan.suspects(by) if k is None else scan.ranked(by, k)).ids.tolist()
     ids = [i for i in decisions if i < len(scan)] if reviewed else ids
     scores = {name: scan.column(name) for name in _SCORES if name in scan.columns}

@@ -70,15 +70,14 @@ def rescan(
     `summary["left_out"]` says so.
     """
     base = base if isinstance(base, Scan) else Scan(base)
-    settings, directory = base.settings, Path(out)
-    if directory.exists() and any(directory.iterdir()):
-        raise ScanError(f"{directory} exists. Choose an empty or a new directory for the new scan.")
+    settings, store = base.settings, Store(out)
+    if not store.is_empty:
+        raise ScanError(f"{store.address} exists. Choose an empty or a new directory for the new scan.")
     if "coupled" in settings:
         raise ScanError("A scan of coupled samples cannot take other data: its rows depend on the batches.")
     options = {"batch_size": settings["batch_size"], "collate": collate, "skip_bad": settings.get("skip_bad", False)}
     change = _Change(base, Source(before, **options), Source(data, ids=ids, **options))
     part = change.scan(model, loss_fn, checkpoints, batch_dim, classes, progress)
-    store = Store(directory)
     change.write(part, store)
     if change.corrects_means():
         measurement = Measurement(
@@ -92,7 +91,7 @@ def rescan(
         )
         _correct_means(base.store, store, measurement, Checkpoints(model, checkpoints), change.list_changed(part))
     _finish(store, settings, change.count_measured())
-    return Scan(directory, model, loss_fn, checkpoints, batch_dim=batch_dim)
+    return Scan(store, model, loss_fn, checkpoints, batch_dim=batch_dim)
 
 
 class _Change:

@@ -27,6 +27,7 @@ from persample.scanning.queries import Ranking
 from persample.scanning.scanned_examples import ScannedExamples
 from persample.scanning.source import Source
 from persample.scanning.step_sizes import Adam
+from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
 from persample.scanning.table import DESCRIPTIONS
 
@@ -42,8 +43,9 @@ _SHOWN_IN_NOTEBOOKS = ("name", "label", "predicted", "probability", "suggested",
 class Scan(ScannedExamples):
     """A finished scan in a directory.
 
-    `scan(...)` returns one. To open a scan by its path, pass the directory; `influence` also needs the model, its loss
-    and the checkpoints that were scanned, and with `exact=True` the data.
+    `scan(...)` returns one. To open a scan by its path, pass the directory, or its address in object storage such as
+    `s3://bucket/scan`; `influence` also needs the model, its loss and the checkpoints that were scanned, and with
+    `exact=True` the data.
 
     >>> import torch
     >>> from persample import scan
@@ -54,7 +56,7 @@ class Scan(ScannedExamples):
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | Path | Store,
         model: nn.Module | None = None,
         loss_fn: LossFunction | None = None,
         checkpoints: Sequence[State | str | Path] | None = None,

@@ -130,7 +130,8 @@ def scan(
     class raises `BadExamples`, which names all of them. With `skip_bad=True` these examples are not measured: they keep
     their ids, `Scan.skipped` says what is wrong with them, and `nonfinite` is "keep".
 
-    Results are stored in shards of `shard_size` examples. A scan that was stopped continues with the first missing
+    Results are stored in `out`, a directory or an address in object storage such as `s3://bucket/scan` (by fsspec), in
+    shards of `shard_size` examples. A scan that was stopped continues with the first missing
     shard and gives the same result; `resume=False` starts over. The processes of torch.distributed share the work. With
     `engine="ray"`, shards are tasks of the Ray cluster that this process is connected to, or of this machine.
 
@@ -190,4 +191,4 @@ def scan(
                 for checkpoint in loaded:
                     run.scan_checkpoint(checkpoint)
             run.finish(states)
-    return Scan(store.directory, model, loss_fn, checkpoints, batch_dim=batch_dim, data=source, kept_by=temporary)
+    return Scan(store, model, loss_fn, checkpoints, batch_dim=batch_dim, data=source, kept_by=temporary)

@@ -61,7 +61,7 @@ class ScanRun:
             if given is not None:
                 copy_factors(given, self._store)
             self._say_where_it_continues()
-        self._workers.wait()
+        self._wait()
         return not self._store.is_complete
 
     def _say_where_it_continues(self) -> None:
@@ -76,7 +76,7 @@ class ScanRun:
         part = f" of checkpoint {current + 1} of {count}" if count > 1 else ""
         done = done if size is None else min(done, size)
         say(
-            f"persample: the scan in {self._store.directory} continues: {done:,}{of_all} examples{part} are done",
+            f"persample: the scan in {self._store.address} continues: {done:,}{of_all} examples{part} are done",
             self._mode,
         )
 
@@ -99,7 +99,7 @@ class ScanRun:
             self._measure_shards(f"examples{title}", None, total)
             if total is not None:
                 self._write_mean(checkpoint, total)
-        self._workers.wait()
+        self._wait()
 
     def _fit_factors(self, checkpoint: int) -> None:
         """Fit the factors of a checkpoint in the first process, and whiten gradients by them from now on."""
@@ -113,7 +113,7 @@ class ScanRun:
             batches = self._source.iterate_batches(shard_size, lambda shard: shard % step == 0)
             measurement = self._measurement
             factors.fit(projection, checkpoint, measurement.shapes, batches, measurement.pass_terms)
-        self._workers.wait()
+        self._wait()
         self._measurement.projection = replace(projection, factors=factors)
 
     def _measure_shards(self, title: str, direction: Gradient | None, total: GradientSum | None = None) -> None:
@@ -135,6 +135,7 @@ class ScanRun:
         with show_progress(title, size, done, self._mode if missing else "none") as update:
             for shard in tasks.measure(copied, missing, self._measurement.device):
                 update(min(shard_size, size - shard * shard_size))
+        self._store.synchronise()
         remove_unfinished(self._store.directory)  # files of workers that were killed
 
     def measure_shard(self, shard: int) -> None:
@@ -171,6 +172,11 @@ class ScanRun:
             packed["name"] = self._source.names.encode(range(packed["id"][0], packed["id"][-1] + 1))
         self._store.write_shard(self._measurement.checkpoint, shard, packed, rows)
 
+    def _wait(self) -> None:
+        """Wait for the other processes, and see what they have written."""
+        self._workers.wait()
+        self._store.synchronise()
+
     def finish(self, checkpoints: Checkpoints) -> None:
         """Write the steps between the checkpoints, the table and the summary. All shards must be complete."""
         if self._workers.is_first:
@@ -182,7 +188,7 @@ class ScanRun:
                 summary = summarise(self._store, mean)
                 write_table(self._store)
             self._store.write_json("summary.json", summary)
-        self._workers.wait()
+        self._wait()
 
     def _check_first_batch(self) -> None:
         """Measure the first batch, to raise errors before hours are spent.
@@ -210,7 +216,7 @@ class ScanRun:
                 pairs = [(columns[name].numpy(), stored[name][rows]) for name in ("loss", "norm")]
                 if not all(_is_close(now, before) for now, before in pairs):
                     raise ScanError(
-                        f"The data, the loss or the model changed since the scan in {self._store.directory} was "
+                        f"The data, the loss or the model changed since the scan in {self._store.address} was "
                         "started: the first batch gives other numbers now. Choose another `out`, or start over with "
                         "resume=False."
                     )
@@ -223,7 +229,7 @@ class ScanRun:
     def _find_mean_direction(self, checkpoint: int, title: str) -> Gradient:
         """The mean gradient of all examples of all processes, scaled to length 1. Costs a plain pass over the data."""
         mean = self._store.read_arrays(get_mean_file(checkpoint))
-        self._workers.wait()  # all processes have looked for the file before one of them writes it
+        self._wait()  # all processes have looked for the file before one of them writes it
         if mean is None:
             total = self._start_sum(checkpoint)
             batches = self._iterate_batches(title, lambda shard: shard >= total.shards)
@@ -241,7 +247,7 @@ class ScanRun:
         }
 
     def _start_sum(self, checkpoint: int) -> GradientSum:
-        self._workers.wait()  # all processes have looked for the mean before one of them writes it
+        self._wait()  # all processes have looked for the mean before one of them writes it
         file = f"sum-{checkpoint}-{self._workers.rank}of{self._workers.count}.npz"
         return GradientSum(self._store, file, {name: p.shape for name, p in self._measurement.parameters.items()})
 
@@ -252,7 +258,7 @@ class ScanRun:
         if self._workers.is_first:
             self._store.write_arrays(get_mean_file(checkpoint), mean)
             self._store.remove(f"sum-{checkpoint}-*.npz")  # including files of an earlier run with more processes
-        self._workers.wait()
+        self._wait()
         return mean
 
     # ---- batches ----

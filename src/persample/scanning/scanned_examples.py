@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 class ScannedExamples:
     """The examples of a finished scan in a directory: their columns, what is wrong with them, and their rankings."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.store = Store(directory)
+    def __init__(self, directory: str | Path | Store) -> None:
+        self.store = directory if isinstance(directory, Store) else Store(directory)
         self.settings = self.store.read_settings()
         shards = self.store.count_shards(len(self.settings["checkpoints"]) - 1)
         if not self.store.is_complete:
             raise ScanError(
-                f"The scan in {directory} is not finished ({shards} shards of its last checkpoint are complete). Run "
-                "it again to continue."
+                f"The scan in {self.store.address} is not finished ({shards} shards of its last checkpoint are "
+                "complete). Run it again to continue."
             )
         if shards != self.summary["shards"]:
-            raise ScanError(f"Files of the scan in {directory} are missing. Start over with resume=False.")
+            raise ScanError(f"Files of the scan in {self.store.address} are missing. Start over with resume=False.")
 
     @property
     def directory(self) -> Path:
@@ -154,7 +154,9 @@ class ScannedExamples:
     @property
     def table_path(self) -> Path:
         """The file of the table."""
-        return self.directory / f"table.{self.settings['table']}"
+        path = self.directory / f"table.{self.settings['table']}"
+        self.store.fetch(path)
+        return path
 
     def _check_id(self, i: int) -> None:
         if not 0 <= i < len(self):

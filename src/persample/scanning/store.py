@@ -18,36 +18,24 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from persample._internal.files import (
-    SymlinkRefused,
     is_unfinished,
     open_archive,
-    refuse_symlinks,
     remove_unfinished,
-    write_atomically,
 )
-from persample.scanning.errors import ScanError, explain_write_errors
+from persample.scanning.errors import ScanError
+from persample.scanning.folder import Array as Array
+from persample.scanning.folder import Folder, explain_links, load_arrays, save_arrays
 
 FORMAT = 2
 _MAX_KEPT = 256  # files
-Array = NDArray[Any]
-
-
-@contextmanager
-def write_file(path: Path, root: Path) -> Iterator[BinaryIO]:
-    """Write a file below `root` atomically; raise a `ScanError` if that is not possible, or at a symbolic link."""
-    with explain_write_errors(path), write_atomically(path, root) as file:
-        yield file
 
 
 def describe_rows(dtype: str, size: int) -> dict[str, Any]:
@@ -61,11 +49,11 @@ def describe_rows(dtype: str, size: int) -> dict[str, Any]:
     }
 
 
-class Store:
-    """The files of one scan in a directory."""
+class Store(Folder):
+    """The files of one scan in a directory, or in object storage."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self.directory = Path(directory)
+    def __init__(self, address: str | Path) -> None:
+        super().__init__(address)
         self._kept: dict[Path, Any] | None = None  # contents of files, inside `keep_contents`
 
     @contextmanager
@@ -82,12 +70,12 @@ class Store:
     @property
     def exists(self) -> bool:
         """Whether a scan was started here."""
-        return (self.directory / "scan.json").is_file()
+        return self.has(self.directory / "scan.json")
 
     @property
     def is_complete(self) -> bool:
         """Whether a scan was finished here."""
-        return (self.directory / "summary.json").is_file()
+        return self.has(self.directory / "summary.json")
 
     def start(self, settings: Mapping[str, Any], resume: bool) -> None:
         """Start a scan, or check that the scan that is here has the same settings. Remove unfinished files.
@@ -104,20 +92,20 @@ class Store:
     @property
     def _has_results(self) -> bool:
         """Whether anything was measured."""
-        return any(path.is_file() for pattern in _RESULTS for path in self.directory.glob(pattern))
+        return any(self.has(path) for pattern in _RESULTS for path in self._find(pattern))
 
     def read_settings(self) -> dict[str, Any]:
         """The settings that the scan was started with."""
         if not self.exists:
             raise ScanError(
-                f"There is no scan in {self.directory}: scan.json is missing. `persample scan` and "
+                f"There is no scan in {self.address}: scan.json is missing. `persample scan` and "
                 "persample.scan(..., out=...) write one."
             )
         path = self.directory / "scan.json"
         settings = self.read_json(path.name) if self._kept is None or path not in self._kept else self._kept[path]
         if settings.get("format") != FORMAT:
             raise ScanError(
-                f"The scan in {self.directory} was made by another version of persample: its format is "
+                f"The scan in {self.address} was made by another version of persample: its format is "
                 f"{settings.get('format')}, and this version reads format {FORMAT}."
             )
         if self._kept is not None:
@@ -135,7 +123,7 @@ class Store:
                 is_looser = not self.is_complete
             elif old != value and key != "about":
                 raise ScanError(
-                    f"{_SETTINGS.get(key, f'The option {key!r}')} changed since the scan in {self.directory} was "
+                    f"{_SETTINGS.get(key, f'The option {key!r}')} changed since the scan in {self.address} was "
                     f"started: {_shorten(old)} -> {_shorten(value)}. Choose another `out`, or start over "
                     "with resume=False."
                 )
@@ -146,15 +134,15 @@ class Store:
         if not self.exists:
             found = list(self.directory.iterdir()) if self.directory.is_dir() else []
             is_taken = self.directory.exists() and not self.directory.is_dir()
-            if is_taken or not all(map(is_unfinished, found)):
-                raise ScanError(f"{self.directory} exists and contains no scan. Choose an empty or a new directory.")
+            if is_taken or not all(map(is_unfinished, found)) or (self.storage and not self.is_empty):
+                raise ScanError(f"{self.address} exists and contains no scan. Choose an empty or a new directory.")
             return
         if self.directory.is_symlink():
             raise ScanError(
                 f"{self.directory} is a symbolic link to a scan, and starting over would remove the files there. Pass "
                 f"{self.directory.resolve()} if you want this, or choose another `out`."
             )
-        with _explain_links():
+        with explain_links():
             for pattern in _FILES:
                 self._find(pattern)  # before any file is removed
         for pattern in _FILES:
@@ -167,7 +155,7 @@ class Store:
 
     def has_shard(self, checkpoint: int, shard: int) -> bool:
         """Whether a shard is complete."""
-        return self._get_path(checkpoint, shard, "npz").is_file()
+        return self.has(self._get_path(checkpoint, shard, "npz"))
 
     def count_shards(self, checkpoint: int) -> int:
         """Number of complete shards before the first missing one."""
@@ -181,19 +169,19 @@ class Store:
         if rows is not None:
             contents = io.BytesIO()  # np.save to a file does not raise an error if the disk is full
             np.save(contents, rows)
-            with write_file(self._get_path(checkpoint, shard, "npy"), self.directory) as file:
+            with self.writing(self._get_path(checkpoint, shard, "npy")) as file:
                 file.write(contents.getbuffer())
-        with write_file(self._get_path(checkpoint, shard, "npz"), self.directory) as file:
-            _save_arrays(file, columns)
+        with self.writing(self._get_path(checkpoint, shard, "npz")) as file:
+            save_arrays(file, columns)
 
     def read_columns(self, checkpoint: int, shard: int, names: Sequence[str] | None = None) -> dict[str, Array]:
         """The columns of a shard, or only those in `names`."""
         path = self._get_path(checkpoint, shard, "npz")
         with self._reading(path):
             if self._kept is None or (path not in self._kept and len(self._kept) > _MAX_KEPT):
-                return _load_arrays(path, names)
+                return load_arrays(path, names)
             if path not in self._kept:
-                self._kept[path] = _load_arrays(path)
+                self._kept[path] = load_arrays(path)
             arrays = self._kept[path]
             return dict(arrays) if names is None else {name: arrays[name] for name in names}
 
@@ -206,7 +194,7 @@ class Store:
     def read_rows(self, checkpoint: int, shard: int) -> Array:
         """The projected gradients of a shard, each scaled to length 1. The file is mapped, not loaded."""
         path = self._get_path(checkpoint, shard, "npy")
-        if not path.is_file():
+        if not self.has(path):
             raise ScanError(f"{path} is missing. Start over with resume=False.")
         with self._reading(path):
             return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -238,60 +226,6 @@ class Store:
     def _get_path(self, checkpoint: int, shard: int, suffix: Literal["npy", "npz"]) -> Path:
         return self.directory / str(checkpoint) / f"{shard:05d}.{suffix}"
 
-    # ---- single files ----
-
-    def write_arrays(self, name: str, arrays: Mapping[str, Array]) -> None:
-        """Write a file of named arrays."""
-        with write_file(self.directory / name, self.directory) as file:
-            _save_arrays(file, arrays)
-
-    def has_arrays(self, name: str) -> bool:
-        """Whether `write_arrays` has written a file of this name."""
-        return (self.directory / name).is_file()
-
-    def read_arrays(self, name: str) -> dict[str, Array] | None:
-        """The arrays that `write_arrays` wrote; None if there is no such file."""
-        path = self.directory / name
-        if not self.has_arrays(name):
-            return None
-        with self._reading(path):
-            return _load_arrays(path)
-
-    def write_json(self, name: str, value: Any) -> None:
-        """Write a JSON file."""
-        with write_file(self.directory / name, self.directory) as file:
-            file.write(json.dumps(value, indent=2).encode())
-
-    def read_json(self, name: str) -> Any:
-        """The value that `write_json` wrote."""
-        path = self.directory / name
-        with self._reading(path):
-            return json.loads(path.read_bytes())
-
-    def remove(self, pattern: str) -> None:
-        """Remove the files that match a pattern. A symbolic link is removed, and never a file in a linked directory."""
-        with _explain_links():
-            found = self._find(pattern)
-        for path in found:
-            path.unlink(missing_ok=True)
-
-    def _find(self, pattern: str) -> list[Path]:
-        """The files that match a pattern; raise if one lies behind a symbolic link."""
-        found = list(self.directory.glob(pattern))
-        for path in found:
-            refuse_symlinks(path.parent, self.directory)
-        return found
-
-    @contextmanager
-    def _reading(self, path: Path) -> Iterator[None]:
-        """Refuse symbolic links, and raise a `ScanError` that names the file if its contents cannot be read."""
-        with _explain_links():
-            refuse_symlinks(path, self.directory)
-        try:
-            yield
-        except (EOFError, ValueError, RecursionError, zipfile.BadZipFile) as error:
-            raise ScanError(f"{path} is damaged ({error}). Remove it and scan again to compute it anew.") from error
-
 
 # The order in which an earlier scan is removed: first the summary, which marks it as complete, and last scan.json,
 # which marks it as a scan. If the removal is interrupted, the scan can still be continued or removed.
@@ -314,42 +248,6 @@ _SETTINGS = {
     "examples": "The number of examples",
     "parameters": "The choice of parameters",
 }
-
-
-@contextmanager
-def _explain_links() -> Iterator[None]:
-    """Raise a refused symbolic link as a `ScanError`."""
-    try:
-        yield
-    except SymlinkRefused as error:
-        raise ScanError(str(error)) from error
-
-
-def _save_arrays(file: BinaryIO, arrays: Mapping[str, Array]) -> None:
-    named: Any = dict(arrays)
-    np.savez(file, **named)
-
-
-def _load_arrays(path: Path, names: Sequence[str] | None = None) -> dict[str, Array]:
-    with open_archive(path) as archive:
-        members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-        if missing := [name for name in names or () if name not in members]:
-            raise ValueError(f"it has no array {missing[0]!r}")
-        return {name: _read_array(archive, members[name]) for name in (members if names is None else names)}
-
-
-def _read_array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
-    """Read an array whose header declares as many bytes as there are."""
-    with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in read_header:
-            raise ValueError(f"{member.filename} has the unknown version {version}")
-        shape, _, dtype = read_header[version](file)
-        if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-            raise ValueError(f"{member.filename} declares the shape {shape}, which is not its size")
-    with archive.open(member) as file:
-        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _shorten(value: Any, most: int = 80) -> str:

@@ -16,7 +16,7 @@ from pyarrow import csv, parquet
 from persample.scanning.alignment import read_alignment
 from persample.scanning.errors import ScanError
 from persample.scanning.packing import SKIPPED
-from persample.scanning.store import Array, Store, write_file
+from persample.scanning.store import Array, Store
 from persample.scanning.suggestions import (
     Opinion,
     choose_checkpoints,
@@ -49,7 +49,7 @@ def write_table(store: Store) -> None:
     tables = (_make_arrow_table(shards.read(shard), shards.settings) for shard in range(shards.count))
     parts = map(_prepare_for_csv, tables) if kind == "csv" else tables
     first = next(parts)
-    with write_file(store.directory / f"table.{kind}", store.directory) as file:
+    with store.writing(store.directory / f"table.{kind}") as file:
         writer: Any = parquet.ParquetWriter if kind == "parquet" else csv.CSVWriter
         with writer(file, first.schema) as table:
             for part in itertools.chain([first], parts):
@@ -112,7 +112,7 @@ def check_shards(store: Store) -> int:
         if count and shards.settings["examples"] in (None, count):
             return count
     raise ScanError(
-        f"The shards in {store.directory} do not contain consecutive examples: the data has no examples, or changed "
+        f"The shards in {store.address} do not contain consecutive examples: the data has no examples, or changed "
         "since the scan was started. Start over with resume=False."
     )
 

@@ -84,7 +84,7 @@ def _name_worst(page: Page, issue: Issue) -> list[str]:
 
 def list_steps(page: Page, origin: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """What to do next, with the command to copy. `origin` has the arguments of the command of the scan."""
-    where, origin = shlex.quote(str(page.scan.directory)), origin or {}
+    where, origin = shlex.quote(str(page.scan.store.address)), origin or {}
     steps = [
         ("Decide about the suspects below, or in a page that keeps the decisions:", f"persample review {where}"),
         ("Or fill in a table:", f"persample export {where} --suspects fixes.csv"),

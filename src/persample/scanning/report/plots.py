@@ -10,6 +10,7 @@ import numpy as np
 
 from persample._internal.figures import ACCENT, BARS, INK, make_figure
 from persample.scanning.errors import ScanError
+from persample.scanning.folder import write_file
 from persample.scanning.report.charts import (
     LayerRanges,
     choose_axis,
@@ -19,7 +20,7 @@ from persample.scanning.report.charts import (
     select_points,
 )
 from persample.scanning.report.wording import get_title
-from persample.scanning.store import Array, write_file
+from persample.scanning.store import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,6 +10,7 @@ from typing import Any
 from persample._internal.files import remove_unfinished
 from persample._internal.text import format_count
 from persample.scanning.errors import ScanError
+from persample.scanning.folder import write_file
 from persample.scanning.rankings import SMALLEST_FIRST
 from persample.scanning.report.answers import list_answers, list_issues, list_steps
 from persample.scanning.report.figures import (
@@ -39,7 +40,6 @@ from persample.scanning.report.triage import make_gallery
 from persample.scanning.report.wording import get_title
 from persample.scanning.results import Scan
 from persample.scanning.source import Source
-from persample.scanning.store import write_file
 
 
 def write_report(
@@ -81,6 +81,7 @@ def write_report(
         file.write(html.encode())
     if plots:
         write_plots(path.parent / "plots", page.columns, page.labels, page.suspects, page.get_class_name)
+    scan.store.synchronise()
     return path
 
 

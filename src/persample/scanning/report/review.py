@@ -31,7 +31,7 @@ class ReviewServer(ThreadingHTTPServer):
     def __init__(self, page: Page, html: str, port: int = 0) -> None:
         self.token, self.html, self.page = secrets.token_urlsafe(24), html.encode(), page
         self.stack = ExitStack()  # keeps the scanned weights loaded
-        self.decisions, self.lock = Decisions(page.scan.directory), threading.Lock()
+        self.decisions, self.lock = Decisions(page.scan.store), threading.Lock()
         super().__init__((HOST, port), _Answers)
 
     def server_close(self) -> None:

@@ -30,7 +30,7 @@ def make_gallery(page: Page, is_served: bool = False) -> dict[str, Any]:
         "key": key,
         "items": items,
         "classes": list(dict.fromkeys([*known, *classes])) if page.classes else [],
-        "decisions": pack_decisions(Decisions(page.scan.directory)),
+        "decisions": pack_decisions(Decisions(page.scan.store)),
         "served": is_served,
         "previews": is_served and page.source is not None,
     }
