@@ -140,6 +140,46 @@ def test_wrong_labels_outliers_and_harmful_examples() -> None:
     assert 100 in found["outlier"].worst[:3]
 
 
+def test_flags_of_outliers() -> None:
+    """Most rows of another distribution are flagged, and few others."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(300, 8, generator=generator) * 0.3, torch.arange(300) % 2
+    x += nn.functional.one_hot(y, 8) * 2
+    planted = torch.arange(0, 300, 20)
+    x[planted] = torch.randn(len(planted), 8, generator=generator) * 2
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    flags = torch.from_numpy(scan_pairs(x, y, net).find_issues()["outlier"].flags)
+    assert flags[planted].float().mean() > 0.6 and int(flags.sum()) < 2 * len(planted)
+
+
+@pytest.mark.parametrize("kind", ["features", "tokens"])
+def test_rows_that_are_nearly_equal(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    if kind == "features":
+        x = torch.randn(300, 6, generator=generator) * torch.tensor([1e-3, 1, 1, 1, 1, 2])
+        x = torch.cat([x, x[[4, 9]] * 1.001])
+    else:
+        x = torch.randint(50, (302, 24), generator=generator)
+        x[[300, 301]] = x[[4, 9]]
+        x[300, 3] = 51  # another word
+    y = torch.randint(2, (302,), generator=generator)
+    found = scan_pairs(x, y, nn.Linear(x.shape[1], 2) if kind == "features" else Words()).find_issues((x, y))
+    assert found["near_duplicate"].info["groups"] == [[4, 300], [9, 301]]
+    clean = scan_pairs(x[:300], y[:300], nn.Linear(x.shape[1], 2) if kind == "features" else Words())
+    assert clean.find_issues((x[:300], y[:300]))["near_duplicate"].count == 0
+
+
+class Words(nn.Module):
+    """The mean of embeddings, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(60, 8), nn.Linear(8, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(tokens).mean(1))
+
+
 def test_rare_class() -> None:
     x, y = make_points()
     y[:] = 0

@@ -77,8 +77,8 @@ def _find_warning(fits: Sequence[float]) -> str:
     return ""
 
 
-def count_far_out(scores: Array) -> int:
-    """The number of scores that lie far above the others: three interquartile ranges above the third quartile.
+def count_far_out(scores: Array, distance: float = _FAR_OUT) -> int:
+    """The number of scores that lie far above the others: `distance` interquartile ranges above the third quartile.
 
     Square roots are compared, because the squares of normal errors have a long tail.
 
@@ -90,7 +90,7 @@ def count_far_out(scores: Array) -> int:
         return 0
     roots = np.sign(finite) * np.sqrt(np.abs(finite))
     first, third = np.quantile(roots, [0.25, 0.75])
-    return int((roots > third + _FAR_OUT * (third - first)).sum()) + int((~np.isfinite(scores)).sum())
+    return int((roots > third + distance * (third - first)).sum()) + int((~np.isfinite(scores)).sum())
 
 
 def _compute_binomial_interval(count: int, size: int) -> tuple[float, float]:

@@ -26,12 +26,13 @@ _HASH_SIDE = 16  # pixels of the images that are compared
 
 @dataclass
 class Contents:
-    """Properties of all examples, NaN where an example has none; and small images, or texts, to compare."""
+    """Properties of all examples, NaN where an example has none; and small images, texts or vectors to compare."""
 
     size: int
     properties: dict[str, Array] = field(default_factory=dict)
     pictures: dict[int, Array] = field(default_factory=dict)  # (256,) each, with mean 0 and length 1
     texts: dict[int, str] = field(default_factory=dict)
+    vectors: dict[int, Array] = field(default_factory=dict)  # features, or tokens
 
     def put(self, i: int, values: dict[str, float]) -> None:
         """Store properties of an example."""
@@ -50,6 +51,8 @@ def measure_contents(source: Source, size: int) -> Contents:
             pixels = np.asarray(_shrink(image), dtype=np.float64)
             contents.put(i, _measure_image(image, pixels))
             contents.pictures[i] = _normalise(image)
+        elif (array := to_array(value)) is not None and array.ndim == 1:
+            contents.vectors[i] = array
     if contents.texts:
         _add_scripts(contents)
     return contents

@@ -12,6 +12,7 @@ from persample.scanning.results import Scan
 from persample.scanning.store import Array
 
 MAX_ROWS = 20_000  # examples; the pairs of more take too long without being asked for
+DISTANCE = 1.5  # interquartile ranges of the leverages, beyond which an example is an outlier: benchmarks/datalab.py
 TOLERANCE = 0.03  # relative difference of the gradients of duplicates
 
 
@@ -37,7 +38,7 @@ def find_gradient_issues(scan: Scan) -> Iterator[Issue]:
     leverages[found.ids.numpy()] = found.scores.numpy()
     measured = np.delete(leverages, list(scan.skipped))
     usual = max(float(np.median(measured)), 1e-12)
-    count = count_far_out(measured)
+    count = count_far_out(measured, DISTANCE)
     yield flag("outlier", len(scan), found.ids[:count].tolist(), usual / np.maximum(leverages, usual))
     if len(scan) <= MAX_ROWS:
         groups = scan.duplicates(TOLERANCE)
