@@ -244,6 +244,141 @@ def test_attention_has_a_second_order() -> None:
     assert values.latest is not None and bool(values.latest.values.isfinite().all())
 
 
+class Tied(nn.Module):
+    """Sequences; one weight has two uses, and a table has sparse rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm, self.layer = nn.Embedding(9, 6), nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.norm(torch.tanh(self.layer(self.table(ids))))
+        return (h + self.layer(h)).mean(1)[:, :CLASSES]
+
+
+def make_convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv1d(2, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 18, CLASSES))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
+    "layers": (make_model, lambda n: torch.randn(n, 4)),
+    "sequences": (Tied, lambda n: torch.randint(9, (n, 20))),
+    "convolutions": (make_convolutions, lambda n: torch.randn(n, 2, 20)),
+}
+
+
+@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize("name", ["none", "momentum", "AdamW"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_values_from_the_terms_equal_a_loop(kind: str, name: str, joint: bool) -> None:
+    """Also if the examples of validation are part of the batch, whose gradient is then left out."""
+    make, draw = MODELS[kind]
+    torch.manual_seed(3)
+    model = make().double()
+    x, held_out = (t.double() if t.is_floating_point() else t for t in (draw(SIZE), draw(7)))
+    y = torch.arange(SIZE) % CLASSES
+    parameters = list(model.parameters())
+    optimizer = OPTIMIZERS[name](parameters) if name in OPTIMIZERS else None
+    rows = torch.stack(
+        [
+            flatten(torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / SIZE, parameters))
+            for n in range(SIZE)
+        ]
+    )
+    direction = flatten(torch.autograd.grad(F.cross_entropy(model(held_out), Y), parameters))
+    if name == "momentum":
+        direction = direction * RATE
+    elif name == "AdamW":  # in its first step
+        total = rows.sum(0)
+        direction = direction * 1e-3 / (total.abs() + 1e-8)
+
+    def validate_model(m: Any) -> Tensor:
+        return F.cross_entropy(m(held_out), Y)
+
+    with persample.value(model, validation=7 if joint else validate_model, optimizer=optimizer) as values:
+        values.ids = range(SIZE)
+        if joint:
+            out = model(torch.cat([x, held_out]))
+            (F.cross_entropy(out[:SIZE], y) + F.cross_entropy(out[SIZE:], Y)).backward()
+        else:
+            F.cross_entropy(model(x), y).backward()
+    assert values.latest is not None and values.latest.ids == list(range(SIZE))
+    torch.testing.assert_close(values.latest.values, rows @ direction, rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(flatten(p.grad for p in parameters), rows.sum(0), rtol=1e-9, atol=1e-12)
+
+
+def test_examples_of_validation_are_never_trained_on() -> None:
+    """A step whose gradient would contain them is an error, also in eval() and for a model that is refused."""
+    model, data = make_model(), torch.cat([next(make_batches(1))[0], X])
+    labels = torch.arange(len(data)) % CLASSES
+    with persample.value(model, validation=7) as values:
+        model.eval()
+        F.cross_entropy(model(data), labels).backward()
+        assert values.latest is not None and len(values.latest.values) == SIZE
+        with pytest.raises(PerSampleError, match="of which 7 should be of validation"):
+            model(X[:3]).square().mean().backward()
+    for options in ({"every": 2}, {"order": 2}, {"parameters": ["0.weight"]}, {"refresh": 2}):
+        with pytest.raises(PerSampleError, match="With a number of examples as validation"):
+            persample.value(model, validation=7, **options)  # type: ignore[arg-type]
+    mixing = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, CLASSES)).double()
+    with persample.value(mixing, validation=7), pytest.raises(PerSampleError):
+        F.cross_entropy(mixing(data), labels).backward()
+    recorded, refused = persample.record(make_model()), pytest.raises(PerSampleError, match="Something else records")
+    with persample.value(model, validation=7), recorded, refused:
+        model(data)
+
+
+def test_a_call_without_a_backward_pass_is_given_up() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with persample.value(model, validation=validate) as values:
+        for x, y in make_batches(2):
+            model(x)
+            values.ids = range(SIZE)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(1.1)
+            expected = differentiate(model)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            found = values.latest
+            assert found is not None and found.ids == list(range(SIZE))
+            assert float(found.values.sum()) == pytest.approx(
+                float(expected @ flatten(p.grad for p in model.parameters())), rel=1e-9
+            )
+
+
+def test_what_cannot_be_computed_at_once_is_computed_from_the_next_step_on() -> None:
+    """Adam needs the gradient of a penalty, which arrives last; the terms of reentrant checkpoints arrive in parts."""
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with persample.value(model, validation=validate, optimizer=optimizer) as values:
+        for x, y in make_batches(3):
+            optimizer.zero_grad()
+            (F.cross_entropy(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+    assert values.latest is not None and values.latest.step == 2
+
+
+def test_a_value_is_zero_without_a_finite_gradient() -> None:
+    model = nn.Linear(4, 3)
+    x = torch.ones(3, 4)
+    x[1] = torch.inf
+    with persample.value(model, validation=lambda m: m(torch.ones(2, 4)).square().mean()) as values:
+        model(x).square().mean().backward()
+    assert values.latest is not None
+    found = values.latest.values
+    assert float(found[1]) == 0.0 and bool(found[[0, 2]].isfinite().all()) and bool(found[[0, 2]].all())
+
+
+def test_the_age_of_the_gradient_is_told() -> None:
+    model, ages = make_model(), []
+    with persample.value(model, validation=validate, refresh=3) as values:
+        for x, y in make_batches(4):
+            F.cross_entropy(model(x), y).backward()
+            ages.append(values.latest.age if values.latest is not None else None)
+    assert ages == [0, 1, 2, 0]
+
+
 def test_refusals() -> None:
     model = make_model()
     with pytest.raises(PerSampleError, match="The update of Adagrad is not known"):

@@ -2,9 +2,10 @@
 
 Each kind of gradients has two parts: an *intake*, which a recording fills, and what the user asks. Other packages use
 `PerSampleGradients` of `KeptTerms`, which keeps everything; `StreamedNorms` of a `NormsIntake` and `StreamedClip` of a
-`ClipIntake`, which keep one answer; `RecordedGradients` of an `Intake`, what the three have in common; `LossGradients`
-of one `KeptTerms` for each of several losses; `Gradients`, any of these. An intake is made of a `RecordedBatch`: the
-recorded parameters, the `BatchRows`, and what the forward pass noted.
+`ClipIntake`, which keep one answer; `ReducedTerms` of a `ReducedIntake`, what a function makes of the terms;
+`RecordedGradients` of an `Intake`, what these have in common; `LossGradients` of one `KeptTerms` for each of several
+losses; `Gradients`, any of these. An intake is made of a `RecordedBatch`: the recorded parameters, the `BatchRows`, and
+what the forward pass noted.
 
 `Bound` says how to clip; `NonFinite`, what happens to samples whose gradient is not finite; `UnitOptions`, how samples
 are combined to units. `make_rows` makes gradients from terms, and `find_term` is what they have for a parameter.
@@ -25,6 +26,7 @@ from persample.gradients.matrix import PerSampleGradients, find_term, make_rows
 from persample.gradients.projection import METHODS as PROJECTION_METHODS
 from persample.gradients.projection import Method as ProjectionMethod
 from persample.gradients.projection import Projection, make_projection
+from persample.gradients.reduced import Reduce, ReducedIntake, ReducedTerms
 from persample.gradients.rows import BatchRows
 from persample.gradients.squared_norms import NonFinite
 from persample.gradients.stack import Stack

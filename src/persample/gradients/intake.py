@@ -257,9 +257,9 @@ class Intake(ABC):
         """Whether two backward passes are needed; the terms of one pass would keep so many bytes."""
         return False
 
-    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
-        """Note the sum over the samples of a parameter's term, before it is scaled."""
-        return
+    def add_rows(self, parameter: Tensor, term: Term) -> Tensor:
+        """The sum over the samples of a parameter's term, before it is scaled: what is added to `p.grad`."""
+        return term.sum(torch.ones(term.batch, device=parameter.device))
 
     # ---- for the answers ----
 

@@ -16,7 +16,7 @@ from persample.gradients.stack import Stack
 from persample.gradients.streamed_norms import NormsIntake, Streamed
 
 
-class _StreamedGradients(RecordedGradients):
+class StreamedGradients(RecordedGradients):
     """Refuses answers that need what was not kept."""
 
     _intake: Streamed
@@ -38,7 +38,7 @@ class _StreamedGradients(RecordedGradients):
         raise NotKept(f"This recording has kept {self._intake.kept} only, and no rows. Record with keep='everything'.")
 
 
-class StreamedNorms(_StreamedGradients):
+class StreamedNorms(StreamedGradients):
     """The norms, and nothing else: `record(model, keep="norms")`.
 
     >>> import persample
@@ -61,7 +61,7 @@ class StreamedNorms(_StreamedGradients):
         return self._intake.compute_norm_of_sum()
 
 
-class StreamedClip(_StreamedGradients):
+class StreamedClip(StreamedGradients):
     """The norms and the clipped sum: `record(model, keep="clip", max_norm=1.0)`.
 
     With one backward pass, the factors are kept until the pass has ended and are then reduced. With two passes nothing

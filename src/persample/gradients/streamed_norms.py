@@ -110,14 +110,15 @@ class NormsIntake(Streamed):
         for receive in self._receivers:
             receive(stack)
 
-    def note_sum(self, parameter: Tensor, term: Term, total: Tensor) -> None:
-        """Note the sum over the samples of a parameter's term, before it is scaled. Only its norm is kept."""
-        self._has_sums, rows = True, self.rows
-        if (name := self._names.get(id(parameter))) is None or rows.split is not None:
-            return
-        if rows.units is not None and rows.units.reduction == "mean":  # the rows do not add up to the sum of samples
-            total = rows.merge(term).sum(torch.ones(rows.count, device=total.device))
-        self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
+    def add_rows(self, parameter: Tensor, term: Term) -> Tensor:
+        """The sum over the samples of a parameter's term, before it is scaled. Only its norm is kept."""
+        found, rows, name = super().add_rows(parameter, term), self.rows, self._names.get(id(parameter))
+        self._has_sums = True
+        if name is not None and rows.split is None:
+            has_means = rows.units is not None and rows.units.reduction == "mean"  # rows do not add up to `found`
+            total = rows.merge(term).sum(torch.ones(rows.count, device=found.device)) if has_means else found
+            self._squared_sums[name] = total.abs().square().sum(dtype=torch.float64)
+        return found
 
     def finish(self) -> None:
         """Note that a backward pass has ended: the norms are complete."""

@@ -42,9 +42,18 @@ class Attempt(Generic[T]):
         ids: the ids of its samples.
         measure: computes the result.
         options: those of the recording.
+        is_strict: whether a step that cannot be measured is an error.
     """
 
-    def __init__(self, model: nn.Module, step: int, ids: Ids, measure: Measure[T], options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        step: int,
+        ids: Ids,
+        measure: Measure[T],
+        options: Mapping[str, Any],
+        is_strict: bool = False,
+    ) -> None:
         self.step, self.ids = step, ids
         self.names = _list_names(model, options)  # of the parameters that are measured
         self.state = State.WAITING
@@ -52,15 +61,19 @@ class Attempt(Generic[T]):
         self.refusal: PerSampleError | None = None
         self._measure = measure
         self._processes = find_processes(model)
-        self._number = 1  # of the step, among those of the watch
-        receive, complain = _call_weakly(self._receive), _call_weakly(self._refuse)
+        self._is_strict = is_strict
+        # What was computed before the step is of no use for weights that have changed since.
+        trainable = get_trainable(model)
+        self._weights = [trainable[name] for name in self.names] if "reduce" in options else []
+        self._versions = self._list_versions()
+        receive, complain = call_weakly(self._receive), call_weakly(self._refuse)
         self._end: Callable[[], None]
         self.other = find_watch(model)
         if self.other is not None:
             self._watch = self.other
             self._end = self.other.listen(receive, complain)
         else:
-            self._watch = Watch(model, receive, options, complain=complain)
+            self._watch = Watch(model, receive, options, complain=None if is_strict else complain)
             self._end = self._watch.stop
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -70,7 +83,7 @@ class Attempt(Generic[T]):
                 self._watch.begin(module, args, kwargs)
             except PerSampleError as error:  # before anything has run
                 self._end()
-                if type(self._processes) is not Processes:  # the others may be recording, and wait for this one
+                if self._is_strict or type(self._processes) is not Processes:  # which may be recording, and wait
                     raise
                 self._refuse(error)
 
@@ -79,17 +92,18 @@ class Attempt(Generic[T]):
         """Whether what recorded the step has ended since, such as private training."""
         return self.other is not None and self.other.is_retired
 
-    def continue_with(self, step: int, ids: Ids) -> bool:
+    def continue_with(self, ids: Ids) -> bool:
         """Note another call of the model before the backward pass; returns whether it is part of the same step.
 
-        If not, the step was given up, and the watch has begun another one with this call.
+        If not, the step was given up.
         """
-        is_same = self.other is None and self._watch.steps == self._number
-        if ids is not None or not is_same:
+        is_same = self.other is None and self._watch.steps == 1 and self._list_versions() == self._versions
+        if is_same and ids is not None:
             self.ids = ids
-        if not is_same:
-            self._number, self.step = self._watch.steps, step
         return is_same
+
+    def _list_versions(self) -> list[int]:
+        return [weight._version for weight in self._weights]
 
     def end(self) -> None:
         """Stop the recording."""
@@ -99,13 +113,15 @@ class Attempt(Generic[T]):
         if self.state is not State.WAITING:
             return
         if self.other is None:
-            if self._watch.steps != self._number:  # a call in eval mode, or of a part of the model
+            if self._watch.steps != 1:  # a call in eval mode, or of a part of the model
                 return
             self._watch.retire()
         self.state = State.MEASURED
         try:
             self.found = self._measure(grads, self)
         except PerSampleError as error:
+            if self._is_strict:
+                raise
             self._refuse(error)
 
     def _refuse(self, error: PerSampleError) -> None:
@@ -123,12 +139,11 @@ def _list_names(model: nn.Module, options: Mapping[str, Any]) -> list[str]:
     return list(Options(**options).select(get_trainable(model)))
 
 
-def _call_weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+def call_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Calls a method of an object that may have been freed, and is not kept."""
     found = WeakMethod(method)
 
-    def call(argument: Any) -> None:
-        if (alive := found()) is not None:
-            alive(argument)
+    def call(*arguments: Any) -> Any:
+        return None if (alive := found()) is None else alive(*arguments)
 
     return call

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.batches import BatchDim
+from persample._internal.options import show_options
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients, RecordedGradients
 from persample.monitoring.attempt import Attempt, Ids
 from persample.monitoring.curves import Curves
 from persample.monitoring.measurement import ExampleId
-from persample.monitoring.steps import MeasuredSteps, check_ids
-from persample.recording import Constants, Model, Selection, Verify
+from persample.monitoring.steps import MeasuredSteps, StepOptions, check_ids
+from persample.recording import Model, Options
 
 if TYPE_CHECKING:
     from persample.scanning import Scan
@@ -25,16 +25,8 @@ if TYPE_CHECKING:
 Found = tuple[Sequence[ExampleId], Tensor, Tensor]  # ids, norms and cosines of a step
 
 
-def dynamics(
-    model: Model,
-    *,
-    every: int = 1,
-    parameters: Selection | None = None,
-    batch_dim: BatchDim = 0,
-    loss_reduction: str | None = None,
-    constants: Constants = (),
-    verify: Verify = None,
-) -> Dynamics:
+@show_options(Options, StepOptions)
+def dynamics(model: Model, *, every: int = 1, **options: Unpack[StepOptions]) -> Dynamics:
     """Measure how each example is learnt: margins (AUM), forgetting, data maps, coherence of gradients.
 
     The loop, the model and `p.grad` stay as they are. Set `dynamics.ids` before each call of the model, and call
@@ -43,8 +35,9 @@ def dynamics(
     Args:
         model: the model that is trained.
         every: how many calls of the model go by until the gradients of one are measured. Outputs count in every call.
+        **options: as in `record`.
 
-    The other options are as in `record`. Fewer `parameters` cost less.
+    Fewer `parameters` cost less.
 
     >>> model = torch.nn.Linear(3, 2)
     >>> x, y = torch.randn(6, 3), torch.tensor([0, 1, 0, 1, 0, 1])
@@ -57,13 +50,6 @@ def dynamics(
     >>> sorted(found.columns())[:3]
     ['aum', 'coherence', 'confidence']
     """
-    options = {
-        "parameters": parameters,
-        "batch_dim": batch_dim,
-        "loss_reduction": loss_reduction,
-        "constants": constants,
-        "verify": verify,
-    }
     return Dynamics(model, every, options)
 
 
@@ -84,7 +70,7 @@ class Dynamics(MeasuredSteps[Found]):
     (['a', 'b'], torch.Size([2]))
     """
 
-    def __init__(self, model: Model, every: int, options: dict[str, Any]) -> None:
+    def __init__(self, model: Model, every: int, options: StepOptions) -> None:
         super().__init__(model, every, {**options, "keep": "everything", "nonfinite": "zero"})
         self._curves = Curves()
         self._last_ids: Ids = None

@@ -25,6 +25,9 @@ from persample.errors import PerSampleError
 Group = Mapping[str, Any]
 State = Mapping[str, Any]
 
+# From a parameter, a direction of its shape, and its gradient in the step: M times the direction.
+Map = Callable[[Tensor, Tensor, Tensor], Tensor]
+
 
 def map_by_sgd(group: Group, state: State, parameter: Tensor, grad: Tensor, direction: Tensor) -> Tensor:
     """SGD, also with momentum, dampening and Nesterov."""
@@ -102,36 +105,30 @@ class Update:
                 )
 
     @property
-    def is_identity(self) -> bool:
-        """Whether there is no optimizer."""
-        return not self._optimizers
-
-    @property
     def needs_grads(self) -> bool:
         """Whether the map depends on the gradient of the step."""
         return not all(isinstance(optimizer, SGD) for optimizer in self._optimizers)
 
-    def map(
-        self, directions: Mapping[str, Tensor], parameters: Mapping[str, Tensor], grads: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """`{name: M d}` for a direction of each parameter; zero for parameters that no optimizer steps.
+    def find_maps(self) -> Map:
+        """M as a function of a parameter, a direction, and the gradient of the step, as the next step makes it.
 
-        Args:
-            directions: by the names of the parameters.
-            parameters: the parameters by name.
-            grads: the gradient of the step by name; it may be empty unless `needs_grads`.
+        Parameters that no optimizer steps are mapped to zero.
         """
-        if self.is_identity:
-            return dict(directions)
-        names = {id(p): name for name, p in parameters.items()}
-        found = {name: torch.zeros_like(direction) for name, direction in directions.items()}
-        for optimizer in self._optimizers:
-            make = next(make for kind, make in _MAPS.items() if isinstance(optimizer, kind))
-            for group in optimizer.param_groups:
-                sign = -1.0 if group.get("maximize") else 1.0
-                for p in group["params"]:
-                    if (name := names.get(id(p))) in found:
-                        direction, grad = directions[name], grads.get(name, directions[name])
-                        mapped = make(group, optimizer.state.get(p, {}), p, sign * grad, direction)
-                        found[name] = mapped * (sign * float(group["lr"]))
-        return found
+        if not self._optimizers:
+            return lambda parameter, direction, grad: direction
+        places = {
+            id(p): (next(make for kind, make in _MAPS.items() if isinstance(optimizer, kind)), group, optimizer.state)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+
+        def map_direction(parameter: Tensor, direction: Tensor, grad: Tensor) -> Tensor:
+            if id(parameter) not in places:
+                return torch.zeros_like(direction)
+            make, group, state = places[id(parameter)]
+            sign = -1.0 if group.get("maximize") else 1.0
+            mapped = make(group, state.get(parameter, {}), parameter, sign * grad, direction)
+            return mapped * (sign * float(group["lr"]))
+
+        return map_direction

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
 from persample._internal.models import group_by_module
+from persample._internal.options import show_options
 from persample._internal.text import format_table
-from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients
 from persample.monitoring.advice import Advice, advise
@@ -21,12 +21,19 @@ from persample.monitoring.guards import Guards
 from persample.monitoring.measurement import ExampleId, Measurement, measure
 from persample.monitoring.noise_scale import NoiseScale, NoiseScaleEstimate
 from persample.monitoring.numbers import Log, RunFile, make_log
-from persample.monitoring.steps import MeasuredSteps, check_ids
-from persample.recording import CONTRIBUTIONS, Constants, Coupled, Model, Selection, Verify, get_trainable
+from persample.monitoring.steps import MeasuredSteps, StepOptions, check_ids
+from persample.recording import CONTRIBUTIONS, Coupled, Model, Options, get_trainable
 
 _KEPT_HARDEST = 1000
 
 
+class MonitorOptions(StepOptions, total=False):
+    """The options of `record` that a monitor has."""
+
+    coupled: Coupled
+
+
+@show_options(Options, MonitorOptions)
 def monitor(
     model: Model,
     *,
@@ -37,12 +44,7 @@ def monitor(
     groups: Mapping[str, Sequence[str]] | None = None,
     window: int = 100,
     hardest: int = 10,
-    parameters: Selection | None = None,
-    batch_dim: BatchDim = 0,
-    loss_reduction: str | None = None,
-    constants: Constants = (),
-    verify: Verify = None,
-    coupled: Coupled = None,
+    **options: Unpack[MonitorOptions],
 ) -> Monitor:
     """Measure the gradients of single samples in every `every`-th step of a training run.
 
@@ -62,10 +64,10 @@ def monitor(
         groups: the parts of the model, as a dict from name to parameter names; by default its modules.
         window: the number of measured steps over which the noise scale is averaged.
         hardest: the number of samples with the largest norms to keep of each measured step.
+        **options: as in `record`.
 
-    `parameters`, `batch_dim`, `loss_reduction`, `constants`, `verify` and `coupled` are as in `record`. With
-    `coupled="contributions"`, a model with BatchNorm or a contrastive loss is measured, too: the figures are then of
-    the samples' contributions to the batch's gradient, and the file and `repr` say so.
+    With `coupled="contributions"`, a model with BatchNorm or a contrastive loss is measured, too: the figures are then
+    of the samples' contributions to the batch's gradient, and the file and `repr` say so.
 
     Raises:
         PerSampleError: an option is wrong; or in a measured step with second derivatives (`create_graph=True`); or,
@@ -81,24 +83,7 @@ def monitor(
     >>> len(watching.history), watching.history[-1].samples
     (5, 8)
     """
-    return Monitor(
-        model,
-        every=every,
-        out=out,
-        log=log,
-        bounds=bounds,
-        groups=groups,
-        window=window,
-        hardest=hardest,
-        options={
-            "parameters": parameters,
-            "batch_dim": batch_dim,
-            "loss_reduction": loss_reduction,
-            "constants": constants,
-            "verify": verify,
-            "coupled": coupled,
-        },
-    )
+    return Monitor(model, every, out, log, bounds, groups, window, hardest, options)
 
 
 class Monitor(MeasuredSteps[Measurement]):
@@ -120,7 +105,6 @@ class Monitor(MeasuredSteps[Measurement]):
     def __init__(
         self,
         model: Model,
-        *,
         every: int,
         out: str | Path | None,
         log: Log | Any,
@@ -128,7 +112,7 @@ class Monitor(MeasuredSteps[Measurement]):
         groups: Mapping[str, Sequence[str]] | None,
         window: int,
         hardest: int,
-        options: Mapping[str, Any],
+        options: MonitorOptions,
     ) -> None:
         if window < 1:
             raise PerSampleError(f"window must be at least 1, got {window}.")
@@ -144,7 +128,7 @@ class Monitor(MeasuredSteps[Measurement]):
         self._estimate = NoiseScaleEstimate(window)
         self._guards = Guards(weights, self._groups, window)
         sizes = {group: sum(weights[name].numel() for name in part) for group, part in self._groups.items()}
-        self._file = None if out is None else RunFile(out, every, sizes, options["coupled"], self.warn)
+        self._file = None if out is None else RunFile(out, every, sizes, options.get("coupled"), self.warn)
 
     def stop(self) -> None:
         """End the monitoring; the model is as it was before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypedDict, TypeVar
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -15,15 +15,20 @@ from torch.utils.hooks import RemovableHandle
 from persample import _torch
 from persample._internal.models import SeveralModels, combine_models
 from persample._internal.tree import iterate_tensors
+from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import RecordedGradients
 from persample.monitoring.attempt import Attempt, Ids, State, can_share_recording
 from persample.monitoring.turns import TURNS
 from persample.recording import (
+    Constants,
     Model,
     ModuleHook,
     Options,
+    Selection,
+    Verify,
     find_parts,
+    find_watch,
     get_trainable,
     is_paused,
     is_recording,
@@ -39,6 +44,16 @@ _LOGGER = logging.getLogger("persample.monitoring")
 _MEASURING: WeakKeyDictionary[nn.Module, WeakSet[AnySteps]] = WeakKeyDictionary()
 
 
+class StepOptions(TypedDict, total=False):
+    """The options of `record` that each tool in a run has. `Options` documents them."""
+
+    parameters: Selection | None
+    batch_dim: BatchDim
+    loss_reduction: str | None
+    constants: Constants
+    verify: Verify
+
+
 class MeasuredSteps(ABC, Generic[T]):
     """Records every `every`-th step of a model. A subclass says what is computed from its gradients, and kept.
 
@@ -52,7 +67,10 @@ class MeasuredSteps(ABC, Generic[T]):
     Attributes:
         ids: the ids of the samples of the next call of the model.
         step: the number of calls of the model in training mode so far. It can be set, to the step of a trainer.
+        is_strict: whether a step that cannot be measured is an error.
     """
+
+    is_strict = False
 
     def __init__(self, model: Model, every: int, options: Mapping[str, Any]) -> None:
         if every < 1:
@@ -82,6 +100,10 @@ class MeasuredSteps(ABC, Generic[T]):
     @abstractmethod
     def keep(self, found: T, attempt: Attempt[T]) -> None:
         """Called when it is known that the result of a step counts."""
+
+    def prepare(self, model: nn.Module) -> Mapping[str, Any]:
+        """Called before a step is recorded that nothing else records; returns options of this recording."""
+        return {}
 
     def note_call(self, ids: Ids) -> None:
         """Called with the ids of each call of the model, also of those that are not measured."""
@@ -139,7 +161,7 @@ class MeasuredSteps(ABC, Generic[T]):
 
     def _start_call(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide about a call that is about to run: is it part of a step, and is the step measured?"""
-        is_training = called.training and torch.is_grad_enabled()
+        is_training = (called.training or self.is_strict) and torch.is_grad_enabled()
         if not is_training or _torch.get_backward_pass() >= 0 or is_paused():  # or a recomputation, or a verification
             return
         for module in [m for m in self._hooks if m is not called and m is not self._model()]:
@@ -148,16 +170,17 @@ class MeasuredSteps(ABC, Generic[T]):
         self.note_call(ids)
         if self._attempt is not None and (self._attempt.state is not State.WAITING or self._attempt.is_abandoned):
             self._end_attempt()
-        if self._attempt is not None and self._attempt.continue_with(self.step, ids):
-            return
+        is_given_up = self._attempt is not None
+        if self._attempt is not None:
+            if self._attempt.continue_with(ids):
+                return
+            self._end_attempt()
         step, self.step = self.step, self.step + 1
-        if self._attempt is not None:  # it was given up, and goes on with this call
-            self._calls += 1
-        elif not self._is_due():
+        if not (is_given_up or self._is_due()):
             self._calls += 1
             if self._is_due():
                 self._note_open_call(called)
-        elif self._has_open_call:  # this call may belong to the step of the last one
+        elif self._has_open_call and not is_given_up:  # this call may belong to the step of the last one
             self._note_open_call(called)
         elif (model := self._model()) is not None and self._can_measure(model):
             self._calls += 1
@@ -171,9 +194,12 @@ class MeasuredSteps(ABC, Generic[T]):
         def measure(grads: RecordedGradients, attempt: Attempt[T]) -> T | None:
             return None if (steps := own()) is None else steps.measure(grads, attempt)
 
-        wanted = {steps._options["keep"] for steps in _MEASURING.get(model, ())}
-        keep = "everything" if "everything" in wanted else self._options["keep"]
-        return Attempt(model, step, ids, measure, {**self._options, "keep": keep})
+        options, others = self._options, [other for other in _MEASURING[model] if other is not self and other._is_due()]
+        if not others and find_watch(model) is None:
+            options = {**options, **self.prepare(model)}
+        elif any(other._options["keep"] == "everything" for other in others):
+            options = {**options, "keep": "everything"}
+        return Attempt(model, step, ids, measure, options, self.is_strict)
 
     def _is_due(self) -> bool:
         return self._calls % self._every == 0
@@ -188,6 +214,11 @@ class MeasuredSteps(ABC, Generic[T]):
             TURNS.take(self)
             return True
         TURNS.wait(self)
+        if self.is_strict:
+            raise PerSampleError(
+                "Something else records this step (record, watch, or a monitor of another model), so that the samples "
+                "of the validation batch cannot be kept out of p.grad. Stop it first."
+            )
         return False
 
     def _note_open_call(self, called: nn.Module) -> None:

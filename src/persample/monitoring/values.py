@@ -12,62 +12,60 @@ in one training run"). The inner products come from the structure of the gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from persample import _torch
-from persample._internal.text import describe_value
-from persample.batches import BatchDim
-from persample.distributed import Processes
+from persample._internal.options import show_options
+from persample.distributed import Processes, find_processes
 from persample.errors import PerSampleError
-from persample.gradients import PerSampleGradients, RecordedGradients
+from persample.gradients import PerSampleGradients, RecordedGradients, ReducedTerms
 from persample.monitoring.attempt import Attempt
 from persample.monitoring.measurement import ExampleId
 from persample.monitoring.optimizers import Update
-from persample.monitoring.steps import MeasuredSteps, check_ids
-from persample.recording import Constants, Model, Selection, Verify, get_trainable
-
-# Computes the loss of a validation batch, a scalar, with the model that it is given.
-Validation = Callable[[Any], Tensor]
+from persample.monitoring.steps import MeasuredSteps, StepOptions, check_ids
+from persample.monitoring.valuation import Validation, Valuation
+from persample.recording import Model, Options
 
 
+@show_options(Options, StepOptions)
 def value(
     model: Model,
     *,
-    validation: Validation,
+    validation: Validation | int,
     optimizer: Any = None,
     order: Literal[1, 2] = 1,
     refresh: int = 1,
     every: int = 1,
-    parameters: Selection | None = None,
-    batch_dim: BatchDim = 0,
-    loss_reduction: str | None = None,
-    constants: Constants = (),
-    verify: Verify = None,
+    **options: Unpack[StepOptions],
 ) -> Values:
     """Measure by how much each example of each training step lowers a validation loss.
 
     The loop, the model and `p.grad` stay as they are. Steps are those of `persample.monitor`, and those that cannot be
     measured are skipped in the same way. Set `values.ids` before each call of the model to sum up by example.
 
+    With a number as `validation`, the examples of validation go through the model together with those of training, as
+    the last ones of each batch, and the loss is a sum of both losses. The step then needs no pass of its own for them.
+    Their gradient is left out of `p.grad`; so a step that cannot be measured is an error.
+
     Args:
         model: the model that is trained.
         validation: a function of the model that returns the loss of a validation batch; it may take another batch each
-            time. It runs at the end of a measured backward pass, with the model in `eval()`.
+            time. It runs before the model is called in a measured step, with the model in `eval()`. Or the number of
+            examples at the end of each batch that are of validation.
         optimizer: the optimizer, or several in a list: SGD, Adam, AdamW or Muon of torch.optim. A value is then the
             decrease of the loss by the step. Without one it is the inner product of the two gradients.
         order: 2 adds the term with the Hessian of the validation loss, which costs another backward pass of it.
         refresh: how many measured steps use one gradient of the validation loss.
         every: how many calls of the model go by until the next one is measured.
+        **options: as in `record`.
 
-    `parameters`, `batch_dim`, `loss_reduction`, `constants` and `verify` are as in `record`. Fewer parameters cost
-    less; the values are then parts of the whole, as of a model of which these parameters alone are trained.
+    Fewer `parameters` cost less; the values are then parts of the whole, as of a model of which these parameters alone
+    are trained.
 
     Raises:
         PerSampleError: an option is wrong, or the update of the optimizer is not known.
@@ -85,13 +83,6 @@ def value(
     (20, 3)
     """
     optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    options = {
-        "parameters": parameters,
-        "batch_dim": batch_dim,
-        "loss_reduction": loss_reduction,
-        "constants": constants,
-        "verify": verify,
-    }
     return Values(model, validation, Update(optimizers), order, refresh, every, options)
 
 
@@ -103,13 +94,16 @@ class StepValues:
         step: the number of the step.
         ids: the ids of the examples, None if they were not given.
         values: `(batch,)`, in float64: by how much each example lowers the validation loss.
-        validation_loss: the validation loss before the step, or when its gradient was computed last.
+        validation_loss: the validation loss before the step, or when its gradient was computed last; NaN if the
+            examples of validation are part of the batch.
+        age: how many steps before this one the gradient of the validation loss was computed.
     """
 
     step: int
     ids: Sequence[ExampleId] | None
     values: Tensor
     validation_loss: float
+    age: int = 0
 
 
 class Values(MeasuredSteps[StepValues]):
@@ -130,18 +124,26 @@ class Values(MeasuredSteps[StepValues]):
     def __init__(
         self,
         model: Model,
-        validation: Validation,
+        validation: Validation | int,
         update: Update,
         order: int,
         refresh: int,
         every: int,
-        options: dict[str, Any],
+        options: StepOptions,
     ) -> None:
         if order not in (1, 2) or refresh < 1 or (order == 2 and refresh > 1):
             raise PerSampleError(
                 f"order must be 1 or 2, and refresh at least 1 (with order=2: 1), got {order} and {refresh}."
             )
-        super().__init__(model, every, {**options, "keep": "everything", "nonfinite": "zero"})
+        self._valuation = Valuation(validation, update, order, refresh)
+        self.is_strict = isinstance(validation, int)
+        is_plain = (order, refresh, every) == (1, 1, 1) and options.get("parameters") is None
+        if self.is_strict and not (self._valuation.held_out > 0 and is_plain):
+            raise PerSampleError(
+                "With a number of examples as validation, it must be positive, and order, refresh, every and "
+                "parameters must be left out."
+            )
+        super().__init__(model, every, {**options, "keep": "everything", "nonfinite": "keep"})
         trained = self._model()
         if trained is not None and any(hasattr(p, "to_local") for p in trained.parameters()):
             self.stop()
@@ -149,10 +151,8 @@ class Values(MeasuredSteps[StepValues]):
                 "value() is not available under FSDP2: the model would run within a backward pass. Use "
                 "DistributedDataParallel."
             )
-        self._validation, self._update, self._order, self._refresh = validation, update, order, refresh
-        self._age = 0  # measured steps since the gradient was computed
-        self._gradient: ValidationGradient | None = None
         self._processes = Processes()  # of the last measured step
+        self._keeps_terms = order == 2  # and not only their inner products
         self._latest: StepValues | None = None
         self._totals: dict[ExampleId, tuple[float, int]] = {}  # sum of the values and number of steps
 
@@ -206,17 +206,41 @@ class Values(MeasuredSteps[StepValues]):
 
     # ---- measuring ----
 
+    def prepare(self, model: nn.Module) -> Mapping[str, Any]:
+        """Compute the inner products when the terms arrive, with the gradient of the validation loss as it is now."""
+        is_alone = type(find_processes(model)) is Processes
+        if self.is_strict and not is_alone:
+            raise PerSampleError("A number of examples as validation is not available under several processes.")
+        if self._keeps_terms or not is_alone:
+            return {}
+        self._valuation.start_step(model)
+        return {"reduce": self._valuation.reduce}
+
+    def keep_result(self) -> None:
+        if self._attempt is not None and self._attempt.refusal is not None:
+            self._keeps_terms = True  # terms are complete at the end of the pass alone, as in reentrant checkpoints
+        super().keep_result()
+
     def measure(self, grads: RecordedGradients, attempt: Attempt[StepValues]) -> StepValues | None:
         """Compute the values of the examples of a step."""
         model = self._model()
         if model is None:
             return None
-        if not isinstance(grads, PerSampleGradients) or not {*attempt.names} <= {*grads.names}:
+        valuation = self._valuation
+        if isinstance(grads, ReducedTerms):
+            if grads.has_shared and valuation.update.needs_grads:
+                raise PerSampleError("The loss has a part that belongs to no sample, which the optimizer needs first.")
+            parts, count = list(grads.found.values()), grads.row_count - valuation.held_out
+            found = torch.stack(parts).sum(0, dtype=torch.float64) if parts else torch.zeros(count).double()
+        elif self.is_strict or not isinstance(grads, PerSampleGradients) or not {*attempt.names} <= {*grads.names}:
             raise PerSampleError("The step was recorded by something else, such as private training, without its rows.")
-        self._processes = grads.processes
-        loss, direction = self._find_direction(model, grads, attempt.names)
-        found = grads.dot(direction).double().cpu() / _count_mean(grads)
-        return StepValues(attempt.step, check_ids(attempt.ids, grads.row_count), found, loss)
+        else:
+            self._processes = grads.processes
+            found = valuation.compute(model, grads, attempt.names).double()
+        found = found.cpu().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)  # an example without a finite gradient
+        gradient = valuation.gradient
+        loss, age = (math.nan, 0) if gradient is None else (gradient.loss, valuation.age - 1)
+        return StepValues(attempt.step, check_ids(attempt.ids, len(found)), found, loss, age)
 
     def keep(self, found: StepValues, attempt: Attempt[StepValues]) -> None:
         """Add the values of a step to the totals."""
@@ -224,95 +248,3 @@ class Values(MeasuredSteps[StepValues]):
         for i, one in zip(found.ids or (), found.values.tolist(), strict=found.ids is not None):
             total, count = self._totals.get(i, (0.0, 0))
             self._totals[i] = total + one, count + 1
-
-    def _find_direction(
-        self, model: nn.Module, grads: PerSampleGradients, names: Sequence[str]
-    ) -> tuple[float, dict[str, Tensor]]:
-        """The validation loss, and the direction whose inner product with g_i / B is the value of example i."""
-        trainable = get_trainable(model)
-        parameters = {name: trainable[name] for name in names}
-        of_step: dict[str, Tensor] = {}
-        if self._order == 2 or (self._update.needs_grads and type(grads.processes) is not Processes):
-            of_step = {name: total / _count_mean(grads) for name, total in grads.sum().items()}
-        so_far = of_step  # several processes add up `p.grad` later
-        if self._update.needs_grads and type(grads.processes) is Processes:
-            so_far = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        if self._gradient is None or self._age >= self._refresh:
-            self._gradient, self._age = None, 0
-            self._gradient = ValidationGradient(model, self._validation, parameters, grads.processes, self._order)
-        self._age += 1
-        found = self._gradient.parts
-        if self._order == 2:
-            curved = self._gradient.multiply_hessian(self._update.map(of_step, parameters, so_far))
-            found = {name: part - curved[name] / 2 for name, part in found.items()}
-        return self._gradient.loss, self._update.map(found, parameters, so_far)
-
-
-class ValidationGradient:
-    """The loss of a validation batch and its gradient, averaged over the processes.
-
-    Args:
-        model: the model that is trained.
-        validation: computes the loss.
-        parameters: the parameters by name.
-        processes: those that train the model.
-        order: 2 if `multiply_hessian` is called later.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        validation: Validation,
-        parameters: dict[str, Tensor],
-        processes: Processes,
-        order: int = 1,
-    ) -> None:
-        self._parameters, self._processes = parameters, processes
-        called = processes.get_called_module(model)
-        # Kernels of attention other than the plain one have no second derivatives.
-        backends = [SDPBackend.MATH] if order == 2 else list(SDPBackend.__members__.values())
-        with _evaluating(called), _torch.DisableTorchFunction(), torch.enable_grad(), sdpa_kernel(backends):
-            loss = validation(called)
-            if not isinstance(loss, Tensor) or loss.dim():
-                raise PerSampleError(f"validation must return a loss without dimensions, got {describe_value(loss)}.")
-            self._own = self._differentiate([loss], None, create_graph=order == 2)
-        self.loss = float(loss.detach())
-        self.parts = self._average(self._own)
-
-    def multiply_hessian(self, direction: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`{name: H d}`; it may be called once."""
-        used = [(own, direction[name]) for name, own in self._own.items() if own.requires_grad]
-        if not used:  # the loss is linear
-            return {name: torch.zeros_like(own) for name, own in self._own.items()}
-        with _torch.DisableTorchFunction():
-            parts, directions = zip(*used, strict=True)
-            return self._average(self._differentiate(parts, directions))
-
-    def _differentiate(self, outputs: Any, directions: Any, create_graph: bool = False) -> dict[str, Tensor]:
-        inputs = list(self._parameters.values())
-        found = torch.autograd.grad(outputs, inputs, directions, create_graph=create_graph, materialize_grads=True)
-        return dict(zip(self._parameters, found, strict=True))
-
-    def _average(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        if type(self._processes) is Processes:
-            return {name: part.detach() for name, part in parts.items()}
-        count = self._processes.count(1)
-        return {name: self._processes.add_tensors(part.detach()) / count for name, part in parts.items()}
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside the block, a model is in `eval()`."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-
-
-def _count_mean(grads: PerSampleGradients) -> int:
-    """The number by which the rows of a step are divided in the gradient of the step."""
-    own = max(1, grads.batch_size) if grads.loss_reduction.startswith("mean") else 1
-    return own * grads.processes.count(1)

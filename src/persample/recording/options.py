@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from persample._internal.models import read_model
 from persample.batches import BatchDim
 from persample.errors import PerSampleError
-from persample.gradients import Bound, NonFinite, UnitIds, UnitOptions, UnitReduction, check_max_norm
+from persample.gradients import Bound, NonFinite, Reduce, UnitIds, UnitOptions, UnitReduction, check_max_norm
 from persample.layouts import DivisorMode
 
 Keep = Literal["everything", "norms", "clip"]
@@ -147,6 +147,7 @@ class Options:
         isolate: for `watch`: refuse what breaks the bound of private training although it has per-sample gradients:
             results that depend on a sample's number in the batch, and samples that outlive their step.
         keep_rows: for `watch`: with `keep="clip"`, also keep the rows themselves, before they are clipped.
+        reduce: for `watch`: computes what is kept of each parameter's term when it arrives; see `ReducedTerms`.
     """
 
     batch_size: int | None = None
@@ -172,6 +173,7 @@ class Options:
     losses: Sequence[str] | None = None
     isolate: bool = False
     keep_rows: bool = False
+    reduce: Reduce | None = None
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():

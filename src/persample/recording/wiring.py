@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from persample._internal import tracing
@@ -29,6 +28,8 @@ from persample.gradients import (
     NormsIntake,
     PerSampleGradients,
     RecordedBatch,
+    ReducedIntake,
+    ReducedTerms,
     StreamedClip,
     StreamedNorms,
 )
@@ -118,9 +119,7 @@ class Delivery(Receiver):
             term = add_terms(group)
             self._call(self._intake.receive, parameter, term)
             if self._keep_grad and not self._intake.is_first_of_two:
-                total = term.sum(torch.ones(term.batch, device=parameter.device))
-                self._intake.note_sum(parameter, term, total)
-                self._processes.add_to_grad(parameter, total.to(parameter.dtype))
+                self._processes.add_to_grad(parameter, self._intake.add_rows(parameter, term).to(parameter.dtype))
 
     def deliver_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         self._note_row(parameters, [term])
@@ -287,6 +286,9 @@ def _make_gradients(
         raise PerSampleError("positions is not available under several processes.")
     rows, owns_divisor = BatchRows(recorded.values(), processes, options.unit_options), options.divisor_mode == "own"
     batch = RecordedBatch(recorded, rows, options.loss_reduction, owns_divisor, options.nonfinite)
+    if options.reduce is not None:
+        reduced = ReducedIntake(batch, options.reduce)
+        return batch, [reduced], ReducedTerms(reduced)
     if options.bound is not None:
         clip = ClipIntake(batch, options.bound)
         return batch, [clip], StreamedClip(clip)

@@ -11,6 +11,7 @@ from torch import Tensor
 from persample._internal.precision import promote, widen
 from persample.terms.base import Term, is_dense_smaller, sum_squares, widen_factors
 from persample.terms.kronecker import Sides
+from persample.terms.products import multiply_stacks
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Dense(Term):
     def sum(self, weights: Tensor) -> Tensor:
         values, weights = promote(widen(self.values), weights)
         return (weights @ values.reshape(self.batch, self.shape.numel())).view(self.shape)
+
+    def dot(self, direction: Tensor) -> Tensor:
+        values, direction = promote(widen(self.values), widen(direction))
+        rows = values.reshape(self.batch, self.shape.numel()).conj()
+        return multiply_stacks(rows, direction.reshape(-1, 1)).squeeze(1).real
 
     def multiply_sides(self, sides: Sides) -> Tensor:
         return sides.multiply_dense(widen(self.values))

@@ -174,7 +174,10 @@ class Outer(Term):
 
     def dot(self, direction: Tensor) -> Tensor:
         input, grad, direction = self._widen_factors(direction)
-        return (grad.conj() * (input @ direction.mT)).real.sum((1, 2))
+        if input.shape[2] < grad.shape[2]:  # the product with the fewer entries
+            mapped = multiply(grad.flatten(0, 1), direction.conj())
+            return (mapped.view(input.shape) * input.conj()).real.sum((1, 2))
+        return (grad.conj() * multiply(input.flatten(0, 1), direction.mT).view(grad.shape)).real.sum((1, 2))
 
     def gram(self, other: Term, block_size: int = BLOCK_SIZE) -> Tensor:
         if not isinstance(other, Outer) or not _prefers_positions(self, other):
