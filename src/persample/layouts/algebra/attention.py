@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample._internal import tracing
-from persample.layouts.algebra.engine import broadcast, declare, get_argument, lose, merge_rows, move
+from persample.layouts.algebra.engine import broadcast, declare, get_argument, keep, lose, merge_rows, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
-from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.motion import Motion
 
 # Scores that are lower by so much get a weight of exactly zero in a softmax.
 _EXCLUDED = -1e9
@@ -44,9 +44,7 @@ def _attend_from_rows(call: Call, results: Sequence[Tensor]) -> Motion | None:
     is_causal = get_argument(call, 5, "is_causal", default=False)
     if len(call.tensors) > 3 or any(call.where[1:]) or is_causal or not isinstance(where, Layout):
         return None
-    if where.dim == query.dim() - 1:
-        return lose(call, results, "sums over the samples")
-    return make_uniform_motion(move(where, where.dim), results)
+    return lose(call, results, "sums over the samples") if where.dim == query.dim() - 1 else keep(call, results)
 
 
 def _attend_to_rows(call: Call, results: Sequence[Tensor]) -> Motion:

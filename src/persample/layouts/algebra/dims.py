@@ -17,8 +17,9 @@ from persample.layouts.algebra.engine import (
     Declaration,
     broadcast,
     declare,
-    find_common_rows,
     get_argument,
+    join_broadcast,
+    keep,
     lose,
     move,
     normalise_dims,
@@ -173,13 +174,10 @@ def _draw_from_rows(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare("stft", "istft")
 def _stft(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Time becomes frequencies and frames, or the reverse; a batch dimension is in front."""
-    tensor, where = call.tensors[0], call.where[0]
-    last = 1 if call.facts.operator == "stft" else 2
-    if not isinstance(where, Layout) or any(call.where[1:]):
-        return None
-    if where.dim >= tensor.dim() - last:
+    where, last = call.where[0], 1 if call.facts.operator == "stft" else 2
+    if isinstance(where, Layout) and where.dim >= call.tensors[0].dim() - last:
         return lose(call, results, f"combines samples along dimension {where.dim}")
-    return make_uniform_motion(move(where, where.dim), results)
+    return keep(call, results)
 
 
 # ---- several tensors ----
@@ -187,12 +185,10 @@ def _stft(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 def _combine_pairs(call: Call, results: Sequence[Tensor], dim: int) -> Motion | None:
     """The motion of a call that broadcasts its tensors, then combines entries along `dim`, which it may drop."""
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
-    rank = len(shape)
-    motion = find_common_rows(call, shape, [rank - tensor.dim() for tensor in call.tensors])
-    if motion is None or not isinstance(motion.results[0], Layout):
+    motion, rank = join_broadcast(call), max(tensor.dim() for tensor in call.tensors)
+    where, combined = motion and motion.results[0], dim % rank
+    if motion is None or not isinstance(where, Layout):
         return motion
-    where, combined = motion.results[0], dim % rank
     if where.dim == combined:
         return lose(call, results, f"combines samples along dimension {where.dim}")
     is_dropped = results[0].dim() < rank

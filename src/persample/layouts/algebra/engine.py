@@ -1,4 +1,7 @@
-"""The table of declarations, and the arithmetic that they share."""
+"""The table of declarations, and the arithmetic that they share.
+
+Most declarations give each dimension of the arguments and of the result a letter, as in einsum (`follow`).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from persample.layouts.call import Call
 from persample.layouts.ids import make_layout
 from persample.layouts.layout import Crossed, Layout, Lost, make_pattern
 from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.reductions import make_reduced
 
 # Returns how a call moves the samples, or None if the declaration does not cover this call. It may read everything of
 # the call and its results. If it reads the values of tensors, the motion must say so (`depends_on_values`).
@@ -34,7 +38,8 @@ def declare(*functions: Any, **known: Any) -> Callable[[Declaration], Declaratio
     Args:
         functions: the functions, or names of operators.
         known: facts about them, as in `Facts`. A declaration that `handles_any_layout` must handle everything that can
-            be known about an argument (lost and reduced tensors, single samples, loose rows), and return a motion.
+            be known about an argument (lost and reduced tensors, single samples, loose rows), and return a motion. All
+            others get layouts of samples, and constants.
     """
 
     def register(declaration: Declaration) -> Declaration:
@@ -142,69 +147,101 @@ def lose(call: Call, results: Sequence[Tensor], cause: str) -> Motion:
     return make_uniform_motion(Lost(f"{get_op_name(call.func)} {cause}"), results)
 
 
-def cross(call: Call, results: Sequence[Tensor], cause: str, first: Layout, second: Layout) -> Motion:
-    """The motion of a call that combines each row of one argument with each row of another.
+def keep(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    """The motion of a function of one tensor that keeps the samples in their dimension."""
+    where = call.where[0]
+    if not isinstance(where, Layout) or any(call.where[1:]):
+        return None
+    return make_uniform_motion(move(where, where.dim), results)
 
-    `first` and `second` are where the samples of these rows lie in the result.
+
+# ---- letters ----
+
+# A letter for each dimension of a tensor, as in einsum. Entries with the same index for a letter are combined; along a
+# letter that the result lacks, they are added up. None: a dimension in which no sample may lie.
+Letters = Sequence[Any]
+
+
+def follow(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
+    """The motion of a call, given the letters of its first tensors and of its results; the other tensors are constants.
+
+    None if samples lie in a dimension without a letter, or if sizes do not fit.
     """
-    lost = Lost(f"{get_op_name(call.func)} {cause}")
-    arguments = [where for where in call.where if where is not None]
-    is_known = len(arguments) == 2 and not call.has_loose_rows() and len(results) == 1
-    return make_uniform_motion(Crossed(lost.cause, rows=(first, second)) if is_known else lost, results)
+    motion = join(call, letters, out, is_returned=len(results) == 1 and results[0].dim() == len(out))
+    where = None if motion is None else motion.results[0]
+    if motion is None or not isinstance(where, Layout):
+        return motion and make_uniform_motion(where, results)
+    if where.dim == len(out):
+        lost = lose(call, results, "sums over the samples")
+        return make_uniform_motion(make_reduced(call, results), results) if call.facts.is_additive else lost
+    sizes = {tensor.shape[own.dim] for tensor, own in call.pairs if isinstance(own, Layout)}
+    if any(result.dim() <= where.dim or result.shape[where.dim] not in sizes for result in results):
+        return None
+    return Motion(motion.results * len(results), motion.aligned)
 
 
-def find_common_rows(call: Call, shape: Sequence[int], offsets: Sequence[int]) -> Motion | None:
-    """The motion of a call whose tensors are aligned with a result of this shape.
+def join(call: Call, letters: Sequence[Letters], out: Letters, is_returned: bool = False) -> Motion | None:
+    """The motion of the entries that a call combines, which need not be its results.
 
-    Dimension d of tensor i is dimension d + offsets[i] of the result. An index of the result belongs to the sample that
-    it has in the arguments. A constant that varies along this dimension has a row for each index. So does a constant
-    among the rows of an argument: it takes the sample of the row that it is combined with.
+    An index belongs to the sample that it has in the arguments. A constant that varies along this dimension has a row
+    for each index. So does a constant among the rows of an argument: it takes the sample of the row that it is combined
+    with.
+
+    Args:
+        call: the call.
+        letters: those of its first tensors.
+        out: those of the entries. If it lacks that of the samples, the dimension of the layout is `len(out)`.
+        is_returned: whether the call returns these entries.
     """
+    letters, out = [list(of_tensor) for of_tensor in letters], list(out)
     found: Layout | None = None
-    size = 0
-    pairs = list(zip(call.tensors, call.where, offsets, strict=True))
-    for tensor, where, offset in pairs:
+    letter, size = None, 0
+    for i, (tensor, where) in enumerate(call.pairs):
         if where is None:
             continue
         assert isinstance(where, Layout)
-        here = move(where, where.dim + offset)
-        if found is None:
-            found, size = here, tensor.shape[where.dim]
-            continue
-        if found.dim != here.dim and 0 in shape:  # no entries, in which samples could meet
-            continue
-        if found.dim != here.dim:
-            return lose(call, call.tensors[:1], _describe_crossing(found, here))
-        if tensor.shape[where.dim] != size:
+        here = letters[i][where.dim] if i < len(letters) else None
+        if here is None:
             return None
-        merged = merge_rows(found, here, size, call.batch)
-        if merged is None:
+        if found is None:
+            found, letter, size = where, here, tensor.shape[where.dim]
+        elif here != letter:
+            if all(each.numel() for each in call.tensors):  # else there are no entries, in which samples could meet
+                return _cross(call, _move_to(found, letter, out), _move_to(where, here, out), len(out), is_returned)
+        elif tensor.shape[where.dim] != size:
+            return None
+        elif (found := merge_rows(found, where, size, call.batch)) is None:
             return lose(call, call.tensors[:1], DIFFERENT_ORDERS)
-        found = merged
-    if found is None or len(shape) <= found.dim or shape[found.dim] != size:
+    if found is None:
         return None
     aligned = tuple(
-        (i, move(found, found.dim - offset))
-        for i, (tensor, where, offset) in enumerate(pairs)
-        if (where is None or (isinstance(where, Layout) and (where.inner, where.ids) != (found.inner, found.ids)))
-        and 0 <= found.dim - offset < tensor.dim()
-        and tensor.shape[found.dim - offset] == size > 1
+        (i, move(found, own.index(letter)))
+        for i, ((tensor, where), own) in enumerate(zip(call.pairs, letters, strict=False))
+        if letter in own
+        and tensor.shape[own.index(letter)] == size > 1
+        and not (isinstance(where, Layout) and (where.inner, where.ids) == (found.inner, found.ids))
     )
-    return Motion((found,), aligned)
+    return Motion((_move_to(found, letter, out),), aligned)
 
 
-def _describe_crossing(first: Layout, second: Layout) -> str:
-    return (
-        f"combines each sample with every other: they lie in dimension {first.dim} of one argument and in dimension "
-        f"{second.dim} of another, counted in the result"
+def _move_to(layout: Layout, letter: Any, out: Letters) -> Layout:
+    return move(layout, out.index(letter) if letter in out else len(out))
+
+
+def _cross(call: Call, first: Layout, second: Layout, rank: int, is_returned: bool) -> Motion:
+    """The motion of a call that combines each row of one argument with each row of another.
+
+    `first` and `second` are where the samples of these rows lie in the entries, which have `rank` dimensions.
+    """
+    cause = f"{get_op_name(call.func)} combines each sample with every other"
+    if rank in (first.dim, second.dim):
+        return Motion((Lost(cause),))
+    cause += (
+        f": they lie in dimension {first.dim} of one argument and in dimension {second.dim} of another, counted in the "
+        "result"
     )
-
-
-def repeat_result(motion: Motion | None, results: Sequence[Tensor]) -> Motion | None:
-    """The motion with the layout of the first result for all results."""
-    if motion is None or len(results) == 1:
-        return motion
-    return Motion((motion.results[0],) * len(results), motion.aligned)
+    is_known = is_returned and sum(where is not None for where in call.where) == 2 and not call.has_loose_rows()
+    return Motion((Crossed(cause, rows=(first, second)) if is_known else Lost(cause),))
 
 
 def broadcast(call: Call, results: Sequence[Tensor]) -> Motion | None:
@@ -212,14 +249,23 @@ def broadcast(call: Call, results: Sequence[Tensor]) -> Motion | None:
     shape = results[0].shape
     if any(result.shape != shape for result in results):
         return None
-    rows = [
-        move(where, where.dim + len(shape) - tensor.dim())
-        for tensor, where in call.pairs
-        if isinstance(where, Layout) and tensor.shape[where.dim] == shape[where.dim - tensor.dim()]
-    ]
-    if len(rows) == 2 and rows[0].dim != rows[1].dim and 0 not in shape:
-        return cross(call, results, _describe_crossing(*rows), *rows)
-    return repeat_result(find_common_rows(call, shape, [len(shape) - t.dim() for t in call.tensors]), results)
+    letters = spell_broadcast(call, shape)
+    return None if letters is None else follow(call, results, letters, range(len(shape)))
+
+
+def join_broadcast(call: Call) -> Motion | None:
+    """The motion of the entries that a call computes from broadcast tensors, before it combines them."""
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
+    letters = spell_broadcast(call, shape)
+    return None if letters is None else join(call, letters, range(len(shape)))
+
+
+def spell_broadcast(call: Call, shape: Sequence[int]) -> Sequence[Letters] | None:
+    """The letters of tensors that are aligned at the ends of a shape; None if samples are repeated there."""
+    for tensor, where in call.pairs:
+        if isinstance(where, Layout) and tensor.shape[where.dim] != shape[where.dim - tensor.dim()]:
+            return None
+    return [range(len(shape) - tensor.dim(), len(shape)) for tensor in call.tensors]
 
 
 def keep_leading(call: Call, results: Sequence[Tensor], leading: int, count: int = 1) -> Motion | None:
@@ -227,12 +273,5 @@ def keep_leading(call: Call, results: Sequence[Tensor], leading: int, count: int
 
     The first `count` tensors and all results share these dimensions. All other tensors have no samples.
     """
-    if any(call.where[count:]):
-        return None
-    if any(isinstance(where, Layout) and where.dim >= leading for where in call.where):
-        return None
-    dims = replace(call, tensors=call.tensors[:count], where=call.where[:count])
-    shape = results[0].shape[:leading]
-    if any(result.shape[:leading] != shape for result in results):
-        return None
-    return repeat_result(find_common_rows(dims, shape, [0] * count), results)
+    letters = [[*range(leading), *[None] * (tensor.dim() - leading)] for tensor in call.tensors[:count]]
+    return follow(call, results, letters, range(leading))

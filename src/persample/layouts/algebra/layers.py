@@ -8,11 +8,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.engine import DIFFERENT_ORDERS, declare, get_argument, keep_leading, lose, move
+from persample.layouts.algebra.engine import (
+    DIFFERENT_ORDERS,
+    declare,
+    follow,
+    get_argument,
+    keep,
+    keep_leading,
+    lose,
+    move,
+)
 from persample.layouts.call import Call
 from persample.layouts.ids import make_layout
 from persample.layouts.layout import Layout
-from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.motion import Motion
 
 _CONVOLUTIONS = {
     torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3,
@@ -118,9 +127,7 @@ def _unfold(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 @declare(torch.conv_tbc)
 def _convolve_time_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    where = call.where[0]
-    is_plain = isinstance(where, Layout) and where.dim == 1 and not any(call.where[1:])
-    return make_uniform_motion(move(where, 1), results) if is_plain else None  # type: ignore[arg-type]
+    return follow(call, results, [[None, "n", None]], ["t", "n", "c"])
 
 
 # The cells of recurrent layers, and the number of tensors with samples: the input and the states.
@@ -153,9 +160,8 @@ def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or where.dim == 1:
         return None
-    if get_argument(call, 5, "training", default=False):
-        return lose(call, results, "in training mode normalises over the samples")
-    return make_uniform_motion(move(where, where.dim), results)
+    is_training = get_argument(call, 5, "training", default=False)
+    return lose(call, results, "in training mode normalises over the samples") if is_training else keep(call, results)
 
 
 @declare(F.instance_norm, shares_weights=True, statistics_at=1)
@@ -171,7 +177,5 @@ def look_up(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 @declare(torch.embedding, is_size_free=True, shares_weights=True)
 def look_up_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    where = call.where[1]
-    if call.where[0] is not None or not isinstance(where, Layout):
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    dims = range(call.tensors[1].dim())
+    return follow(call, results, [[None, None], dims], dims)

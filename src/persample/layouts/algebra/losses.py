@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -14,15 +13,15 @@ from persample.layouts.algebra.arguments import find_signatures
 from persample.layouts.algebra.engine import (
     DIFFERENT_ORDERS,
     declare,
-    find_common_rows,
-    keep_leading,
+    join,
+    join_broadcast,
     lose,
     merge_rows,
     move,
 )
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout, Where
-from persample.layouts.motion import Motion, make_uniform_motion
+from persample.layouts.motion import Motion
 from persample.layouts.reductions import make_reduced
 
 
@@ -59,9 +58,7 @@ _OF_PAIRS = {"combines_pairs": True, **_POINTWISE}
 @declare(F.binary_cross_entropy, **_POINTWISE)
 @declare(F.binary_cross_entropy_with_logits, class_weights="pos_weight", **_POINTWISE)
 def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
-    entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
-    arguments = _get_arguments(call)
+    entries, arguments = join_broadcast(call), _get_arguments(call)
     weight = arguments.get("weight")
     if call.facts.divides_by_weights and weight is not None and arguments["reduction"] == "mean" and entries:
         differs = [i for i, _ in entries.aligned if call.tensors[i] is weight]
@@ -126,19 +123,16 @@ def _vector_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if call.tensors[0].dim() < 2:
         return None
     count = 3 if call.func is F.cosine_embedding_loss else 2
-    rows = keep_leading(call, [tensor[..., :0] for tensor in call.tensors[:1]], 1, count)
-    return _reduce(call, results, rows)
+    letters = [["n", *[None] * (tensor.dim() - 1)] for tensor in call.tensors[:count]]
+    return _reduce(call, results, join(call, letters, "n"))
 
 
 @declare(F.triplet_margin_loss, **_ENTRYWISE)
 def _triplet_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Distances along the last dimension."""
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))
-    entries = find_common_rows(call, shape, [len(shape) - tensor.dim() for tensor in call.tensors])
-    if entries is None or not isinstance(entries.results[0], Layout):
-        return entries
-    if entries.results[0].dim == len(shape) - 1:
-        return lose(call, results, f"combines samples along dimension {len(shape) - 1}")
+    entries, last = join_broadcast(call), max(tensor.dim() for tensor in call.tensors) - 1
+    if entries is not None and isinstance(where := entries.results[0], Layout) and where.dim == last:
+        return lose(call, results, f"combines samples along dimension {last}")
     return _reduce(call, results, entries)
 
 
@@ -155,4 +149,4 @@ def _ctc_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
             continue  # the targets of all samples, one after the other: the lengths say whose they are
         if isinstance(own, Layout) and (own.dim or not merge_rows(where, own, call.tensors[0].shape[1], call.batch)):
             return None
-    return _reduce(call, results, make_uniform_motion(move(where, 0), results))
+    return _reduce(call, results, Motion((move(where, 0),)))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from persample.layouts.algebra.engine import declare, find_common_rows, lose, move, repeat_result
+from persample.layouts.algebra.engine import declare, follow, keep, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -22,12 +22,10 @@ _FUNCTIONS = """
 @declare("inverse", "pinverse", "det", "logdet", "slogdet", "matrix_exp", "matrix_power", "cholesky")
 @declare("cholesky_inverse", "qr", "svd")
 def _of_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    tensor, where = call.tensors[0], call.where[0]
-    if not isinstance(where, Layout) or any(call.where[1:]):
-        return None
-    if where.dim >= tensor.dim() - 2:
+    where = call.where[0]
+    if isinstance(where, Layout) and where.dim >= call.tensors[0].dim() - 2:
         return lose(call, results, f"combines samples along dimension {where.dim}, within a matrix")
-    return make_uniform_motion(move(where, where.dim), results)
+    return keep(call, results)
 
 
 # Functions that solve a linear system for each column of a matrix, and the position of that matrix.
@@ -50,11 +48,8 @@ def _of_pairs(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if samples == [_SOLVERS.get(call.func)] and where.dim == rank - 1 == call.tensors[samples[0]].dim() - 1:
         is_left = call.kwargs.get("left", True) and not call.kwargs.get("adjoint", False)
         return make_uniform_motion(move(where, where.dim), results) if is_left and len(results) == 1 else None
-    shape = results[0].shape[: rank - 2]
-    is_within = any(isinstance(w, Layout) and w.dim >= rank - 2 for w in call.where)
-    if is_within or any(result.shape[: rank - 2] != shape for result in results):
-        return None
-    return repeat_result(find_common_rows(call, shape, [0] * len(call.tensors)), results)
+    letters = [[*range(rank - 2), *[None] * (tensor.dim() - rank + 2)] for tensor in call.tensors]
+    return follow(call, results, letters, range(rank - 2))
 
 
 def _find_matrix_rank(call: Call, position: int) -> int:

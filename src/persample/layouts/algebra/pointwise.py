@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.algebra.engine import broadcast, declare, find_common_rows, lose, move
+from persample.layouts.algebra.engine import broadcast, declare, follow, keep, lose, move
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
@@ -64,18 +64,14 @@ def choose_entries(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare(F.prelu, torch.prelu, Tensor.prelu)
 def _prelu(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
-    if not isinstance(where, Layout) or any(call.where[1:]) or (where.dim == 1 and call.tensors[1].numel() > 1):
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    is_by_channel = isinstance(where, Layout) and where.dim == 1 and call.tensors[1].numel() > 1
+    return None if is_by_channel else keep(call, results)
 
 
 @declare("index_fill", writes_entries=True)
 def _index_fill(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A constant written over entries of a sample belongs to that sample."""
-    where = call.where[0]
-    if not isinstance(where, Layout) or any(call.where[1:]) or where.loose:
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    return None if call.has_loose_rows() else keep(call, results)
 
 
 @declare("isin")
@@ -97,7 +93,7 @@ def _searchsorted(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return _compare_with_constants(call, results, of_entries=1)
     if isinstance(where, Layout) and where.dim == sequence.dim() - 1:
         return lose(call, results, f"combines samples along dimension {where.dim}")
-    return find_common_rows(call, results[0].shape, [0] * len(call.tensors))
+    return follow(call, results, [range(tensor.dim()) for tensor in call.tensors], range(sequence.dim()))
 
 
 def _compare_with_constants(call: Call, results: Sequence[Tensor], of_entries: int) -> Motion | None:
@@ -118,9 +114,7 @@ def _last_dim_changes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     The largest class of the batch may decide how many zeros `one_hot` appends, as the longest sequence decides padding.
     """
     where = call.where[0]
-    if not isinstance(where, Layout) or where.dim >= results[0].dim():
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    return keep(call, results) if isinstance(where, Layout) and where.dim < results[0].dim() else None
 
 
 @declare(torch.broadcast_tensors)

@@ -10,105 +10,53 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.algebra.engine import (
-    DIFFERENT_ORDERS,
-    broadcast,
-    cross,
-    declare,
-    get_argument,
-    lose,
-    merge_rows,
-    move,
-)
+from persample.layouts.algebra.engine import Letters, broadcast, declare, follow, get_argument, lose
 from persample.layouts.call import Call
 from persample.layouts.ids import make_layout
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import make_reduced
 
-Letters = Sequence[Any]
-
-
-def _contract(call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: Letters) -> Motion | None:
-    """The motion of a product; `letters[i]` has a letter for each dimension of tensor i, `out` those of the result."""
-    letters, out = [list(of_tensor) for of_tensor in letters], list(out)
-    joined = _join_samples(call, results, letters, out)
-    if joined is None or isinstance(joined, Motion):
-        return joined
-    found, letter, size = joined
-    if letter not in out:
-        if call.facts.is_additive:
-            return make_uniform_motion(make_reduced(call, results), results)
-        return lose(call, results, "sums over the samples")
-    dim = out.index(letter)
-    if results[0].shape[dim] != size:
-        return None
-    aligned = []
-    for i, (tensor, where, of_tensor) in enumerate(zip(call.tensors, call.where, letters, strict=True)):
-        if where is None and letter in of_tensor:
-            own_dim = of_tensor.index(letter)
-            if tensor.shape[own_dim] == size:
-                aligned.append((i, move(found, own_dim)))
-    return Motion((move(found, dim),), tuple(aligned))
+# The products that have one equation. The first letters of an operand are missing if it has fewer dimensions.
+_EQUATIONS: dict[Any, str] = {
+    "dot": "k,k->",
+    "vdot": "k,k->",
+    "outer": "n,m->nm",
+    "addmm": "nm,nk,km->nm",
+    "baddbmm": "bnm,bnk,bkm->bnm",
+    "addmv": "n,nk,k->n",
+    "addbmm": "nm,bnk,bkm->nm",
+    "addr": "nm,n,m->nm",
+    "bilinear": "...i,...j,oij,o->...o",
+    "cdist": "...nk,...mk->...nm",
+}
 
 
-def _join_samples(
-    call: Call, results: Sequence[Tensor], letters: Sequence[Letters], out: list[Any]
-) -> tuple[Layout, Any, int] | Motion | None:
-    """The layout, the letter and the size of the dimension that all samples lie in; the motion if there are others."""
-    found: Layout | None = None
-    letter: Any = None
-    size = 0
-    for tensor, where, of_tensor in zip(call.tensors, call.where, letters, strict=True):
-        if where is None:
-            continue
-        assert isinstance(where, Layout)
-        here = of_tensor[where.dim]
-        if found is None:
-            found, letter, size = where, here, tensor.shape[where.dim]
-        elif here != letter:
-            cause = "combines each sample with every other"
-            if letter not in out or here not in out:
-                return lose(call, results, cause)
-            return cross(call, results, cause, move(found, out.index(letter)), move(where, out.index(here)))
-        elif tensor.shape[where.dim] != size:
-            return None
-        else:
-            found = merge_rows(found, where, size, call.batch)
-            if found is None:
-                return lose(call, results, DIFFERENT_ORDERS)
-    return None if found is None else (found, letter, size)
-
-
-def _matrix_letters(rank: int, rows: str, columns: str) -> list[Any]:
-    """Letters of a matrix or a stack of them: batch dimensions are numbered from the right."""
-    return [*range(rank - 2, 0, -1), rows, columns]
+@declare("dot", "vdot", is_additive=True, is_plain_sum=True, combines_pairs=True)
+@declare("outer", "bilinear", torch.cdist)
+@declare("addmm", "baddbmm", "addmv", "addbmm", "addr", is_size_free=True)
+def _multiply(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    if not all(isinstance(argument, Tensor) for argument in call.args[: len(call.tensors)]):
+        return None  # another overload: addmm(beta, input, alpha, mat1, mat2)
+    return _follow_equation(call, results, _EQUATIONS[call.facts.operator])
 
 
 @declare("matmul", "rmatmul", torch.linalg.matmul, is_size_free=True, is_additive=True, is_plain_sum=True)
 @declare("bmm", "mm", "mv", is_size_free=True)
-def multiply_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _multiply_matrices(call: Call, results: Sequence[Tensor]) -> Motion | None:
     if len(call.tensors) != 2:
         return None
-    first, second = call.tensors
-    if call.facts.operator == "rmatmul":
-        first, second = second, first
-    left = ["k"] if first.dim() == 1 else _matrix_letters(first.dim(), "n", "k")
-    right = ["k"] if second.dim() == 1 else _matrix_letters(second.dim(), "k", "m")
-    batch = max(len(left), len(right)) - 2
-    out = [*range(batch, 0, -1), *(["n"] if first.dim() > 1 else []), *(["m"] if second.dim() > 1 else [])]
-    letters = [right, left] if call.facts.operator == "rmatmul" else [left, right]
-    return _contract(call, results, letters, out)
+    is_reflected = call.facts.operator == "rmatmul"
+    first, second = reversed(call.tensors) if is_reflected else call.tensors
+    left, right = "k" if first.dim() == 1 else "...nk", "k" if second.dim() == 1 else "...km"
+    out = "..." + "n" * (first.dim() > 1) + "m" * (second.dim() > 1)
+    return _follow_equation(call, results, f"{right},{left}->{out}" if is_reflected else f"{left},{right}->{out}")
 
 
-@declare("dot", "vdot", is_additive=True, is_plain_sum=True, combines_pairs=True)
-def _dot(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _contract(call, results, ["k", "k"], "")
-
-
-@declare("outer")
-def _outer(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return _contract(call, results, ["n", "m"], "nm")
+@declare(F.linear, is_size_free=True, shares_weights=True)
+def _apply_linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
+    if len(call.tensors) > 2 and call.tensors[2].dim() > 1:  # a bias for each row
+        return None
+    return _follow_equation(call, results, "...i,oi,o->...o" if call.tensors[1].dim() > 1 else "...i,i->...")
 
 
 @declare("inner", is_additive=True, is_plain_sum=True)
@@ -116,7 +64,7 @@ def _inner(call: Call, results: Sequence[Tensor]) -> Motion | None:
     left, right = ([(i, dim) for dim in range(tensor.dim() - 1)] for i, tensor in enumerate(call.tensors))
     if not all(tensor.dim() for tensor in call.tensors):
         return broadcast(call, results)
-    return _contract(call, results, [[*left, "k"], [*right, "k"]], [*left, *right])
+    return follow(call, results, [[*left, "k"], [*right, "k"]], [*left, *right])
 
 
 @declare(torch.tensordot, _torch.tensordot)
@@ -134,7 +82,7 @@ def _tensordot(call: Call, results: Sequence[Tensor]) -> Motion | None:
     left = list(range(first.dim()))
     right: list[Any] = [pairs.get(dim, f"second {dim}") for dim in range(second.dim())]
     out = [letter for letter in (*left, *right) if letter not in pairs.values()]
-    return _contract(call, results, [left, right], out)
+    return follow(call, results, [left, right], out)
 
 
 @declare("kron")
@@ -161,67 +109,31 @@ def _chain(call: Call, results: Sequence[Tensor]) -> Motion | None:
         letters[0] = [1]
     if ranks[-1] == 1:
         letters[-1] = [len(ranks) - 1]
-    out = [*letters[0][: ranks[0] - 1], *letters[-1][1:]]
-    return _contract(call, results, letters, out)
-
-
-@declare("addmm", "baddbmm", "addmv", "addbmm", "addr", is_size_free=True)
-def multiply_and_add(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if len(call.tensors) != 3 or not all(isinstance(t, Tensor) for t in call.args[:3]) or len(call.args) < 3:
-        return None
-    letters = {
-        "addmm": ("nk", "km", "nm"),
-        "baddbmm": ("bnk", "bkm", "bnm"),
-        "addmv": ("nk", "k", "n"),
-        "addbmm": ("bnk", "bkm", "nm"),
-        "addr": ("n", "m", "nm"),
-    }[call.facts.operator]
-    rank = call.tensors[0].dim()
-    return _contract(call, results, [letters[2][len(letters[2]) - rank :], letters[0], letters[1]], letters[2])
-
-
-@declare(F.linear, is_size_free=True, shares_weights=True)
-def apply_linear(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    if len(call.tensors) > 2 and call.tensors[2].dim() > 1:  # a bias for each row
-        return None
-    rank = call.tensors[0].dim()
-    letters: list[Letters] = [[*range(rank - 1), "i"], ["o", "i"][2 - call.tensors[1].dim() :], ["o"]]
-    return _contract(call, results, letters[: len(call.tensors)], [*range(rank - 1), "o"][: results[0].dim()])
-
-
-@declare("bilinear")
-def _bilinear(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    batch = list(range(call.tensors[0].dim() - 1))
-    letters: list[Letters] = [[*batch, "i"], [*batch, "j"], "oij", "o"]
-    return _contract(call, results, letters[: len(call.tensors)], [*batch, "o"])
+    return follow(call, results, letters, [*letters[0][: ranks[0] - 1], *letters[-1][1:]])
 
 
 @declare(torch.einsum, is_size_free=True, is_additive=True, is_plain_sum=True)
-def apply_einsum(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _apply_einsum(call: Call, results: Sequence[Tensor]) -> Motion | None:
     equation = call.args[0]
     if not isinstance(equation, str) or len(call.tensors) != equation.count(",") + 1:
         return None
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    parts = inputs.split(",")
-    ranks = [tensor.dim() - len(part.replace("...", "")) for tensor, part in zip(call.tensors, parts, strict=True)]
-    most = max(ranks) if "..." in inputs else 0
     if not arrow:
         letters = sorted({c for c in inputs if c.isalpha() and inputs.count(c) == 1})
         output = ("..." if "..." in inputs else "") + "".join(letters)
-    spelled = [_spell(part, rank) for part, rank in zip(parts, ranks, strict=True)]
-    return _contract(call, results, spelled, _spell(output, most))
+    return _follow_equation(call, results, f"{inputs}->{output}")
 
 
-def _spell(part: str, rank: int) -> list[Any]:
+def _follow_equation(call: Call, results: Sequence[Tensor], equation: str) -> Motion | None:
+    """The motion of a product in the notation of einsum."""
+    inputs, _, output = equation.partition("->")
+    letters = [_spell(part, tensor.dim()) for part, tensor in zip(inputs.split(","), call.tensors, strict=False)]
+    return follow(call, results, letters, _spell(output, results[0].dim()))
+
+
+def _spell(part: str, rank: int) -> Letters:
     """The letters of an operand; dimensions of an ellipsis are numbered from the right."""
     before, dots, after = part.partition("...")
-    return [*before, *(range(rank, 0, -1) if dots else ()), *after]
-
-
-@declare(torch.cdist)
-def _cdist(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    rank = call.tensors[0].dim()
-    if call.tensors[1].dim() != rank:
-        return None
-    batch = list(range(rank - 2))
-    return _contract(call, results, [[*batch, "n", "k"], [*batch, "m", "k"]], [*batch, "n", "m"])
+    if not dots:
+        return part[len(part) - rank :]
+    return [*before, *range(rank - len(before) - len(after), 0, -1), *after]

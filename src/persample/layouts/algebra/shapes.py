@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from persample._internal.facts import T
-from persample.layouts.algebra.engine import declare, find_common_rows, get_argument, lose, move, normalise_dims
+from persample.layouts.algebra.engine import declare, follow, get_argument, keep, lose, move, normalise_dims
 from persample.layouts.call import Call
 from persample.layouts.ids import make_layout
 from persample.layouts.layout import Layout, make_pattern
@@ -53,8 +53,7 @@ def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return None
     if result.dtype != tensor.dtype:  # view(dtype): the same memory, with another number of entries in the last dim
         is_kept = where.dim < tensor.dim() - 1 or result.shape == tensor.shape
-        lost = lose(call, results, "splits or joins entries of different samples")
-        return make_uniform_motion(move(where, where.dim), results) if is_kept else lost
+        return keep(call, results) if is_kept else lose(call, results, "splits or joins entries of different samples")
     if tensor.numel() != result.numel() or not tensor.numel():
         return None
     if where.ids is not None:  # a list of rows stays one if its dimension is not touched
@@ -70,14 +69,11 @@ def _reshape(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 def _permute_to(call: Call, results: Sequence[Tensor], order: Sequence[int]) -> Motion | None:
     """Dimension i of the result is dimension `order[i]` of the argument."""
-    where = call.where[0]
-    if not isinstance(where, Layout) or where.alternatives or call.is_inplace:
-        return None
-    return make_uniform_motion(move(where, list(order).index(where.dim)), results)
+    return None if call.is_inplace else follow(call, results, [range(len(order))], order)
 
 
 @declare("transpose", moves_entries=True, is_size_free=True)
-def transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _transpose(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     first = get_argument(call, 1, "dim0", "axis0")
     second = get_argument(call, 2, "dim1", "axis1")
@@ -98,7 +94,7 @@ def _transpose_last(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare("permute", moves_entries=True, is_size_free=True)
-def permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _permute(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = call.tensors[0].dim()
     dims = call.kwargs.get("dims", call.args[1:])
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -160,13 +156,9 @@ def _join(call: Call, results: Sequence[Tensor], dim: int, rank: int, is_new: bo
         return None
     (where,) = layouts
     assert isinstance(where, Layout)
-    if is_new:
-        return make_uniform_motion(move(where, where.dim + (dim <= where.dim)), results)
-    if dim != where.dim:
-        return make_uniform_motion(move(where, where.dim), results)
-    if where.ids is not None or None in call.where:
+    if dim == where.dim and not is_new and (where.ids is not None or None in call.where):
         return None
-    return make_uniform_motion(move(where, where.dim), results)
+    return make_uniform_motion(move(where, where.dim + (is_new and dim <= where.dim)), results)
 
 
 def _keeps_sizes(call: Call) -> bool:
@@ -176,14 +168,14 @@ def _keeps_sizes(call: Call) -> bool:
 
 
 @declare("cat", moves_entries=True, is_size_free=True, size_free_if=_keeps_sizes)
-def concatenate(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _concatenate(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", "axis", default=0)
     return _join(call, results, dim % rank, rank, is_new=False)
 
 
 @declare("stack", moves_entries=True, is_size_free=True)
-def stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
     rank = results[0].dim()
     dim = get_argument(call, 1, "dim", default=0)
     return _join(call, results, dim % rank, rank - 1, is_new=True)
@@ -194,41 +186,37 @@ def stack(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 def _take_part(call: Call, results: Sequence[Tensor], dim: int) -> Motion | None:
     """Results are parts along `dim`, which they may have lost; parts of the batch are found by sample numbers."""
-    tensor, where = call.tensors[0], call.where[0]
-    if not isinstance(where, Layout) or where.alternatives or any(call.where[1:]) or dim % tensor.dim() == where.dim:
-        return None
-    is_dropped = bool(results) and results[0].dim() < tensor.dim()
-    return make_uniform_motion(move(where, where.dim - (is_dropped and dim % tensor.dim() < where.dim)), results)
+    rank = call.tensors[0].dim()
+    others = [d for d in range(rank) if d != dim % rank]
+    letters = [None if d == dim % rank else d for d in range(rank)]
+    return follow(call, results, [letters], others if results[0].dim() < rank else range(rank))
 
 
 @declare("split", "chunk", "split_with_sizes", "tensor_split", moves_entries=True, is_size_free=True)
-def split(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _split(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return _take_part(call, results, get_argument(call, 2, "dim", default=0))
 
 
 @declare("narrow", moves_entries=True, is_size_free=True, takes_sizes=True)
 @declare("index_select", moves_entries=True, is_size_free=True, picks_entries=True)
 @declare("select", "unbind", T.unfold, moves_entries=True, is_size_free=True)
-def select(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _select(call: Call, results: Sequence[Tensor]) -> Motion | None:
     dim = get_argument(call, 1, "dim", "dimension", default=0)
-    if not isinstance(dim, int):
-        return None
-    return _take_part(call, results, dim)
+    return _take_part(call, results, dim) if isinstance(dim, int) else None
 
 
 @declare("flip", "roll", moves_entries=True, is_size_free=True)
-def reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _reorder(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Entries change places along some dimensions; samples that do are found by sample numbers."""
-    tensor, where = call.tensors[0], call.where[0]
+    tensor = call.tensors[0]
     position = 2 if call.facts.operator == "roll" else 1
     dims = call.kwargs.get("dims", call.args[position] if len(call.args) > position else None)
-    if not isinstance(where, Layout) or where.alternatives or dims is None:
+    if dims is None:
         return None
     if position == 1 and isinstance(dims, int):
         dims = call.args[1:]
-    if where.dim in normalise_dims(dims, tensor.dim()):
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    moved = normalise_dims(dims, tensor.dim())
+    return follow(call, results, [[None if d in moved else d for d in range(tensor.dim())]], range(tensor.dim()))
 
 
 def find_padding(call: Call) -> tuple[int, int] | None:
@@ -242,7 +230,7 @@ def find_padding(call: Call) -> tuple[int, int] | None:
 
 
 @declare(F.pad, torch.constant_pad_nd, is_size_free=True, size_free_if=lambda call: find_padding(call) == (0, 0))
-def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Pairs of amounts for the last dimensions, the last one first; a negative amount removes entries."""
     tensor, where = call.tensors[0], call.where[0]
     padding = find_padding(call)
@@ -250,7 +238,7 @@ def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
         return None
     before, after = padding
     if before == after == 0:
-        return make_uniform_motion(move(where, where.dim), results)
+        return keep(call, results)
     is_constant = call.func is not F.pad or get_argument(call, 2, "mode", default="constant") == "constant"
     if not is_constant or where.loose:
         return None
@@ -263,11 +251,9 @@ def pad(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare("diag_embed")
 def _diag_embed(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """The last dimension becomes the diagonal of a matrix."""
-    tensor, where = call.tensors[0], call.where[0]
+    rank = call.tensors[0].dim()
     dims = {get_argument(call, 2, "dim1", default=-2), get_argument(call, 3, "dim2", default=-1)}
-    if not isinstance(where, Layout) or where.dim == tensor.dim() - 1 or dims not in ({-2, -1}, {-1, -2}):
-        return None
-    return make_uniform_motion(move(where, where.dim), results)
+    return follow(call, results, [[*range(rank - 1), None]], range(rank + 1)) if dims == {-2, -1} else None
 
 
 @declare(torch.meshgrid)
@@ -284,16 +270,10 @@ def _meshgrid(call: Call, results: Sequence[Tensor]) -> Motion | None:
 def _scatter_part(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """A part along `dim` is replaced; `select_scatter` takes a part without that dimension."""
     base, part = call.tensors
-    where, of_part = call.where
     dim = get_argument(call, 2, "dim", default=0) % base.dim()
-    is_missing = part.dim() < base.dim()
-    if isinstance(where, Layout):
-        own = where.dim
-    elif isinstance(of_part, Layout):
-        own = of_part.dim + (is_missing and dim <= of_part.dim)
-    else:
-        return None
-    return None if own == dim else find_common_rows(call, base.shape, [0, int(is_missing and dim < own)])
+    letters = [None if d == dim else d for d in range(base.dim())]
+    of_part = letters if part.dim() == base.dim() else [*letters[:dim], *letters[dim + 1 :]]
+    return follow(call, results, [letters, of_part], letters)
 
 
 def _find_indexed(
