@@ -18,11 +18,11 @@ from persample.layouts.algebra import (
     get_argument,
 )
 from persample.layouts.algebra.engine import move as move_layout
-from persample.layouts.by_ids import find_layout_of_base, find_layout_of_view
+from persample.layouts.algebra.sequences import make_packed_layout
+from persample.layouts.by_ids import find_layout_of_base, find_layout_of_view, has_mixed_pairs
 from persample.layouts.by_trial import find_motion_by_trial, has_different_orders
 from persample.layouts.call import HAS_PARAMETERS, HAS_SAMPLES, Call, Key, make_call, make_size_free_key
 from persample.layouts.counts import CountedSizes, Scale, SizesRead, Totals, find_listed_total, find_read_total
-from persample.layouts.crossed import has_mixed_pairs
 from persample.layouts.divisors import (
     EVEN,
     Divisor,
@@ -49,7 +49,6 @@ from persample.layouts.layout import (
 )
 from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
 from persample.layouts.parts import NoParts, Summed
-from persample.layouts.recurrent import make_packed_layout
 from persample.layouts.reductions import make_reduced
 from persample.layouts.samples import (
     Owners,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.ids import make_sample_ids
+from persample.layouts.ids import add_up_samples
 from persample.layouts.layout import Layout, Scattered
 
 
@@ -55,35 +55,25 @@ DivisorMode = Literal["batch", "own", "refuse"]
 
 @dataclass(frozen=True, eq=False)
 class Divisor:
-    """A number by which the loss of all samples is divided, as the sum of what each entry of a tensor adds to it.
+    """A number by which the loss of all samples is divided, as the sum of what each sample adds to it.
 
     Attributes:
         what: what is counted, for descriptions.
         total: the number, if only that is known.
-        entries: what each entry adds, computed when it is needed. Without `total` and `entries`, all samples add the
-            same, as in an ordinary mean.
-        where: where the samples lie in the entries.
-        sources: the tensors that `entries` reads, and their versions: a number from changed tensors is not given.
+        count: what each sample of a batch of this size adds, computed when it is needed; None if a tensor that it reads
+            has changed since. Without `total` and `count`, all samples add the same, as in an ordinary mean.
     """
 
     what: str
     total: float | None = None
-    entries: Callable[[], Tensor] | None = None
-    where: Layout | Scattered | None = None
-    sources: tuple[tuple[Tensor, int], ...] = ()
+    count: Callable[[int], Tensor | None] | None = None
 
     def count_by_sample(self, batch: int) -> Tensor | None:
         """`(batch,)`: what each sample adds, in float64; None if that is not known."""
-        if self.entries is None and self.total is None:
-            return torch.ones(batch, dtype=torch.float64)
-        if self.entries is None or any(_get_version(tensor) != version for tensor, version in self.sources):
-            return None
-        with _torch.DisableTorchFunction(), torch.no_grad():
-            entries = self.entries()
-            owner = make_sample_ids(entries, self.where, batch).flatten().long()
-            values = entries.flatten().double().masked_fill(owner < 0, 0)  # of no sample
-            counts = torch.zeros(batch, dtype=torch.float64, device=entries.device)
-            return counts.index_add_(0, owner.clamp(min=0), values)
+        if self.count is not None:
+            with _torch.DisableTorchFunction(), torch.no_grad():
+                return self.count(batch)
+        return torch.ones(batch, dtype=torch.float64) if self.total is None else None
 
     def count_by_row(self, batch: int, units: SampleUnits | None) -> Tensor | None:
         """What each sample adds, or each unit; None if that is not known."""
@@ -109,10 +99,16 @@ COMPUTED = Divisor("a number of all samples", math.nan)
 
 
 def make_divisor(
-    what: str, entries: Callable[[], Tensor], where: Layout | Scattered | None, sources: Sequence[Tensor]
+    what: str, entries: Callable[[], Tensor], where: Layout | Scattered, sources: Sequence[Tensor] = ()
 ) -> Divisor:
-    """A divisor that is computed from some tensors, which must not change until then."""
-    return Divisor(what, None, entries, where, tuple((tensor, _get_version(tensor)) for tensor in sources))
+    """A divisor to which each entry of a tensor adds its value; `entries` computes it from some tensors."""
+    versions = [_get_version(tensor) for tensor in sources]
+
+    def count(batch: int) -> Tensor | None:
+        is_current = versions == [_get_version(tensor) for tensor in sources]
+        return add_up_samples(entries().double(), where, batch) if is_current else None
+
+    return Divisor(what, count=count)
 
 
 def make_sum_of_entries(tensor: Tensor, where: Layout | Scattered) -> Divisor:
@@ -124,16 +120,15 @@ def make_sum_of_entries(tensor: Tensor, where: Layout | Scattered) -> Divisor:
 
 def make_sum_of_counts(what: str, counts: Sequence[int]) -> Divisor:
     """A divisor to which each sample adds its count."""
-    return Divisor(what, None, lambda: torch.tensor(counts), Layout(0, 1, tuple(range(len(counts)))))
+    return make_divisor(what, lambda: torch.tensor(counts), Layout(0, ids=tuple(range(len(counts)))))
 
 
 def make_number_of_rows(where: Layout | Scattered, device: torch.device) -> Divisor:
     """The number of rows (or entries, if they are scattered) of a tensor that was averaged."""
     if isinstance(where, Scattered):
-        ones = torch.ones(where.ids.shape, device=device)
-        return Divisor("entries", None, lambda: ones, where)
-    rows = torch.ones(len(where.ids or ()), device=device)
-    return Divisor("rows", None, lambda: rows, Layout(0, where.inner, where.ids))
+        return make_divisor("entries", lambda: torch.ones(where.ids.shape, device=device), where)
+    rows = Layout(0, ids=where.ids)
+    return make_divisor("rows", lambda: torch.ones(len(where.ids or ()), device=device), rows)
 
 
 def _get_version(tensor: Tensor) -> int:

@@ -14,11 +14,10 @@ from persample._internal import tracing
 from persample._internal.precision import INDEX_DTYPES
 from persample.errors import get_op_name, raise_if_out_of_memory
 from persample.layouts.algebra import DECLARATIONS, find_declared_motion
-from persample.layouts.by_ids import find_motion_by_ids
+from persample.layouts.by_ids import find_crossed_motion, find_motion_by_ids, find_scattered_motion
 from persample.layouts.by_index import UNKNOWN_VALUES, find_motion_by_index, find_motion_of_listing, find_motion_of_sort
 from persample.layouts.by_trial import find_motion_by_trial
 from persample.layouts.call import Call, Key, make_trial_key
-from persample.layouts.crossed import find_crossed_motion
 from persample.layouts.ids import make_layout
 from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Scattered, lose_entries
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
@@ -27,8 +26,6 @@ from persample.layouts.means import (
     find_unequal_divisors,
     has_ignored_targets,
     is_mean_over_valid_targets,
-    make_mean,
-    normalise_divisor,
     require_equal_divisors,
 )
 from persample.layouts.motion import MEMO, Effect, Motion, make_uniform_motion
@@ -40,7 +37,6 @@ from persample.layouts.reductions import (
     leave_divided,
     make_reduced,
 )
-from persample.layouts.scattered import find_scattered_motion
 
 
 def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
@@ -87,12 +83,6 @@ def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         return _ask_declaration(call, results)
     if (unequal := find_unequal_divisors(call)) is not None:  # before the cache: private training refuses more
         return make_uniform_motion(unequal, results)
-    if is_mean_over_valid_targets(call) and not call.counted.holds_divisors:
-        normalised = normalise_divisor(call)
-        if isinstance(normalised, Lost):
-            return make_uniform_motion(normalised, results)
-        if normalised is not call:
-            return make_mean(_look_up_motion(normalised, results))
     return _look_up_motion(call, results)
 
 
@@ -149,8 +139,6 @@ def _compute_motion(call: Call, results: Sequence[Tensor]) -> Motion:
         found = _find_motion_of_known_entries(call, results)
         if found is not None:
             return found
-        if any(isinstance(where, Scattered) for where in call.where):
-            call = replace(call, where=tuple(map(lose_entries, call.where)))
     if call.facts.lists_entries and (call.facts.operator != "where" or len(call.args) == 1):
         return find_motion_of_listing(call, results)
     for where in call.where:

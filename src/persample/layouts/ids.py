@@ -29,6 +29,17 @@ def make_sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     return row.view(size, *[1] * (tensor.dim() - where.dim - 1)).expand(tensor.shape)
 
 
+def add_up_samples(entries: Tensor, where: Where | None, batch: int) -> Tensor:
+    """`(batch,)`: the sum of the entries of each sample.
+
+    >>> add_up_samples(torch.arange(6), Layout(0, ids=(0, 0, 1, 1, -1, 2)), batch=3)
+    tensor([1, 5, 5])
+    """
+    owner = make_sample_ids(entries, where, batch).flatten().long()
+    values = entries.flatten().masked_fill(owner < 0, 0)  # of no sample
+    return torch.zeros(batch, dtype=entries.dtype, device=entries.device).index_add(0, owner.clamp(min=0), values)
+
+
 def make_strided_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     """`make_sample_ids` in new memory with the strides of `tensor`, for views by strides. Gaps in the memory get -1."""
     size = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -97,10 +97,9 @@ class Reduced:
         uneven: if samples had different numbers of rows in the sum: each sample's number of rows, and of entries.
         counts: nothing that was added up requires grad: a number of targets, the sum of a mask or of weights, or a
             function of such numbers. It may be the divisor of a loss.
-        is_share: the sum was divided by numbers of all samples, which are in `divisors`; with `counts`, the tensor is
-            the inverse of such a number.
-        divisors: the numbers by which the sum was divided, or may be: those that `counts` holds, or the number of
-            targets that a loss does not ignore.
+        is_inverse: with `counts`: the tensor is the inverse of such a number.
+        divisors: the numbers by which a mean was divided, if the samples may have different parts of them; those that
+            `counts` holds; or those by which a sum may be divided: the targets that a loss does not ignore.
     """
 
     cause: str
@@ -110,7 +109,7 @@ class Reduced:
     sizes: tuple[int, ...] = ()
     uneven: tuple[tuple[int, ...], ...] = ()
     counts: bool = False
-    is_share: bool = False
+    is_inverse: bool = False
     divisors: tuple[Divisor, ...] = field(default=(), compare=False)
     is_assumed: bool = False
 
@@ -118,6 +117,11 @@ class Reduced:
     def is_clear(self) -> bool:
         """Whether it is known how the samples were combined."""
         return self.kind in ("sum", "mean")
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the sum was divided by the numbers in `divisors`."""
+        return self.kind != "sum" and not self.counts and bool(self.divisors)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from persample._internal import tracing
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.divisors import Divisor, make_divisor, make_number_of_rows, make_sum_of_entries
-from persample.layouts.ids import make_sample_ids
+from persample.layouts.ids import add_up_samples
 from persample.layouts.layout import Layout, Lost, Reduced, Scattered
-from persample.layouts.motion import Motion
 from persample.layouts.scales import ADVICE
 
 _FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torch
@@ -25,44 +24,15 @@ def is_mean_over_valid_targets(call: Call) -> bool:
     return call.facts.averages_targets and call.kwargs.get("reduction", "mean") == "mean"
 
 
-def make_mean(motion: Motion) -> Motion:
-    """The motion of a mean, given that of the sum."""
-    changed = [
-        Reduced(where.cause, where.place, "mean") if isinstance(where, Reduced) else where for where in motion.results
-    ]
-    return Motion(tuple(changed), motion.aligned, motion.depends_on_values)
-
-
-def normalise_divisor(call: Call) -> Call | Lost:
-    """Replace a mean over valid targets by a sum, if some targets are ignored. `make_mean` undoes that.
-
-    Returns the call itself if no target is ignored, and `Lost` if the samples have different numbers of valid targets.
-    """
-    found = _find_valid_targets(call)
-    if found is None or found[0].is_meta:
-        return call
-    is_valid, layout = found
-    if layout.ids is None and bool(is_valid.all()):  # the usual case: each sample has the same number of rows
-        return call
-    owner = make_sample_ids(is_valid, layout, call.batch)
-    counts = owner[is_valid & (owner >= 0)].bincount(minlength=call.batch)
-    if bool((counts != counts[0]).any()):
-        return Lost(
-            f"{get_op_name(call.func)} is a mean over {counts.tolist()} targets of the samples, without the ignored "
-            f"ones, {ADVICE}"
-        )
-    return call if bool(is_valid.all()) else replace(call, kwargs={**call.kwargs, "reduction": "sum"})
-
-
 def has_ignored_targets(call: Call) -> bool:
     """Whether the divisor of a mean over valid targets may differ from the number of all targets."""
     is_listed = isinstance(call.where[0], Layout) and call.where[0].ids is not None
     if is_listed or tracing.get_trace() is not None:  # values of a trace are not known
         return True
-    target = _find_targets(call)
-    if target is None or target.is_meta:  # without values
+    found = _find_targets(call)
+    if found is None or found[0].is_meta:  # without values
         return False
-    ignored = call.kwargs.get("ignore_index", -100)
+    target, ignored = found[0], call.kwargs.get("ignore_index", -100)
     if target.device.type == "cpu" and target.numel() <= _FEW_TARGETS:
         return ignored in target.flatten().tolist()
     return bool((target == ignored).any())
@@ -70,48 +40,40 @@ def has_ignored_targets(call: Call) -> bool:
 
 def require_equal_divisors(call: Call, trace: tracing.Trace) -> None:
     """Have each run of a compiled step check that the samples have equal numbers of valid targets."""
-    found = _find_valid_targets(call)
-    if found is not None:
-        is_valid, layout = found
-        owner = make_sample_ids(is_valid, layout, call.batch)
-        # Id -1 counts in an additional last row, which is dropped.
-        counts = torch.zeros(call.batch + 1, dtype=torch.int64, device=is_valid.device).index_add(
-            0, (owner % (call.batch + 1)).flatten().long(), is_valid.flatten().long()
-        )[:-1]
-        trace.require(
-            (counts == counts[0]).all(),
-            f"{get_op_name(call.func)} is a mean over different numbers of targets of the samples, without the ignored "
-            f"ones, {ADVICE}.",
-        )
+    counts = _count_valid_targets(call)
+    if counts is not None:
+        numbers = "different numbers of targets"
+        trace.require((counts == counts[0]).all(), f"{_describe_targets(call, numbers)}.")
 
 
-def _find_valid_targets(call: Call) -> tuple[Tensor, Layout] | None:
-    """For a mean over valid targets: which targets are not ignored, and where the samples lie in them.
+def _describe_targets(call: Call, numbers: str) -> str:
+    name = get_op_name(call.func)
+    return f"{name} is a mean over {numbers} of the samples, without the ignored ones, {ADVICE}"
+
+
+def _count_valid_targets(call: Call) -> Tensor | None:
+    """How many targets of each sample are not ignored; None if the divisor cannot depend on the batch."""
+    found = _find_targets(call)
+    if found is None:
+        return None
+    target, where = found
+    return add_up_samples((target != call.kwargs.get("ignore_index", -100)).long(), where, call.batch)
+
+
+def _find_targets(call: Call) -> tuple[Tensor, Layout] | None:
+    """The targets of a mean over valid targets, and where the samples lie in them.
 
     None if the divisor cannot depend on the batch, or if the targets are probabilities, of which none is ignored.
     """
-    target, where = _find_targets(call), call.where[0]
-    if target is None or not isinstance(where, Layout):
-        return None
-    return target != call.kwargs.get("ignore_index", -100), _move_to_targets(where)
-
-
-def _move_to_targets(where: Layout) -> Layout:
-    """Where the samples lie in targets, which lack the dimension of the classes."""
-    return replace(where, dim=max(0, where.dim - 1))
-
-
-def _find_targets(call: Call) -> Tensor | None:
-    """The targets of a mean over valid targets; None as in `_find_valid_targets`."""
     where = call.where[0]
-    if len(call.args) > 2 or not isinstance(where, Layout):
+    if len(call.args) > 2 or not isinstance(where, Layout) or where.dim == 1:
         return None
     if (call.batch == 1 or where.ids is not None) and len(call.find_samples()) == 1:
         return None
     logits, target = call.tensors[:2]
-    if target.is_floating_point() or target.dim() != logits.dim() - 1 or where.dim == 1:
+    if target.is_floating_point() or target.dim() != logits.dim() - 1:
         return None
-    return target
+    return target, replace(where, dim=max(0, where.dim - 1))  # they lack the dimension of the classes
 
 
 def add_divisors(call: Call, reduced: Reduced) -> Reduced:
@@ -119,7 +81,7 @@ def add_divisors(call: Call, reduced: Reduced) -> Reduced:
     divisor = _find_divisor(call, reduced) if call.counted.holds_divisors else None
     if divisor is None:
         return reduced
-    return replace(reduced, is_share=reduced.kind == "mean" and not reduced.counts, divisors=(divisor,))
+    return replace(reduced, divisors=(divisor,))
 
 
 def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
@@ -138,13 +100,13 @@ def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
 
 
 def _count_targets(call: Call) -> Divisor | None:
-    target, where = _find_targets(call), call.where[0]
-    if target is None or not isinstance(where, Layout):
+    found = _find_targets(call)
+    if found is None:
         return None
-    target, layout = target.detach(), _move_to_targets(where)
+    target, where = found[0].detach(), found[1]
     weight, ignored = call.kwargs.get("weight"), call.kwargs.get("ignore_index", -100)
     if weight is None:
-        return make_divisor("targets", lambda: target != ignored, layout, [target])
+        return make_divisor("targets", lambda: target != ignored, where, [target])
     weight = weight.detach()
 
     def weigh_targets() -> Tensor:
@@ -152,7 +114,7 @@ def _count_targets(call: Call) -> Divisor | None:
         weights: Tensor = weight[target.where(is_valid, 0)] * is_valid
         return weights
 
-    return make_divisor("weighted targets", weigh_targets, layout, [target, weight])
+    return make_divisor("weighted targets", weigh_targets, where, [target, weight])
 
 
 def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
@@ -167,7 +129,7 @@ def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
 
 
 def find_unequal_divisors(call: Call) -> Lost | None:
-    """`Lost` if a call is a mean over rows of which the samples have different numbers."""
+    """`Lost` if a call is a mean over rows or targets of which the samples have different numbers."""
     name = get_op_name(call.func)
     reduction = call.kwargs.get("reduction", "mean")
     if not call.facts.is_additive or reduction not in ("mean", "batchmean") or call.facts.is_plain_sum:
@@ -187,7 +149,10 @@ def find_unequal_divisors(call: Call) -> Lost | None:
             if -1 in where.ids:
                 constant = where.ids.count(-1)
                 return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
-    return None
+    valid = None if call.counted.holds_divisors or not is_mean_over_valid_targets(call) else _count_valid_targets(call)
+    if valid is None or valid.is_meta or bool((valid == valid[0]).all()):
+        return None
+    return Lost(_describe_targets(call, f"{valid.tolist()} targets"))
 
 
 def _is_averaged(call: Call, dim: int, dims: int) -> bool:

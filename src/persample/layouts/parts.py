@@ -15,7 +15,7 @@ from torch import Tensor
 from persample._internal.tree import map_tensors
 from persample.errors import get_op_name
 from persample.layouts.call import Call
-from persample.layouts.ids import make_sample_ids
+from persample.layouts.ids import add_up_samples, make_sample_ids
 from persample.layouts.layout import Layout, Reduced, Scattered
 
 
@@ -87,13 +87,15 @@ class Summed:
         args, kwargs = map_tensors(Tensor.detach, (call.args, {**call.kwargs, "reduction": "none"}))
         entries = call.func(*args, **kwargs)
         where = next((where for where in call.where if isinstance(where, (Layout, Scattered))), None)
+        if where is None:
+            raise NoParts("it is not known which sample each entry belongs to")
         position = next(i for i, own in enumerate(call.where) if own is where)
         if isinstance(where, Layout):  # entries have no dimension of classes, and those of broadcast tensors in front
             rank = call.tensors[position].dim()
             is_dropped = entries.dim() == rank - 1
             dim = max(0, where.dim - 1) if is_dropped else where.dim + entries.dim() - rank
             where = Layout(dim, where.inner, where.ids, loose=where.loose)
-        total = _add_up(entries, where, call.batch)
+        total = add_up_samples(entries, where, call.batch)
         reduction = call.kwargs.get("reduction", "mean")
         if reduction == "sum":
             return total
@@ -116,7 +118,7 @@ def _split_sum(call: Call) -> Tensor:
     tensor, where = call.tensors[position].detach(), call.where[position]
     name = call.facts.operator
     if len(call.args) == 1 and not call.kwargs and name in ("sum", "mean"):
-        total = _add_up(tensor, where, call.batch)
+        total = add_up_samples(tensor, where, call.batch)
         return total / tensor.numel() if name == "mean" else total
     ids = make_sample_ids(tensor, where, call.batch)
     detached = [each.detach() for each in call.tensors]
@@ -125,13 +127,3 @@ def _split_sum(call: Call) -> Tensor:
         own = torch.where(ids == sample, tensor, 0)
         rows.append(call.run([*detached[:position], own, *detached[position + 1 :]])[0])
     return torch.stack(rows)
-
-
-def _add_up(entries: Tensor, where: object, batch: int) -> Tensor:
-    """`(batch,)`: the sum of the entries of each sample."""
-    if not isinstance(where, (Layout, Scattered)):
-        raise NoParts("it is not known which sample each entry belongs to")
-    owner = make_sample_ids(entries, where, batch).flatten().long()
-    is_owned = owner >= 0
-    total = torch.zeros(batch, dtype=entries.dtype, device=entries.device)
-    return total.index_add_(0, owner[is_owned], entries.flatten()[is_owned])

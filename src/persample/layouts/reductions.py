@@ -157,20 +157,20 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
         is_inverse = is_divided or call.facts.operator in ("rtruediv", "reciprocal")
         is_same = is_inverse or call.facts.operator in _BOUNDS or call.facts.is_bilinear
         divisors = counts[0].divisors if is_same and len(counts) == 1 else (COMPUTED,)
-        return replace(counts[0], is_share=counts[0].is_share != is_inverse, divisors=divisors)
+        return replace(counts[0], is_inverse=counts[0].is_inverse != is_inverse, divisors=divisors)
     if len(sums) != 2 or len(others) != 1 or not call.facts.is_bilinear:
         return None
     (found,), (count,) = others, counts
     is_division = call.facts.is_division
     if is_division and call.where[0] is count:
         return None
-    divides = is_division != count.is_share
+    divides = is_division != count.is_inverse
     cause = f"{found.cause}, and {get_op_name(call.func)} {'divides' if divides else 'scales'} that by {_name(count)}"
     if found.kind == "mean":
         divisors = count.divisors if count.kind == "mean" and divides else (*found.divisors, COMPUTED)
-        return replace(found, cause=cause, is_share=True, divisors=divisors)
+        return replace(found, cause=cause, divisors=divisors)
     if divides and count.kind == "sum":
-        return replace(found, cause=cause, kind="mean", is_share=True, divisors=count.divisors)
+        return replace(found, cause=cause, kind="mean", divisors=count.divisors)
     return replace(found, cause=cause)
 
 
@@ -181,7 +181,7 @@ def _divide_samples(call: Call, sums: Sequence[Reduced]) -> Divided | None:
     numbers = [tensor for tensor, own in call.pairs if own is count]
     if count is None or not (call.counted.holds_divisors and count.counts and isinstance(where, Layout)):
         return None
-    if not call.facts.is_bilinear or (call.facts.is_division) == count.is_share or numbers[0].dim():
+    if not call.facts.is_bilinear or call.facts.is_division == count.is_inverse or numbers[0].dim():
         return None
     cause = f"{count.cause} (in {count.place}), and {get_op_name(call.func)} is not linear in that sum"
     return Divided(cause, layout=where, divisors=count.divisors)
@@ -206,7 +206,7 @@ def leave_divided(call: Call, motion: Motion) -> Motion:
         if isinstance(where, Layout):
             return replace(divided, layout=where)
         if isinstance(where, Reduced):
-            return replace(where, kind="mean", counts=False, is_share=True, divisors=divided.divisors)
+            return replace(where, kind="mean", counts=False, divisors=divided.divisors)
         return where
 
     return Motion(tuple(map(divide, motion.results)), motion.aligned, depends_on_values=True)
@@ -223,10 +223,15 @@ def _find_complement(call: Call, count: Reduced) -> Divisor | None:
     """The number of entries that a mask leaves out: the number of all entries, less those that were counted."""
     if call.facts.operator != "rsub" or call.kwargs or not call.counted.may_know_size(count.entries):
         return None
-    entries = count.divisors[0].entries if len(count.divisors) == 1 else None
-    if entries is None or call.args[1] != count.entries or count.kind != "sum" or count.is_share:
+    counted = count.divisors[0].count if len(count.divisors) == 1 else None
+    if counted is None or call.args[1] != count.entries or count.kind != "sum" or count.is_inverse:
         return None
-    return replace(count.divisors[0], entries=lambda: 1 - entries().to(torch.float64))
+
+    def count_rest(batch: int) -> Tensor | None:
+        counts = counted(batch)
+        return None if counts is None else count.entries / batch - counts
+
+    return Divisor(count.divisors[0].what, count=count_rest)
 
 
 def _name(count: Reduced) -> str:
@@ -264,8 +269,9 @@ def _correct_assumed(sums: Sequence[Reduced], has_single: bool) -> Sequence[Redu
     kind = next(iter(known)) if len(known) == 1 else "sum"
     if len({where.kind for where in sums}) == 1 and not has_single:
         return sums
-    change: dict[str, Any] = {"kind": kind, "is_share": False, "divisors": (), "is_assumed": False}
-    return [replace(w, **change) if w.is_assumed and w.kind != kind else w for w in sums]
+    return [
+        replace(w, kind=kind, divisors=(), is_assumed=False) if w.is_assumed and w.kind != kind else w for w in sums
+    ]
 
 
 def _combine_divisors(sums: Sequence[Reduced], has_single: bool) -> dict[str, Any]:
@@ -276,7 +282,7 @@ def _combine_divisors(sums: Sequence[Reduced], has_single: bool) -> dict[str, An
     if not any(where.is_share for where in sums):
         return {"counts": counts, "divisors": (COMPUTED,) if counts else ()}
     divisors = (divisor for where in sums for divisor in (where.divisors if where.is_share else (EVEN,)))
-    return {"counts": counts, "is_share": True, "divisors": tuple(dict.fromkeys(divisors))}
+    return {"counts": counts, "divisors": tuple(dict.fromkeys(divisors))}
 
 
 def _scale_sum(call: Call, found: Reduced, results: Sequence[Tensor]) -> Motion:

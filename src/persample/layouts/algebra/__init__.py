@@ -7,7 +7,6 @@ and values. `find_declared_motion` is for `persample.layouts`; `declare` adds a 
 from persample.layouts.algebra import (
     attention,
     dims,
-    embedding_bag,
     layers,
     losses,
     matrices,
