@@ -275,6 +275,32 @@ def test_divisors_that_count_are_held_constant(name: str) -> None:
     )
 
 
+REFUSED: dict[str, Loss] = {
+    "targets": lambda m, b: F.cross_entropy(m(b[0]), b[1], ignore_index=2),
+    "class weights": lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=torch.linspace(0.5, 2, C).double()),
+    "class weights by position": lambda m, b: F.cross_entropy(m(b[0]), b[1], torch.linspace(0.5, 2, C).double()),
+    "weights": lambda m, b: F.mse_loss(m(b[0]), b[2], weight=b[2].abs()),
+    "constant weights": lambda m, b: F.mse_loss(
+        m(b[0]), b[2], weight=(torch.arange(len(b[0])).double() + 1)[:, None].expand(-1, C)
+    ),
+    "rows of a mask": lambda m, b: (m(b[0]) - b[2])[b[1] > 1].square().mean(),
+    "entries of a mask": lambda m, b: (m(b[0]) - b[2])[b[2] > 0].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_recording_holds_constant_stays_refused_elsewhere(name: str) -> None:
+    loss, model = REFUSED[name], make_model(C)
+    batch = torch.randn(B, 3).double(), torch.arange(B) % C, torch.randn(B, C).double()
+    for _ in range(2):
+        with record(model) as grads:
+            loss(model, batch).backward()
+        assert_rows_close(grads.dense(), share_gradients(model, batch, loss, B))
+        for _ in range(2):
+            with pytest.raises(SamplesMixed, match=r"is a mean over|sum of weights"), record(model, divisor="refuse"):
+                loss(model, batch).backward()
+
+
 @pytest.mark.parametrize("name", [*filter(is_counted, MIXED)])
 def test_own_divisors(name: str) -> None:
     outputs, names, loss = MIXED[name]

@@ -164,7 +164,8 @@ def find_scattered_motion(call: Call, results: Sequence[Tensor]) -> Motion | Non
         found = find_layout_of_ids(ids, call.batch)
     elif call.facts.operator in _ALONG and not any(call.where[1:]):
         dims = get_argument(call, 1, "dim", "axis")
-        found = _add_up(call) if dims is None else _combine_along(call, results, dims)
+        is_sum = dims is None and call.facts.operator in _SUMS
+        found = make_reduced(call) if is_sum else _combine_along(call, results, dims)
         if found is None:
             return None
     else:
@@ -192,18 +193,6 @@ def _combine_along(call: Call, results: Sequence[Tensor], given: Any) -> Where |
         return None
     owner = where.ids if result.shape == where.ids.shape else owner.reshape(result.shape)
     return find_layout_of_ids(owner, call.batch)
-
-
-def _add_up(call: Call) -> Where | None:
-    where = call.where[0]
-    if call.facts.operator not in _SUMS or not isinstance(where, Scattered):
-        return None
-    counts = where.ids.flatten()[where.ids.flatten() >= 0].bincount(minlength=call.batch)
-    is_mean = call.facts.operator == "mean"
-    is_even = call.counted.holds_divisors or bool((counts == counts[0]).all())
-    if is_mean and (int(where.ids.min()) < 0 or not is_even):
-        return Lost("mean is a mean over different numbers of entries of the samples")
-    return make_reduced(call)
 
 
 # ---- pairs of rows ----

@@ -23,8 +23,7 @@ from persample.layouts.layout import Crossed, Divided, Layout, Lost, Reduced, Sc
 from persample.layouts.makers import find_motion_of_maker, find_motion_of_sized
 from persample.layouts.means import (
     add_divisors,
-    find_unequal_divisors,
-    has_ignored_targets,
+    find_refused_divisor,
     is_mean_over_valid_targets,
     require_equal_divisors,
 )
@@ -46,10 +45,10 @@ def find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     trace = tracing.get_trace()
     motion = _find_motion(call, results) if trace is None else _find_traced_motion(call, results, trace)
     where = motion.results[0] if len(motion.results) == 1 else None
-    is_of_samples = not any(isinstance(own, Reduced) for own in call.where)
-    if isinstance(where, Reduced) and is_of_samples and (held := add_divisors(call, where)) is not where:
-        return Motion((held,), motion.aligned, depends_on_values=True)
-    return motion
+    if not isinstance(where, Reduced) or any(isinstance(own, Reduced) for own in call.where):
+        return motion
+    held = find_refused_divisor(call, where, motion.aligned) or add_divisors(call, where)
+    return motion if held is where else Motion((held,), motion.aligned, depends_on_values=True)
 
 
 def mark_plain(call: Call, result: Any, rules_version: int) -> None:
@@ -69,20 +68,16 @@ def find_plain_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
     """Where the samples lie in the result of a call that may skip the steps; None if what it counts decides now."""
     where = motion.results[0]
     assert isinstance(where, (Layout, Reduced))
-    is_over_targets = is_mean_over_valid_targets(call)
-    if not is_over_targets and not (isinstance(where, Reduced) and where.counts):
+    if isinstance(where, Layout):
         return where
-    if call.counted.holds_divisors:
-        return add_divisors(call, where) if isinstance(where, Reduced) else where
-    return None if is_over_targets and has_ignored_targets(call) else where
+    is_required = is_mean_over_valid_targets(call) and tracing.get_trace() is not None  # of each run of a compiled step
+    return None if is_required or find_refused_divisor(call, where, motion.aligned) else add_divisors(call, where)
 
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
     """Look up the motion of a call, or compute and cache it."""
     if call.facts.handles_any_layout:
         return _ask_declaration(call, results)
-    if (unequal := find_unequal_divisors(call)) is not None:  # before the cache: private training refuses more
-        return make_uniform_motion(unequal, results)
     return _look_up_motion(call, results)
 
 

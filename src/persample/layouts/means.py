@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample.errors import get_op_name
+from persample.layouts.algebra.arguments import name_arguments
 from persample.layouts.call import Call
 from persample.layouts.divisors import Divisor, make_divisor, make_number_of_rows, make_sum_of_entries
 from persample.layouts.ids import add_up_samples
-from persample.layouts.layout import Layout, Lost, Reduced, Scattered
+from persample.layouts.layout import Layout, Lost, Reduced, Scattered, Where
+from persample.layouts.reductions import find_uneven_rows
 from persample.layouts.scales import ADVICE
 
+_VALID_TARGETS = "targets of the samples, without the ignored ones"
 _FEW_TARGETS = 64  # so few are faster to read as a list than to compare by torch
 
 
@@ -24,10 +28,10 @@ def is_mean_over_valid_targets(call: Call) -> bool:
     return call.facts.averages_targets and call.kwargs.get("reduction", "mean") == "mean"
 
 
-def has_ignored_targets(call: Call) -> bool:
+def _has_ignored_targets(call: Call) -> bool:
     """Whether the divisor of a mean over valid targets may differ from the number of all targets."""
     is_listed = isinstance(call.where[0], Layout) and call.where[0].ids is not None
-    if is_listed or tracing.get_trace() is not None:  # values of a trace are not known
+    if is_listed:
         return True
     found = _find_targets(call)
     if found is None or found[0].is_meta:  # without values
@@ -42,13 +46,9 @@ def require_equal_divisors(call: Call, trace: tracing.Trace) -> None:
     """Have each run of a compiled step check that the samples have equal numbers of valid targets."""
     counts = _count_valid_targets(call)
     if counts is not None:
-        numbers = "different numbers of targets"
-        trace.require((counts == counts[0]).all(), f"{_describe_targets(call, numbers)}.")
-
-
-def _describe_targets(call: Call, numbers: str) -> str:
-    name = get_op_name(call.func)
-    return f"{name} is a mean over {numbers} of the samples, without the ignored ones, {ADVICE}"
+        name = get_op_name(call.func)
+        message = f"{name} is a mean over different numbers of {_VALID_TARGETS}, {ADVICE}."
+        trace.require((counts == counts[0]).all(), message)
 
 
 def _count_valid_targets(call: Call) -> Tensor | None:
@@ -128,35 +128,45 @@ def _count_weights(call: Call, weight: Tensor) -> Divisor | None:
     return make_divisor("(sum of weights)", lambda: kept.expand(shape), where, [kept])
 
 
-def find_unequal_divisors(call: Call) -> Lost | None:
-    """`Lost` if a call is a mean over rows or targets of which the samples have different numbers."""
+def find_refused_divisor(call: Call, reduced: Reduced, aligned: Sequence[tuple[int, Layout]]) -> Lost | None:
+    """`Lost` if a mean divides by rows of no sample, too, or by a number of all samples that may not be held constant.
+
+    `aligned` are the constants of the call that have a row for each sample.
+    """
+    if reduced.kind != "mean" or len(call.find_samples()) == 1:
+        return None
     name = get_op_name(call.func)
-    reduction = call.kwargs.get("reduction", "mean")
-    if not call.facts.is_additive or reduction not in ("mean", "batchmean") or call.facts.is_plain_sum:
+    pairs = call.pairs[:1] if call.func is F.ctc_loss else call.pairs  # its mean is over the rows of the first argument
+    for _, where in pairs:
+        if constant := _count_rows_of_no_sample(where):
+            return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
+    if call.counted.holds_divisors:
         return None
-    if len(call.find_samples()) == 1:
+    if _has_weights_of_samples(call, aligned):
+        return Lost(f"{name} divides by the sum of weights that differ between samples, {ADVICE}")
+    if uneven := find_uneven_rows(pairs, call.batch):
+        return Lost(f"{name} is a mean over {[*uneven[0]]} rows of the samples, {ADVICE}")
+    where, counts, what = call.where[0], None, _VALID_TARGETS
+    if is_mean_over_valid_targets(call) and tracing.get_trace() is None and _has_ignored_targets(call):
+        counts = _count_valid_targets(call)
+    elif isinstance(where, Scattered):
+        counts, what = add_up_samples(torch.ones_like(where.ids), where, call.batch), "entries of the samples"
+    if counts is None or counts.is_meta or bool((counts == counts[0]).all()):
         return None
-    count = 1 if call.func is F.ctc_loss else len(call.tensors)  # its mean is over the rows of the first argument
-    for tensor, where in zip(call.tensors[:count], call.where[:count], strict=True):
-        if isinstance(where, Layout) and where.ids is not None and tensor.dim():
-            if (name == "mean" and not _is_averaged(call, where.dim, tensor.dim())) or (
-                reduction == "batchmean" and where.dim != 0
-            ):
-                continue
-            counts = [where.ids.count(n) for n in range(call.batch)]
-            if len(set(counts)) > 1 and not call.counted.holds_divisors:
-                return Lost(f"{name} is a mean over {counts} rows of the samples, {ADVICE}")
-            if -1 in where.ids:
-                constant = where.ids.count(-1)
-                return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
-    valid = None if call.counted.holds_divisors or not is_mean_over_valid_targets(call) else _count_valid_targets(call)
-    if valid is None or valid.is_meta or bool((valid == valid[0]).all()):
-        return None
-    return Lost(_describe_targets(call, f"{valid.tolist()} targets"))
+    return Lost(f"{name} is a mean over {counts.tolist()} {what}, {ADVICE}")
 
 
-def _is_averaged(call: Call, dim: int, dims: int) -> bool:
-    """Whether a call of `mean`, for a tensor with `dims` dimensions, averages over this dimension."""
-    given = call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", call.kwargs.get("axis"))
-    averaged = range(dims) if given in (None, (), []) else (given,) if isinstance(given, int) else given
-    return any(d % dims == dim for d in averaged)
+def _count_rows_of_no_sample(where: Where | None) -> int:
+    if isinstance(where, Scattered):
+        return int((where.ids < 0).sum())
+    return where.ids.count(-1) if isinstance(where, Layout) and where.ids is not None else 0
+
+
+def _has_weights_of_samples(call: Call, aligned: Sequence[tuple[int, Layout]]) -> bool:
+    """Whether a loss divides by the sum of weights of which the samples have different ones, as by class weights."""
+    is_of_classes = call.facts.averages_targets and call.tensors[1].dim() == call.tensors[0].dim() - 1
+    if not call.facts.divides_by_weights and not is_of_classes:
+        return False
+    weight = name_arguments(call).get("weight")
+    positions = [i for i, tensor in enumerate(call.tensors) if tensor is weight]
+    return any(is_of_classes or call.where[i] is not None or i in dict(aligned) for i in positions)

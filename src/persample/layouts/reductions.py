@@ -36,15 +36,15 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
         shape = call.tensors[0].shape
         rows = shape[where.dim] // call.batch if shape and call.batch else 1
         sizes = tuple(size for size in (*shape[: where.dim], rows, *shape[where.dim + 1 :]) if size > 1)
-    uneven = _find_uneven_rows(call)
+    uneven = find_uneven_rows(call.pairs, call.batch)
     return Reduced(cause, kind=kind, entries=entries, sizes=sizes, uneven=uneven, counts=counts)
 
 
-def _find_uneven_rows(call: Call) -> tuple[tuple[int, ...], ...]:
-    """The samples' numbers of rows and entries in an argument in which they have different numbers of rows, or ()."""
-    for tensor, where in call.pairs:
+def find_uneven_rows(pairs: Sequence[tuple[Tensor, Where | None]], batch: int) -> tuple[tuple[int, ...], ...]:
+    """The samples' numbers of rows and entries in a tensor in which they have different numbers of rows, or ()."""
+    for tensor, where in pairs:
         ids = where.ids if isinstance(where, Layout) and tensor.dim() else None
-        if ids and len(set(rows := tuple(map(Counter(ids).__getitem__, range(call.batch))))) > 1:
+        if ids and len(set(rows := tuple(map(Counter(ids).__getitem__, range(batch))))) > 1:
             return rows, tuple(number * (tensor.numel() // len(ids)) for number in rows)
     return ()
 

@@ -209,7 +209,7 @@ class _Scaling:
     # ---- the readings of earlier steps ----
 
     def compare_with_earlier(self) -> _Reading:
-        """The reading of the number, or that of its place in an earlier step, unless this one shows that it was wrong."""
+        """The reading of the number, or that of its place in an earlier step, unless this shows that it was wrong."""
         known = self.find_size()
         reading = known or self.read()
         if reading.meaning == "statistic" or (self.is_sum and not self.is_division):

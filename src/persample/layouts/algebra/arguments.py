@@ -60,6 +60,12 @@ def _bind(call: Call, signature: Signature) -> tuple[tuple[Any, ...], dict[str, 
     return tuple(args), rest
 
 
+def name_arguments(call: Call) -> dict[str, Any]:
+    """All arguments of a call of a Python function by name, with their defaults."""
+    (signature,) = find_signatures(call.func)
+    return {**signature, **dict(zip(signature, call.args, strict=False)), **call.kwargs}
+
+
 @cache
 def find_signatures(func: Callable[..., Any]) -> tuple[Signature, ...]:
     """The signatures of a torch function: one of a Python function, one for each overload of others.

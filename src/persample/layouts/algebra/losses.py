@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from persample.layouts.algebra.arguments import find_signatures
+from persample.layouts.algebra.arguments import name_arguments
 from persample.layouts.algebra.engine import (
     DIFFERENT_ORDERS,
     declare,
@@ -25,12 +24,6 @@ from persample.layouts.motion import Motion
 from persample.layouts.reductions import make_reduced
 
 
-def _get_arguments(call: Call) -> dict[str, Any]:
-    """All arguments of a loss by name, with their defaults."""
-    (signature,) = find_signatures(call.func)
-    return {**signature, **dict(zip(signature, call.args, strict=False)), **call.kwargs}
-
-
 def _get_layout(call: Call, tensor: Any) -> Where | None:
     return next((where for t, where in call.pairs if t is tensor), None)
 
@@ -39,7 +32,7 @@ def _reduce(call: Call, results: Sequence[Tensor], entries: Motion | None) -> Mo
     """The motion of a loss, given that of its entries before the reduction."""
     if entries is None or not isinstance(entries.results[0], Layout):
         return entries
-    arguments = _get_arguments(call)
+    arguments = name_arguments(call)
     if arguments.get("size_average") is not None or arguments.get("reduce") is not None:
         return None  # the legacy way to choose a reduction
     if arguments["reduction"] == "none":
@@ -58,23 +51,7 @@ _OF_PAIRS = {"combines_pairs": True, **_POINTWISE}
 @declare(F.binary_cross_entropy, **_POINTWISE)
 @declare(F.binary_cross_entropy_with_logits, class_weights="pos_weight", **_POINTWISE)
 def _pointwise_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    entries, arguments = join_broadcast(call), _get_arguments(call)
-    weight = arguments.get("weight")
-    if call.facts.divides_by_weights and weight is not None and arguments["reduction"] == "mean" and entries:
-        differs = [i for i, _ in entries.aligned if call.tensors[i] is weight]
-        if differs or _get_layout(call, weight) is not None:
-            cause = "divides by the sum of weights that differ between samples"
-            return _divide_by_weights(call, results, entries, cause)
-    return _reduce(call, results, entries)
-
-
-def _divide_by_weights(call: Call, results: Sequence[Tensor], entries: Motion, cause: str) -> Motion | None:
-    """The motion of a mean whose divisor depends on the batch. Whether that is refused is no part of a key."""
-    if call.counted.holds_divisors:
-        motion = _reduce(call, results, entries)
-    else:
-        motion = lose(call, results, f"{cause} (use reduction='sum', or take the mean of each sample first)")
-    return None if motion is None else replace(motion, depends_on_values=True)
+    return _reduce(call, results, join_broadcast(call))
 
 
 def _has_equal_patterns(call: Call) -> bool:
@@ -94,7 +71,7 @@ def _has_equal_patterns(call: Call) -> bool:
 )
 def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """Logits `(N, C, ...)`, with classes `(N, ...)` or probabilities `(N, C, ...)`: no result for each class."""
-    arguments = _get_arguments(call)
+    arguments = name_arguments(call)
     logits, target, weight = arguments["input"], arguments["target"], arguments["weight"]
     where, of_target = _get_layout(call, logits), _get_layout(call, target)
     if not isinstance(where, Layout) or logits.dim() < 2 or len(call.args) > 3 or _get_layout(call, weight):
@@ -110,10 +87,7 @@ def compare_classes(call: Call, results: Sequence[Tensor]) -> Motion | None:
             return lose(call, results, DIFFERENT_ORDERS)
         layout = move(merged, layout.dim)
     aligned = () if of_target is not None else tuple((i, own) for i, t in enumerate(call.tensors) if t is target)
-    entries = Motion((layout,), aligned)
-    if has_classes and weight is not None and arguments["reduction"] == "mean":
-        return _divide_by_weights(call, results, entries, "divides by the sum of the weights of all targets")
-    return _reduce(call, results, entries)
+    return _reduce(call, results, Motion((layout,), aligned))
 
 
 @declare(F.cosine_embedding_loss, F.multilabel_margin_loss, **_ENTRYWISE)
@@ -139,7 +113,7 @@ def _triplet_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
 @declare(F.ctc_loss, is_additive=True)
 def _ctc_loss(call: Call, results: Sequence[Tensor]) -> Motion | None:
     """`(T, N, C)`, with targets `(N, S)`; the mean is over the samples, each divided by the length of its target."""
-    arguments = _get_arguments(call)
+    arguments = name_arguments(call)
     where = _get_layout(call, arguments["log_probs"])
     if not isinstance(where, Layout) or call.tensors[0].dim() != 3 or where.dim != 1:
         return None
