@@ -265,8 +265,8 @@ def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
 
 def _correct_assumed(sums: Sequence[Reduced], has_single: bool) -> Sequence[Reduced]:
     """The parts of a loss, each of the kind that the others have if its own kind was only assumed."""
-    known = {where.kind for where in sums if not where.is_assumed} | ({"sum"} if has_single else set())
-    kind = next(iter(known)) if len(known) == 1 else "sum"
+    known: set[Reduction] = {where.kind for where in sums if not where.is_assumed} | ({"sum"} if has_single else set())
+    kind: Reduction = next(iter(known)) if len(known) == 1 else "sum"
     if len({where.kind for where in sums}) == 1 and not has_single:
         return sums
     return [
