@@ -33,95 +33,52 @@ _COMMUTATIVE = {"add", "mul", "and", "or", "xor"}
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What an operator of torch does.
+    """What an operator of torch does."""
 
-    Attributes:
-        operator: its name, the same for all spellings.
-        moves_entries: only moves, repeats or drops entries of its first argument, or of the tensors in it.
-        picks_entries: moves entries, selected by an index or a mask.
-        reshapes: moves entries, and keeps all of them in their order.
-        writes_entries: writes entries of one tensor into another, or adds them to it.
-        lists_entries: lists the positions of entries, or the values that occur.
-        sorts: puts entries in order.
-        casts: returns the same entries with another dtype, or on another device.
-        imports_data: brings data into torch: its result is as foreign as a tensor from outside.
-        makes_like: makes a tensor with the shape of its argument, and reads none of its values.
-        makes_new: makes a tensor with the dtype and device of its first argument, and reads nothing else of it.
-        makes_sized: makes a tensor of a size that is given by numbers.
-        takes_sizes: the arguments after the first one are sizes.
-        is_pointwise: computes each entry of the result from entries at the same place, with broadcasting.
-        reads_positions: computes something else for a row at another position.
-        is_size_free: the motion of most calls does not depend on sizes.
-        size_free_if: tells of which calls that is true, if not of all in which the samples lie in patterns.
-        by_shape: finds the layout of the result from shapes, in place of the motion.
-        handles_any_layout: the declaration is asked first, whatever is known about the arguments.
-        is_linear: is linear in all arguments at once.
-        is_bilinear: is linear in one argument at a time.
-        is_additive: can reduce over the batch to a sum over the samples, or to a mean.
-        is_plain_sum: adds up entries or their products, and divides by no number of rows.
-        is_pointwise_loss: a loss with one entry for each entry of its arguments, which are broadcast.
-        has_entries: a loss that sums up, or averages, the entries that it returns without a reduction.
-        divides_by_weights: a loss whose mean is divided by the sum of the weights.
-        averages_targets: a loss whose mean is taken over the targets that are not `ignore_index`.
-        class_weights: the argument of a loss that has an entry for each class.
-        combines_pairs: combines entries of two tensors of one shape.
-        shares_weights: no dimension of a weight belongs to the samples.
-        is_random: draws random numbers.
-        training_at: the position of the argument that turns dropout on.
-        statistics_at: the position of the running mean that it updates; the running variance follows.
-        replaces_memory: replaces the memory of its first argument.
-        exposes_memory: gives the memory of a tensor to code outside torch.
-        reads_values: returns values of a tensor as Python numbers or as an array.
-        reads_metadata: returns no tensor and reads no values.
-        reads_size: returns how many entries or rows a tensor has, besides other metadata or none.
-        compares_tensors: returns whether two tensors are equal as a whole.
-        differentiates: runs a backward pass.
-        returns_argument: returns its argument itself, unchanged.
-        registers_hook: registers a hook on the gradient of a tensor.
-    """
-
-    operator: str = ""
-    moves_entries: bool = False
-    picks_entries: bool = False
-    reshapes: bool = False
-    writes_entries: bool = False
-    lists_entries: bool = False
-    sorts: bool = False
-    casts: bool = False
-    imports_data: bool = False
-    makes_like: bool = False
+    operator: str = ""  # its name, the same for all spellings
+    moves_entries: bool = False  # only moves, repeats or drops entries of its first argument, or of the tensors in it
+    picks_entries: bool = False  # moves entries, selected by an index or a mask
+    reshapes: bool = False  # moves entries, and keeps all of them in their order
+    writes_entries: bool = False  # writes entries of one tensor into another, or adds them to it
+    lists_entries: bool = False  # lists the positions of entries, or the values that occur
+    sorts: bool = False  # puts entries in order
+    casts: bool = False  # returns the same entries with another dtype, or on another device
+    imports_data: bool = False  # brings data into torch: its result is as foreign as a tensor from outside
+    makes_like: bool = False  # makes a tensor with the shape of its argument, and reads none of its values
+    # makes_new: makes a tensor with the dtype and device of its first argument, and reads nothing else of it
     makes_new: bool = False
-    makes_sized: bool = False
-    takes_sizes: bool = False
-    is_pointwise: bool = False
-    reads_positions: bool = False
-    is_size_free: bool = False
+    makes_sized: bool = False  # makes a tensor of a size that is given by numbers
+    takes_sizes: bool = False  # the arguments after the first one are sizes
+    is_pointwise: bool = False  # computes each entry of the result from entries at the same place, with broadcasting
+    reads_positions: bool = False  # computes something else for a row at another position
+    is_size_free: bool = False  # the motion of most calls does not depend on sizes
+    # size_free_if: tells of which calls that is true, if not of all in which the samples lie in patterns
     size_free_if: Callable[[Any], bool] | None = None
-    by_shape: Callable[..., Any] | None = None
-    handles_any_layout: bool = False
-    is_linear: bool = False
-    is_bilinear: bool = False
-    is_additive: bool = False
-    is_plain_sum: bool = False
-    is_pointwise_loss: bool = False
-    has_entries: bool = False
-    divides_by_weights: bool = False
-    averages_targets: bool = False
-    class_weights: str = ""
-    combines_pairs: bool = False
-    shares_weights: bool = False
-    is_random: bool = False
-    training_at: int = 0
-    statistics_at: int = 0
-    replaces_memory: bool = False
-    exposes_memory: bool = False
-    reads_values: bool = False
-    reads_metadata: bool = False
-    reads_size: bool = False
-    compares_tensors: bool = False
-    differentiates: bool = False
-    returns_argument: bool = False
-    registers_hook: bool = False
+    by_shape: Callable[..., Any] | None = None  # finds the layout of the result from shapes, in place of the motion
+    handles_any_layout: bool = False  # the declaration is asked first, whatever is known about the arguments
+    is_linear: bool = False  # is linear in all arguments at once
+    is_bilinear: bool = False  # is linear in one argument at a time
+    is_additive: bool = False  # can reduce over the batch to a sum over the samples, or to a mean
+    is_plain_sum: bool = False  # adds up entries or their products, and divides by no number of rows
+    is_pointwise_loss: bool = False  # a loss with one entry for each entry of its arguments, which are broadcast
+    has_entries: bool = False  # a loss that sums up, or averages, the entries that it returns without a reduction
+    divides_by_weights: bool = False  # a loss whose mean is divided by the sum of the weights
+    averages_targets: bool = False  # a loss whose mean is taken over the targets that are not `ignore_index`
+    class_weights: str = ""  # the argument of a loss that has an entry for each class
+    combines_pairs: bool = False  # combines entries of two tensors of one shape
+    shares_weights: bool = False  # no dimension of a weight belongs to the samples
+    is_random: bool = False  # draws random numbers
+    training_at: int = 0  # the position of the argument that turns dropout on
+    statistics_at: int = 0  # the position of the running mean that it updates; the running variance follows
+    replaces_memory: bool = False  # replaces the memory of its first argument
+    exposes_memory: bool = False  # gives the memory of a tensor to code outside torch
+    reads_values: bool = False  # returns values of a tensor as Python numbers or as an array
+    reads_metadata: bool = False  # returns no tensor and reads no values
+    reads_size: bool = False  # returns how many entries or rows a tensor has, besides other metadata or none
+    compares_tensors: bool = False  # returns whether two tensors are equal as a whole
+    differentiates: bool = False  # runs a backward pass
+    returns_argument: bool = False  # returns its argument itself, unchanged
+    registers_hook: bool = False  # registers a hook on the gradient of a tensor
 
     @property
     def keeps_sums(self) -> bool:

@@ -55,15 +55,12 @@ def preserve_rng() -> Iterator[None]:
     >>> (random.random(), float(torch.rand(1))) == expected
     True
     """
-    numpy: Any = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        with fork_rng():
+    with _lock:
+        before = RngState()
+        try:
             yield
-    finally:
-        random.setstate(python_state)
-        if numpy:
-            numpy.random.set_state(numpy_state)
+        finally:
+            before.restore()
 
 
 def is_generator(value: Any) -> bool:

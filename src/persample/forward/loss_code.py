@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from persample import _torch
+from persample._internal.calling_code import find_raising_value
 from persample._internal.facts import facts
-from persample._internal.raising import find_raising_value
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
 from persample.forward.known import TensorMap

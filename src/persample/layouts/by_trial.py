@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from persample._internal.precision import to_double
 from persample._internal.rng import fork_rng, seed_torch
 from persample.errors import get_op_name, raise_if_out_of_memory
 from persample.layouts.call import Call
@@ -76,7 +77,7 @@ def find_motion_by_trial(call: Call, results: Sequence[Tensor]) -> Motion:
 def _find_motion_by_values(call: Call, results: Sequence[Tensor]) -> Motion:
     """The motion from values alone, if sizes are given as numbers or there is no kernel for meta tensors."""
     candidates: Candidates = [
-        list(_iterate_layouts(result, call))
+        [layout for dim, size in enumerate(result.shape) for layout in _iterate_layouts(call, dim, size)]
         if result.dim() or not call.facts.is_additive
         else make_reduced(call, results)
         for result in results
@@ -202,7 +203,9 @@ def _find_candidates_by_shape(call: Call, results: Sequence[Tensor]) -> Candidat
             candidates.append(Lost(cause))
         else:
             (dim,) = grown
-            candidates.append(list(_iterate_layouts_in(dim, old.shape[dim], new.shape[dim], call)))
+            size, larger = old.shape[dim], new.shape[dim]
+            has_patterns = size * (call.batch + 1) == larger * call.batch
+            candidates.append(list(_iterate_layouts(call, dim, size, has_patterns)))
     return candidates
 
 
@@ -214,24 +217,12 @@ def _make_larger(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device="meta")
 
 
-def _iterate_layouts_in(dim: int, size: int, larger: int, call: Call) -> Iterator[Layout]:
-    """The layouts that samples can have in a dimension that grows from `size` to `larger` with one more sample."""
-    yield from _iterate_layouts_of_arguments(dim, size, call)
-    if size * (call.batch + 1) == larger * call.batch:
-        yield from iterate_patterns(dim, size, call.batch)
-
-
-def _iterate_layouts(result: Tensor, call: Call) -> Iterator[Layout]:
-    """The layouts that samples can have in a result, by its shape."""
-    for dim, size in enumerate(result.shape):
-        yield from _iterate_layouts_of_arguments(dim, size, call)
-        yield from iterate_patterns(dim, size, call.batch)
-
-
-def _iterate_layouts_of_arguments(dim: int, size: int, call: Call) -> Iterator[Layout]:
-    """The layouts of the arguments whose batch dimension has this size, for dimension `dim` of a result."""
+def _iterate_layouts(call: Call, dim: int, size: int, has_patterns: bool = True) -> Iterator[Layout]:
+    """The layouts that samples can have in dimension `dim` of a result, which has this size."""
     layouts = [where for t, where in call.pairs if isinstance(where, Layout) and t.dim() and t.shape[where.dim] == size]
     yield from dict.fromkeys(replace(where, dim=dim, alternatives=(), loose_index=False) for where in layouts)
+    if has_patterns:
+        yield from iterate_patterns(dim, size, call.batch)
 
 
 def _verify(
@@ -294,8 +285,8 @@ def _keeps_separate(layout: Layout, trials: Trials, result: int, batch: int) -> 
 
 def _is_sum(trials: Trials, result: int) -> bool:
     """Whether the difference that some samples make does not depend on the values of other samples."""
-    before, all_changed = (_widen(each[result]) for each in (trials.before, trials.all_changed))
-    changed = (_widen(after) for _, after in trials.iterate_changed(result))
+    before, all_changed = (to_double(each[result]) for each in (trials.before, trials.all_changed))
+    changed = (to_double(after) for _, after in trials.iterate_changed(result))
     for half, rest in zip(changed, changed, strict=True):  # a set of samples, and its complement
         scale = torch.stack([part.abs() for part in (before, all_changed, half, rest)]).amax(0)
         difference = (before + all_changed - half - rest).abs()
@@ -307,11 +298,7 @@ def _is_sum(trials: Trials, result: int) -> bool:
 def _is_close(a: Tensor, b: Tensor) -> bool:
     if torch.equal(a, b) or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    return torch.allclose(_widen(a), _widen(b), **_TOLERANCE, equal_nan=True)
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return torch.allclose(to_double(a), to_double(b), **_TOLERANCE, equal_nan=True)
 
 
 def _is_coarse(result: Tensor) -> bool:

@@ -26,14 +26,13 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     """The layout of a result that is a sum over the samples, or a mean; `reduction` is the argument of a loss."""
     kind = _find_kind(call, reduction)
     verb = "averages over" if kind == "mean" else "adds up"
-    entries = _count_entries(call, results) if call.tensors and _has_pattern(call.where[0]) else 0
     cause = f"{get_op_name(call.func)} {verb} the samples"
     is_sum = call.facts.operator in ("sum", "mean", "count_nonzero")
     counts = is_sum and not any(tensor.requires_grad for tensor in call.tensors)
     where = call.where[0] if call.tensors else None
-    sizes = ()
+    entries, sizes = 0, ()
     if isinstance(where, Layout) and where.ids is None:
-        shape = call.tensors[0].shape
+        entries, shape = _count_entries(call, results), call.tensors[0].shape
         rows = shape[where.dim] // call.batch if shape and call.batch else 1
         sizes = tuple(size for size in (*shape[: where.dim], rows, *shape[where.dim + 1 :]) if size > 1)
     uneven = find_uneven_rows(call.pairs, call.batch)
@@ -76,10 +75,6 @@ def _count_entries(call: Call, results: Sequence[Tensor]) -> int:
     if call.facts.is_pointwise_loss:
         return torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors)).numel()
     return 0
-
-
-def _has_pattern(where: Where | None) -> bool:
-    return isinstance(where, Layout) and where.ids is None
 
 
 def _find_kind(call: Call, reduction: str | None) -> Reduction:
@@ -132,7 +127,8 @@ def find_motion_after_reduction(call: Call, results: Sequence[Tensor]) -> Motion
         return make_uniform_motion(Lost(cause), results)
     found = _combine_sums(call, sums)
     if call.facts.is_bilinear:
-        return _scale_sum(call, found, results)
+        scaled, depends_on_values = scale_sum(call, found)
+        return Motion((scaled,) * len(results), depends_on_values=depends_on_values)
     if call.facts.operator in ("sum", "mean"):
         is_sum = call.facts.operator == "sum" and results[0].numel() > 0
         found = replace(found, entries=found.entries * call.tensors[0].numel() // results[0].numel() if is_sum else 0)
@@ -165,7 +161,8 @@ def _combine_counts(call: Call, sums: Sequence[Reduced]) -> Reduced | None:
     if is_division and call.where[0] is count:
         return None
     divides = is_division != count.is_inverse
-    cause = f"{found.cause}, and {get_op_name(call.func)} {'divides' if divides else 'scales'} that by {_name(count)}"
+    name, verb = get_op_name(call.func), "divides" if divides else "scales"
+    cause = f"{found.cause}, and {name} {verb} that by a number of all samples ({count.cause})"
     if found.kind == "mean":
         divisors = count.divisors if count.kind == "mean" and divides else (*found.divisors, COMPUTED)
         return replace(found, cause=cause, divisors=divisors)
@@ -234,10 +231,6 @@ def _find_complement(call: Call, count: Reduced) -> Divisor | None:
     return Divisor(count.divisors[0].what, count=count_rest)
 
 
-def _name(count: Reduced) -> str:
-    return f"a number of all samples ({count.cause})"
-
-
 def _combine_sums(call: Call, sums: Sequence[Reduced]) -> Reduced:
     """What a linear function makes of sums over the samples. The loss of a single sample counts as a sum.
 
@@ -283,9 +276,3 @@ def _combine_divisors(sums: Sequence[Reduced], has_single: bool) -> dict[str, An
         return {"counts": counts, "divisors": (COMPUTED,) if counts else ()}
     divisors = (divisor for where in sums for divisor in (where.divisors if where.is_share else (EVEN,)))
     return {"counts": counts, "divisors": tuple(dict.fromkeys(divisors))}
-
-
-def _scale_sum(call: Call, found: Reduced, results: Sequence[Tensor]) -> Motion:
-    """The motion of a product with a constant, or of a quotient."""
-    scaled, depends_on_values = scale_sum(call, found)
-    return Motion(tuple(scaled for _ in results), depends_on_values=depends_on_values)

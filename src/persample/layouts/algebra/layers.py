@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ def _is_by_sample(call: Call) -> bool:
 
 
 @declare(*_CONVOLUTIONS, is_size_free=True, size_free_if=_is_by_sample, shares_weights=True)
-def convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _convolve(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     is_batched = is_batched_convolution(call)
     channels = 1 if is_batched else 0
@@ -76,54 +77,46 @@ def _convolve_groups(call: Call, results: Sequence[Tensor], where: Layout) -> Mo
     return Motion((layout,), tuple(aligned))
 
 
-def _declare_windows() -> None:
-    for count in (1, 2, 3):
-        names = f"""
-            max_pool{count}d avg_pool{count}d adaptive_max_pool{count}d adaptive_avg_pool{count}d lp_pool{count}d
-            max_pool{count}d_with_indices adaptive_max_pool{count}d_with_indices fractional_max_pool{count}d
-            fractional_max_pool{count}d_with_indices
-        """
-        functions = [getattr(owner, name, None) for owner in (F, torch) for name in names.split()]
-
-        def pool(call: Call, results: Sequence[Tensor], count: int = count) -> Motion | None:
-            return keep_leading(call, results, call.tensors[0].dim() - count)
-
-        def unpool(call: Call, results: Sequence[Tensor], count: int = count) -> Motion | None:
-            return keep_leading(call, results, call.tensors[0].dim() - count, 2)
-
-        declare(*[function for function in functions if function is not None])(pool)
-        declare(getattr(F, f"max_unpool{count}d"))(unpool)
+# ---- functions that treat each index of the first dimensions separately ----
 
 
-_declare_windows()
+def _declare_leading(leading: int, *functions: Any, count: int = 1, least: int = 0, **known: Any) -> None:
+    """Declare functions of which the first `count` tensors and the results share the first `leading` dimensions.
+
+    If `leading` is not positive, all dimensions of the input but the last ones are shared. An input with fewer than
+    `least` dimensions has no batch.
+    """
+
+    @declare(*functions, **known)
+    def treat_separately(call: Call, results: Sequence[Tensor]) -> Motion | None:
+        rank = call.tensors[0].dim()
+        return keep_leading(call, results, leading if leading > 0 else rank + leading, count) if rank >= least else None
 
 
-@declare(F.interpolate, F.upsample, F.upsample_nearest, F.upsample_bilinear)
-def _channels(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    """Each channel is computed by itself."""
-    return keep_leading(call, results, 2)
+for _size in (1, 2, 3):
+    _names = f"""
+        max_pool{_size}d avg_pool{_size}d adaptive_max_pool{_size}d adaptive_avg_pool{_size}d lp_pool{_size}d
+        max_pool{_size}d_with_indices adaptive_max_pool{_size}d_with_indices fractional_max_pool{_size}d
+        fractional_max_pool{_size}d_with_indices
+    """.split()
+    _declare_leading(-_size, *(getattr(owner, name) for owner in (F, torch) for name in _names if hasattr(owner, name)))
+    _declare_leading(-_size, getattr(F, f"max_unpool{_size}d"), count=2)
 
+_declare_leading(2, F.interpolate, F.upsample, F.upsample_nearest, F.upsample_bilinear)
+_declare_leading(1, F.fold, F.local_response_norm, least=3)
+_declare_leading(1, "channel_shuffle", "native_channel_shuffle", least=3, moves_entries=True)
+_declare_leading(1, F.unfold, least=4)
+_declare_leading(-3, "pixel_shuffle", "pixel_unshuffle", moves_entries=True)  # channels, height and width
+_declare_leading(1, F.affine_grid, is_size_free=True)
+_declare_leading(1, F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d, count=2)
+_declare_leading(1, "group_norm", is_size_free=True, shares_weights=True)
+_declare_leading(1, F.instance_norm, shares_weights=True, statistics_at=1)
+_declare_leading(1, torch.instance_norm, shares_weights=True, statistics_at=3)
+_declare_leading(1, torch.lstm_cell, count=3)
+_declare_leading(1, torch.gru_cell, torch.rnn_tanh_cell, torch.rnn_relu_cell, count=2)
+_declare_leading(0, F.embedding, is_size_free=True, shares_weights=True)
 
-@declare(F.fold, F.local_response_norm)
-@declare("channel_shuffle", "native_channel_shuffle", moves_entries=True)
-def _first_dim(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1) if call.tensors[0].dim() > 2 else None
-
-
-@declare(F.affine_grid, is_size_free=True)
-@declare("group_norm", is_size_free=True, shares_weights=True)
-def normalise_groups(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1)
-
-
-@declare(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
-def _grid_sample(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1, 2)
-
-
-@declare(F.unfold)
-def _unfold(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1) if call.tensors[0].dim() == 4 else None
+# ---- other layers ----
 
 
 @declare(torch.conv_tbc)
@@ -131,22 +124,8 @@ def _convolve_time_first(call: Call, results: Sequence[Tensor]) -> Motion | None
     return follow(call, results, [[None, "n", None]], ["t", "n", "c"])
 
 
-# The cells of recurrent layers, and the number of tensors with samples: the input and the states.
-_CELLS = {torch.lstm_cell: 3, torch.gru_cell: 2, torch.rnn_tanh_cell: 2, torch.rnn_relu_cell: 2}
-
-
-@declare(*_CELLS)
-def _cell(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1, _CELLS[call.func])
-
-
-@declare("pixel_shuffle", "pixel_unshuffle", moves_entries=True)
-def _shuffle_pixels(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, call.tensors[0].dim() - 3)  # before channels, height and width
-
-
 @declare("layer_norm", "rms_norm", is_size_free=True, shares_weights=True)
-def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
     tensor, where = call.tensors[0], call.where[0]
     shape = get_argument(call, 1, "normalized_shape")
     if not isinstance(where, Layout) or not isinstance(shape, (tuple, list, torch.Size)):
@@ -157,7 +136,7 @@ def normalise_layer(call: Call, results: Sequence[Tensor]) -> Motion | None:
 
 
 @declare(F.batch_norm, is_size_free=True, shares_weights=True, statistics_at=1)
-def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     where = call.where[0]
     if not isinstance(where, Layout) or any(call.where[1:]) or where.dim == 1:
         return None
@@ -165,19 +144,8 @@ def normalise_batch(call: Call, results: Sequence[Tensor]) -> Motion | None:
     return lose(call, results, "in training mode normalises over the samples") if is_training else keep(call, results)
 
 
-@declare(F.instance_norm, shares_weights=True, statistics_at=1)
-@declare(torch.instance_norm, shares_weights=True, statistics_at=3)
-def _instance_norm(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, 1)
-
-
-@declare(F.embedding, is_size_free=True, shares_weights=True)
-def look_up(call: Call, results: Sequence[Tensor]) -> Motion | None:
-    return keep_leading(call, results, call.tensors[0].dim())
-
-
 @declare(torch.embedding, is_size_free=True, shares_weights=True)
-def look_up_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
+def _look_up_with_weight_first(call: Call, results: Sequence[Tensor]) -> Motion | None:
     dims = range(call.tensors[1].dim())
     return follow(call, results, [[None, None], dims], dims)
 
