@@ -31,8 +31,9 @@ def find_calling_frame() -> FrameType:
     return frame
 
 
-def is_written_out(number: float, frame: FrameType) -> bool:
-    """Whether a number of the source code is an operand of what a frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
+def is_written_out(number: float) -> bool:
+    """Whether a number of the source code is an operand of what the calling frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
+    frame = find_calling_frame()
     return number in _find_constants(frame.f_code, frame.f_lasti)
 
 

@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from persample import _torch
-from persample.layouts.divisors import Divisor, DivisorMode, SampleUnits, make_number_of_rows, make_sum_of_entries
+from persample.layouts.divisors import (
+    STATISTIC,
+    Divisor,
+    DivisorMode,
+    SampleUnits,
+    make_number_of_rows,
+    make_sum_of_entries,
+)
 from persample.layouts.layout import Layout, Lost, Reduced, Where
 
-# Numbers that depend on all samples, such as the number of valid tokens; None if a loss may not be divided by one,
-# because it is computed from outputs, or is no sum.
-Totals = dict[float, Divisor | None]
+# Numbers that depend on all samples, such as the number of valid tokens.
+Totals = dict[float, Divisor]
 
 # Orders of packed sequences that are kept at most; a model makes few in one forward pass.
 _MOST_ORDERS = 64
@@ -99,21 +105,6 @@ class CountedSizes:
         if self.holds_divisors:
             self.given_integers |= {*numbers}
 
-    @property
-    def is_sum(self) -> bool:
-        """Whether the user has said that the loss is a sum."""
-        return self.given_reduction == "sum"
-
-    @property
-    def can_assume(self) -> bool:
-        """Whether other parts of the loss can show what a number means of which nothing is known."""
-        return self.holds_divisors and self.given_reduction is None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a number that scales the loss may remain unclear: what is given decides, or it is an error."""
-        return self.given_reduction is not None or not self.holds_divisors
-
     def add(self, numbers: Any) -> None:
         """Add what `tolist` or `item` returned for a tensor of samples."""
         if hasattr(numbers, "tolist"):  # an array of NumPy
@@ -177,7 +168,7 @@ def find_read_total(tensor: Tensor, where: Where | None, result: Any) -> Totals:
     if isinstance(result, (int, float)):
         if isinstance(where, Reduced) and where.counts:
             return {result: where.divisors[0] if len(where.divisors) == 1 else Divisor("entries", result)}
-        return {result: None} if isinstance(where, (Reduced, Lost)) else {}
+        return {result: STATISTIC} if isinstance(where, (Reduced, Lost)) else {}
     if not isinstance(where, Layout) or tensor.is_floating_point() or tensor.is_complex():
         return {}
     with _torch.DisableTorchFunction():

@@ -97,6 +97,9 @@ EVEN = Divisor("samples")
 # Computed from numbers of all samples, so that no sample has one of its own.
 COMPUTED = Divisor("a number of all samples", math.nan)
 
+# Computed from outputs, or no sum: a loss may not be divided by it.
+STATISTIC = Divisor("a statistic of all samples", math.nan)
+
 
 def make_divisor(
     what: str, entries: Callable[[], Tensor], where: Layout | Scattered, sources: Sequence[Tensor] = ()

@@ -66,15 +66,9 @@ class Summed:
             parts.append(own)
 
         def run(*given: Tensor) -> Tensor:
-            supply, tensors = iter(given), iter(zip(call.tensors, parts, strict=True))
-
-            def choose(_: Tensor) -> Tensor:
-                tensor, own = next(tensors)
-                return tensor.detach() if own is None else next(supply).clone()
-
-            args, kwargs = map_tensors(choose, (call.args, call.kwargs))
-            result: Tensor = call.func(*args, **kwargs)
-            return result
+            supply = iter(given)
+            pairs = zip(call.tensors, parts, strict=True)
+            return call.run([t.detach() if own is None else next(supply).clone() for t, own in pairs])[0]
 
         given = [own for own in parts if own is not None]
         return torch.vmap(run)(*given) - run(*(torch.zeros_like(own[0]) for own in given))

@@ -21,7 +21,7 @@ from persample._internal.calling_code import find_calling_frame, is_written_out
 from persample.errors import get_op_name
 from persample.layouts.call import Call
 from persample.layouts.counts import Scale
-from persample.layouts.divisors import EVEN, Divisor, describe_divisors, make_sum_of_counts
+from persample.layouts.divisors import EVEN, STATISTIC, Divisor, describe_divisors, make_sum_of_counts
 from persample.layouts.layout import Lost, Reduced
 
 # "size": the batch size, or the number of entries; "count": another number of all samples; "unclear": a size or a
@@ -36,7 +36,7 @@ ADVICE = "so its divisor depends on the batch (use reduction='sum', or take the 
 @dataclass(frozen=True)
 class _Reading:
     meaning: Meaning
-    divisor: Divisor | None = None  # of a count
+    divisor: Divisor = EVEN  # of a count
     is_assumed: bool = False
 
 
@@ -46,10 +46,9 @@ def scale_sum(call: Call, found: Reduced) -> tuple[Reduced | Lost, bool]:
     if number is None or not found.is_clear or (call.batch < 2 and not call.counted.wholes):
         return found, depends_on_values
     scaling = _Scaling(call, found, number)
-    is_open = scaling.is_sum and call.counted.given_reduction is None
-    if not call.counted.holds_divisors:
+    if not scaling.holds_divisors:
         reading = scaling.read()
-    elif is_open and not depends_on_values and is_written_out(number, find_calling_frame()):
+    elif scaling.is_sum and scaling.can_assume and not depends_on_values and is_written_out(number):
         return found, False  # a factor, unless the user says what the loss is
     elif call.batch < 2:  # the first part of a batch
         reading = scaling.find_size() or _Reading("factor")
@@ -83,23 +82,26 @@ class _Scaling:
         self.is_division, self.is_sum = call.facts.is_division, found.kind == "sum"
         self.divisor = number if self.is_division else 1 / number
         self.sizes = (call.batch, found.entries)
+        self.holds_divisors, given = call.counted.holds_divisors, call.counted.given_reduction
+        self.is_given_sum = given == "sum"
+        # Other parts of the loss can show what a number means of which nothing is known. Else it may remain unclear.
+        self.can_assume = self.holds_divisors and given is None
 
     def apply(self, reading: _Reading) -> Reduced | Lost:
         """What the call returns, if the number has this meaning."""
         found, meaning, name = self.found, reading.meaning, get_op_name(self.call.func)
-        holds_divisors = self.counted.holds_divisors
         if meaning == "statistic":
             return Lost(
                 f"{found.cause}, and {name} scales that by {self.number:g}, which was computed from all samples"
             )
-        if meaning == "count" and not (self.counted.is_sum and holds_divisors):
+        if meaning == "count" and not (self.is_given_sum and self.holds_divisors):
             cause = f"{found.cause}, and {name} divides by {self.divisor:g}, which was counted over all samples"
-            if reading.divisor is None or not holds_divisors:
+            if reading.divisor is STATISTIC or not self.holds_divisors:
                 return Lost(f"{cause}, {ADVICE}")
-            is_assumed = reading.is_assumed and self.counted.can_assume
+            is_assumed = reading.is_assumed and self.can_assume
             return replace(found, cause=cause, kind="mean", divisors=(reading.divisor,), is_assumed=is_assumed)
         if meaning == "factor" and self.is_sum and not self.is_division:  # `(6 / batch_size) * loss.sum()`
-            return replace(found, is_assumed=self.counted.can_assume and self.counted.divisors == "batch")
+            return replace(found, is_assumed=self.can_assume and self.counted.divisors == "batch")
         if meaning == "size":
             cause = f"{found.cause}, and {name} {'divides' if self.is_sum else 'multiplies'} by {self.number:g}"
             return replace(found, cause=cause, kind="mean" if self.is_sum else "sum", divisors=())
@@ -136,21 +138,21 @@ class _Scaling:
             is_long = number != round(number, 3)  # 0.25 may be a weight, 0.03125 is the inverse of 32
             if is_multiple and ratio == 1 and not self.is_division and is_long:
                 return _Reading("size")
-        return _Reading("count", EVEN) if is_of_whole else None
+        return _Reading("count") if is_of_whole else None
 
     def read(self) -> _Reading:
         """What the number means, as far as this call shows."""
-        number, divisor, holds_divisors = self.number, self.divisor, self.counted.holds_divisors
+        number, divisor, holds_divisors = self.number, self.divisor, self.holds_divisors
         divides_sum = self.is_division and self.is_sum
         is_size = number in self.sizes or (holds_divisors and self._is_own_size(number / self.batch))
         is_given = divisor in self.counted.given_integers
-        is_item_count = self.counted.is_sum and (is_given or (holds_divisors and len(self.call.tensors) == 1))
+        is_item_count = self.is_given_sum and (is_given or (holds_divisors and len(self.call.tensors) == 1))
         if divides_sum and is_size and not is_item_count:
             return _Reading("size")
         if self.is_sum and divisor != 1 and (total := self._find_total()):
             is_short = not self.is_division and number == round(number, 1)  # 0.1 may be a weight, or the inverse of 10
-            return _Reading("unclear") if is_short else _Reading("count", total[0])
-        statistics = [n for n, of in self.counted.totals.items() if not (float(n).is_integer() or of)]
+            return _Reading("unclear") if is_short else _Reading("count", total)
+        statistics = [n for n, of in self.counted.totals.items() if of is STATISTIC and not float(n).is_integer()]
         if not is_given and (_is_close_to_any(number, statistics) or _is_close_to_any(divisor, statistics)):
             return _Reading("statistic")
         if is_given and divides_sum:
@@ -166,27 +168,27 @@ class _Scaling:
             products |= {size * product for product in products}
         return number in products
 
-    def _find_total(self) -> list[Divisor | None]:
-        """The number of all samples that the divisor equals: nothing, or a divisor or None in a list."""
+    def _find_total(self) -> Divisor | None:
+        """The number of all samples that the divisor equals."""
         for total, known in self.counted.totals.items():
             if math.isclose(self.divisor, total, rel_tol=1e-6):
-                return [known]
+                return known
         for rows in self.found.uneven:
             if self.divisor == sum(rows):
-                return [make_sum_of_counts("rows", rows)]
-        if self.is_division and self.counted.holds_divisors and float(self.divisor).is_integer():
+                return make_sum_of_counts("rows", rows)
+        if self.is_division and self.holds_divisors and float(self.divisor).is_integer():
             for known in self.found.divisors:  # the targets of the sum that are not ignored
                 counts = known.count_by_sample(self.batch)
                 if counts is not None and float(counts.sum()) == self.divisor:
-                    return [known]
-        return []
+                    return known
+        return None
 
     def _may_count(self) -> bool:
         """Whether the number may count something: whether it is no part of the model, and not written in the code."""
         numbers = [tensor for tensor, where in self.call.pairs if where is None]
         if numbers:
             return not any(map(self.counted.is_held, numbers))
-        return not is_written_out(self.number, find_calling_frame())
+        return not is_written_out(self.number)
 
     def _may_be_size(self) -> bool:
         """Whether the number may be the batch size, for all that is known, or a multiple of it if the kind is given.
@@ -197,14 +199,14 @@ class _Scaling:
         """
         is_integer = isinstance(self.number, int)
         if not self.is_sum:
-            return self.counted.is_open and self.number in self.sizes and is_integer and not self.is_division
+            return not self.can_assume and self.number in self.sizes and is_integer and not self.is_division
         if not self.counted.may_know_size(*self.sizes):
             return False
         if not is_integer and not self.is_division:
             return _is_close_to_any(self.divisor, self.sizes)
         ratio = self.divisor / self.batch
         is_multiple = math.isfinite(ratio) and ratio > 0.5 and abs(ratio - round(ratio)) < 1e-6 * ratio
-        return self.counted.is_open and is_multiple
+        return not self.can_assume and is_multiple
 
     # ---- the readings of earlier steps ----
 
