@@ -32,7 +32,7 @@ def find_calling_frame() -> FrameType:
 
 
 def is_written_out(number: float) -> bool:
-    """Whether a number of the source code is an operand of what the calling frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
+    """Whether a number of the code is an operand of what the calling frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
     frame = find_calling_frame()
     return number in _find_constants(frame.f_code, frame.f_lasti)
 
