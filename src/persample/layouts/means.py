@@ -133,15 +133,15 @@ def find_refused_divisor(call: Call, reduced: Reduced, aligned: Sequence[tuple[i
 
     `aligned` are the constants of the call that have a row for each sample.
     """
-    if reduced.kind != "mean" or len(call.find_samples()) == 1:
+    if reduced.kind != "mean":
+        return None
+    pairs = call.pairs[:1] if call.func is F.ctc_loss else call.pairs  # its mean is over the rows of the first argument
+    constant = sum(_count_rows_of_no_sample(where) for _, where in pairs)
+    if (call.counted.holds_divisors and not constant) or len(call.find_samples()) == 1:
         return None
     name = get_op_name(call.func)
-    pairs = call.pairs[:1] if call.func is F.ctc_loss else call.pairs  # its mean is over the rows of the first argument
-    for _, where in pairs:
-        if constant := _count_rows_of_no_sample(where):
-            return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
-    if call.counted.holds_divisors:
-        return None
+    if constant:
+        return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
     if _has_weights_of_samples(call, aligned):
         return Lost(f"{name} divides by the sum of weights that differ between samples, {ADVICE}")
     if uneven := find_uneven_rows(pairs, call.batch):
