@@ -22,11 +22,16 @@ def make_sample_ids(tensor: Tensor, where: Where | None, batch: int) -> Tensor:
         return where.ids
     if not isinstance(where, Layout):
         return torch.full(tensor.shape, -1, dtype=torch.int32, device=tensor.device)
-    size = tensor.shape[where.dim] if tensor.dim() else 1
-    row = torch.tensor(where.get_ids(size, batch), dtype=torch.int32, device=tensor.device)
+    row = make_row_ids(tensor, where, batch)
     if tensor.dim() == 0:
         return row.squeeze(0)
-    return row.view(size, *[1] * (tensor.dim() - where.dim - 1)).expand(tensor.shape)
+    return row.view(-1, *[1] * (tensor.dim() - where.dim - 1)).expand(tensor.shape)
+
+
+def make_row_ids(tensor: Tensor, where: Layout, batch: int) -> Tensor:
+    """The sample of each index along the dimension of a layout."""
+    size = tensor.shape[where.dim] if tensor.dim() else 1
+    return torch.tensor(where.get_ids(size, batch), dtype=torch.int32, device=tensor.device)
 
 
 def add_up_samples(entries: Tensor, where: Where | None, batch: int) -> Tensor:

@@ -146,8 +146,18 @@ class Lost:
     imported: bool = False
 
 
+class _Known(Lost):
+    """Samples are mixed, but something is known about the entries. Compared by identity."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 @dataclass(frozen=True, eq=False)
-class Scattered(Lost):
+class Scattered(_Known):
     """The entries of one sample do not lie along one dimension, but the sample of each entry is known.
 
     Attributes:
@@ -159,15 +169,9 @@ class Scattered(Lost):
     loose: bool = False
     loose_index: bool = False
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
-
 
 @dataclass(frozen=True, eq=False)
-class Divided(Lost):
+class Divided(_Known):
     """A tensor of samples that was divided by a number of all samples: weights that add up to one.
 
     In a sum over the samples that number is a divisor of the loss; elsewhere it mixes the samples.
@@ -175,12 +179,6 @@ class Divided(Lost):
 
     layout: Layout = field(default_factory=lambda: Layout(0))
     divisors: tuple[Divisor, ...] = ()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from persample.layouts.ids import make_layout
+from persample.layouts.ids import make_layout, make_row_ids
 from persample.layouts.layout import Layout
 
 
@@ -69,7 +69,7 @@ def take_sample(tensor: Tensor, layout: Layout, sample: int, batch: int) -> Tens
         return tensor
     if layout.ids is None and tensor.shape[layout.dim] == batch:
         return tensor.narrow(layout.dim, sample, 1)
-    ids = _make_ids(tensor, layout, batch)
+    ids = make_row_ids(tensor, layout, batch)
     return tensor.index_select(layout.dim, (ids == sample).nonzero().flatten())
 
 
@@ -81,7 +81,7 @@ def replace_samples(tensor: Tensor, layout: Layout, samples: Sequence[int], batc
     """
     if not has_equal_shares(tensor, layout, batch):
         return None
-    ids = _make_ids(tensor, layout, batch)
+    ids = make_row_ids(tensor, layout, batch)
     order = ids.argsort(stable=True)  # the rows of sample 0, then those of sample 1, and so on
     index = torch.empty_like(order)
     index[order] = order.view(batch, -1)[torch.tensor(samples, device=order.device)].flatten()
@@ -96,16 +96,9 @@ def has_equal_shares(tensor: Tensor, layout: Layout, batch: int) -> bool:
     """
     if tensor.dim() == 0:
         return False
-    ids = _make_ids(tensor, layout, batch)
+    ids = make_row_ids(tensor, layout, batch)
     counts = torch.bincount(ids[ids >= 0], minlength=batch)
     return not bool((ids < 0).any()) and bool((counts == counts[0]).all())
-
-
-def _make_ids(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
-    """The sample of each index along the dimension of a layout."""
-    if layout.ids is not None:
-        return torch.tensor(layout.ids, device=tensor.device)
-    return torch.arange(tensor.shape[layout.dim], device=tensor.device) // layout.inner % batch
 
 
 def join_samples(rows: Tensor, layout: Layout, shape: torch.Size, batch: int) -> Tensor:
