@@ -146,7 +146,7 @@ class Lost:
     imported: bool = False
 
 
-class _Known(Lost):
+class _KnownEntries(Lost):
     """Samples are mixed, but something is known about the entries. Compared by identity."""
 
     def __eq__(self, other: object) -> bool:
@@ -157,7 +157,7 @@ class _Known(Lost):
 
 
 @dataclass(frozen=True, eq=False)
-class Scattered(_Known):
+class Scattered(_KnownEntries):
     """The entries of one sample do not lie along one dimension, but the sample of each entry is known.
 
     Attributes:
@@ -171,7 +171,7 @@ class Scattered(_Known):
 
 
 @dataclass(frozen=True, eq=False)
-class Divided(_Known):
+class Divided(_KnownEntries):
     """A tensor of samples that was divided by a number of all samples: weights that add up to one.
 
     In a sum over the samples that number is a divisor of the loss; elsewhere it mixes the samples.
