@@ -135,8 +135,8 @@ def find_refused_divisor(call: Call, reduced: Reduced, aligned: Sequence[tuple[i
     """
     if reduced.kind != "mean":
         return None
-    pairs = call.pairs[:1] if call.func is F.ctc_loss else call.pairs  # its mean is over the rows of the first argument
-    constant = sum(_count_rows_of_no_sample(where) for _, where in pairs)
+    averaged = call.where[:1] if call.func is F.ctc_loss else call.where  # its mean is over rows of the first argument
+    constant = _count_rows_of_no_sample(averaged)
     if (call.counted.holds_divisors and not constant) or len(call.find_samples()) == 1:
         return None
     name = get_op_name(call.func)
@@ -144,7 +144,7 @@ def find_refused_divisor(call: Call, reduced: Reduced, aligned: Sequence[tuple[i
         return Lost(f"{name} is a mean over the samples and {constant} rows that belong to no sample, {ADVICE}")
     if _has_weights_of_samples(call, aligned):
         return Lost(f"{name} divides by the sum of weights that differ between samples, {ADVICE}")
-    if uneven := find_uneven_rows(pairs, call.batch):
+    if uneven := find_uneven_rows(call.pairs[: len(averaged)], call.batch):
         return Lost(f"{name} is a mean over {[*uneven[0]]} rows of the samples, {ADVICE}")
     where, counts, what = call.where[0], None, _VALID_TARGETS
     if is_mean_over_valid_targets(call) and tracing.get_trace() is None and _has_ignored_targets(call):
@@ -156,10 +156,14 @@ def find_refused_divisor(call: Call, reduced: Reduced, aligned: Sequence[tuple[i
     return Lost(f"{name} is a mean over {counts.tolist()} {what}, {ADVICE}")
 
 
-def _count_rows_of_no_sample(where: Where | None) -> int:
-    if isinstance(where, Scattered):
-        return int((where.ids < 0).sum())
-    return where.ids.count(-1) if isinstance(where, Layout) and where.ids is not None else 0
+def _count_rows_of_no_sample(where: Sequence[Where | None]) -> int:
+    count = 0
+    for own in where:
+        if isinstance(own, Layout) and own.ids is not None:
+            count += own.ids.count(-1)
+        elif isinstance(own, Scattered):
+            count += int((own.ids < 0).sum())
+    return count
 
 
 def _has_weights_of_samples(call: Call, aligned: Sequence[tuple[int, Layout]]) -> bool:
