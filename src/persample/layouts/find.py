@@ -75,14 +75,9 @@ def find_plain_layout(call: Call, motion: Motion) -> Layout | Reduced | None:
 
 
 def _find_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    """Look up the motion of a call, or compute and cache it."""
+    """Look up the motion of a call, or compute it and keep it if it holds for later calls."""
     if call.facts.handles_any_layout:
         return _ask_declaration(call, results)
-    return _look_up_motion(call, results)
-
-
-def _look_up_motion(call: Call, results: Sequence[Tensor]) -> Motion:
-    """Look up the motion of a call, or compute it and keep it if it holds for later calls."""
     key = _find_memo_key(call)
     known = MEMO.get(key)
     if known is not None:
