@@ -34,14 +34,11 @@ from persample.layouts.trials import PRECISIONS, Results, Trials, convert, inven
 # For each result what it may be: one of several layouts, or what is known about it already.
 Candidates = Sequence["list[Layout] | Where | None"]
 
-
 # Relative and absolute difference that rounding may make between two runs on the same values, and between sums in
 # another order.
 _TOLERANCE = {"rtol": 1e-9, "atol": 1e-12}
 
-
 _SUM_TOLERANCE = 1e-9
-
 
 # The difference that rounding may make for a row at another position, where a kernel may compute in another order. A
 # function that depends on positions differs by more.

@@ -34,7 +34,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "masked_scatter": ("input", "item", "value"),
 }
 
-
 # Other names that torch uses for these arguments.
 _SYNONYMS = {"mask": "item", "indices": "index", "source": "value", "src": "value", "values": "value"}
 

@@ -18,7 +18,6 @@ from persample.layouts.layout import Layout, Where
 
 Results = tuple[Tensor, ...]
 
-
 # The values that a call is tried on:
 #   unit      between 0.1 and 0.9, which logarithms, roots and probabilities accept too
 #   matrices  well-conditioned matrices, for inverses and factorisations
@@ -28,16 +27,12 @@ Results = tuple[Tensor, ...]
 # The samples must stay separate on all of them that the call accepts.
 Values = Literal["unit", "matrices", "wide", "large", "given"]
 
-
 _ALL_VALUES: tuple[Values, ...] = ("unit", "matrices", "wide", "large", "given")
-
 
 _SCALES = {"wide": 8.0, "large": 100.0}
 
-
 # The precision of trials, the first that the call accepts; None: that of the call.
 PRECISIONS = (torch.float64, torch.float32, None)
-
 
 # A constant with larger values is a mask that is added to scores; other values would let all entries pass.
 _LARGEST_CONSTANT = 1e4
