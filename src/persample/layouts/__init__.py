@@ -3,8 +3,12 @@
 Most functions of torch declare how they move the samples, and the layout of a result follows by arithmetic (`algebra`).
 A function that selects or reorders samples is applied to a tensor of sample ids (`by_ids`), one that takes an index or
 a mask too (`by_index`). Any other function is tried with a larger batch and with other values for some samples
-(`by_trial`). Sums over the samples are followed as losses (`reductions`). What a call does is kept under its key, which
-holds everything that decides about it (`keys`, `memo`).
+(`by_trial`). What a call does is kept under its key, which holds everything that decides about it (`call`, `motion`).
+
+How a loss combines the samples is read from the calls that make it. A reduction makes a sum or a mean (`reductions`),
+and a mean has a divisor, which is held constant or refused (`means`, `divisors`). A number that scales such a sum is a
+size, a count, or a factor (`scales`); what is known about numbers is kept in `counts`. `parts` computes each sample's
+part of a sum.
 
 Other packages use the names below.
 """

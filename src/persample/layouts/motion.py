@@ -51,7 +51,7 @@ _MAX_ENTRIES = 20_000
 class Effect:
     """What a call does, and so does each call with the same key.
 
-    The key says for what the effect is valid: at any size, for certain shapes, or under the same flags (`keys`).
+    The key says for what the effect is valid: at any size, for certain shapes, or under the same flags (`call`).
 
     Attributes:
         motion: how it moves the samples.
