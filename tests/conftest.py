@@ -5,7 +5,7 @@ import torch
 from hypothesis import settings
 
 from persample import _torch
-from persample.recording.rows_before import RowsBefore
+from persample.isolation import RowsBefore
 from persample.rules.registry import FURTHER_RULES, HANDLED_FUNCTIONS
 from tests.support.processes import TwoProcesses
 
@@ -28,7 +28,7 @@ def end_private_loops() -> Iterator[None]:
     yield
     for mode in _torch.get_function_modes():
         if isinstance(mode, RowsBefore):
-            mode.leave()
+            mode.stop()
 
 
 @pytest.fixture(autouse=True)

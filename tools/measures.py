@@ -37,7 +37,9 @@ MAX_ATTRIBUTES = 15
 MAX_FILE_LINES = 400
 
 # What is built on the core, and the parts of the core that no recording is made of. The rest is the engine.
-APPLICATIONS = set("cli steering monitoring scanning private checking compiled expanded_weights testing".split())
+APPLICATIONS = set(
+    "cli steering monitoring scanning private isolation checking compiled expanded_weights testing".split()
+)
 BRICKS = {
     "terms",
     "rules",
@@ -58,8 +60,8 @@ FAULTS = ("long functions", "complex functions", "large classes", "long files", 
 
 # Names of our classes that variables with objects of other libraries have, too.
 _NAMES_OF_OTHERS = set(
-    "arguments batch call cell example function functions loss_reduction mode names node options output outputs part "
-    "path scan_options state values".split()
+    "arguments batch call cell context example function functions loss_reduction mode names node options output outputs "
+    "part path scan_options state values".split()
 )
 
 

@@ -74,3 +74,19 @@ def get_op_name(func: object) -> str:
     'add'
     """
     return getattr(func, "__name__", None) or repr(func)
+
+
+STATE_ADVICE = (
+    "Later steps and every checkpoint would see it without noise, so that the privacy guarantee would not hold. Remove "
+    "the state (track_running_stats=False, max_norm=None, no running averages or code books of samples), keep the "
+    "module in eval(), or compute it from the weights alone or from public data outside private training."
+)
+
+
+def refuse_state(name: str, cause: str, model: nn.Module) -> NoReturn:
+    """Raise: a parameter or a buffer holds values that were computed from samples."""
+    kind = "parameter" if name in dict(model.named_parameters()) else "buffer"
+    owner = type(model.get_submodule(name.rpartition(".")[0])).__name__
+    raise SamplesMixed(
+        f"The {kind} '{name}' (of {owner}) holds values that were computed from samples: {cause}. {STATE_ADVICE}"
+    )

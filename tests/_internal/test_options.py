@@ -83,7 +83,7 @@ def test_options_are_checked_by_name() -> None:
 
 
 DECLARED: list[tuple[Any, Any, set[str]]] = [
-    (Options, RecordOptions, {"isolate", "keep_rows"}),
+    (Options, RecordOptions, {"guard", "keep_rows"}),
     (EngineOptions, PrivateOptions, set()),
 ]
 FUNCTIONS = [
@@ -113,8 +113,8 @@ def test_an_unknown_option_is_refused_at_the_call() -> None:
     model: Any = None
     with pytest.raises(TypeError, match=r"record\(\) got an unexpected keyword argument 'bach_size'.*'batch_size'"):
         persample.record(model, bach_size=3)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"watch\(\) got an unexpected keyword argument 'isolate'"):
-        persample.watch(model, print, isolate=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"watch\(\) got an unexpected keyword argument 'guard'"):
+        persample.watch(model, print, guard=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"make_private\(\) got an unexpected keyword argument 'clip'.*'clipping'"):
         PrivacyEngine().make_private(
             module=model, optimizer=model, data_loader=model, noise_multiplier=1.0, max_grad_norm=1.0, clip="flat"

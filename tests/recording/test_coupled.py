@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 import persample
 from persample import PerSampleError, SamplesMixed, record
+from persample.isolation import Isolation
 from persample.private import PrivateOptimizer
 from persample.recording.options import Options
 from persample.testing.oracle import assert_rows_close, perturb
@@ -595,7 +596,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
     with pytest.raises(PerSampleError, match=message), record(nn.Linear(2, 2), **options):
         pass
     with pytest.raises(PerSampleError, match="not available in private training"):
-        Options(coupled=CONTRIBUTIONS, isolate=True)
+        Options(coupled=CONTRIBUTIONS, guard=Isolation())
 
 
 def test_private_training_refuses_it() -> None:

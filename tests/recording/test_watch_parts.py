@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from persample import PerSampleError, record, watch
 from persample.errors import SamplesMixed
+from persample.isolation import Isolation
 
 
 class Model(nn.Module):
@@ -78,9 +79,11 @@ CLIP = {"keep": "clip", "max_norm": 0.1, "loss_reduction": "mean"}
 
 
 @pytest.mark.parametrize("call", [call_parts, call_positions_first, call_small_parts, call_one_part_twice])
-@pytest.mark.parametrize("options", [{}, CLIP, {**CLIP, "isolate": True, "verify": "always"}, {**CLIP, "passes": 2}])
+@pytest.mark.parametrize("options", [{}, CLIP, {**CLIP, "guard": Isolation, "verify": "always"}, {**CLIP, "passes": 2}])
 def test_calls_of_parts_equal_calls_of_the_model(call: Callable[..., Tensor], options: dict[str, Any]) -> None:
     torch.manual_seed(0)
+    if "guard" in options:
+        options = {**options, "guard": options["guard"]()}
     model = Model().double()
     batches = [make_inputs(batch) for batch in (3, 5, 4, 2)]  # 4 is the length, 2 the number of layers
     expected = [compute_rows_by_loop(model, *batch) for batch in batches]

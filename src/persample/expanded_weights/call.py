@@ -68,7 +68,7 @@ def call_for_per_sample_grads(
         outputs = _run(module, args, kwargs, tracker)
         replaced = [output is not guard_output(output, tracker) for output in iterate_tensors(outputs)]
         if any(replaced):  # the model returned a parameter
-            outputs = _torch.pytree.tree_map_only(Tensor, partial(guard_output, tracker=tracker), outputs)
+            outputs = _torch.pytree.tree_map_only(Tensor, partial(guard_output, context=tracker), outputs)
         return outputs
 
     return call

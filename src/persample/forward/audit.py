@@ -212,7 +212,7 @@ class Audit(_Mode):
         else:
             where = self._find_layout_in_memory(tensor, memory, geometry, tracker.find_known_layout(tensor))
         is_imported = isinstance(where, Lost) and where.imported and tensor.dtype in INDEX_DTYPES
-        if where is not None and not (is_imported and tracker.isolation is None):  # else it selects rows
+        if where is not None and not (is_imported and not tracker.is_isolated):  # else it selects rows
             self._has_samples = True
         return where
 
@@ -327,8 +327,8 @@ class Audit(_Mode):
             call = make_aten_call(op, args, kwargs, where, self._tracker.batch)
             results = find_results(result, args)
             motion = find_motion(call, results) if results else Motion(())
-            if (isolation := self._tracker.isolation) is not None and results:
-                isolation.places.check(call, motion, self._tracker)
+            for ask in self._tracker.detectors.check_motion if results else ():
+                ask(call, motion, self._tracker)
             layouts = motion.results
             for made, layout in zip(results, layouts, strict=True):
                 if isinstance(layout, Lost) and not layout.place:
@@ -339,8 +339,10 @@ class Audit(_Mode):
         else:
             for made in find_tensors(result):
                 self._origins.note(made)
-            if (isolation := self._tracker.isolation) is not None:
-                isolation.places.note_constant(make_aten_call(op, args, kwargs, where, self._tracker.batch), result)
+            if self._tracker.detectors.after:
+                call = make_aten_call(op, args, kwargs, (None,) * len(where), self._tracker.batch)
+                for ask in self._tracker.detectors.after:
+                    ask(call, result, self._tracker)
         return result
 
     def _find_layout_of_operand(self, tensor: Tensor) -> Where | None:

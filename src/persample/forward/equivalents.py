@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,10 +14,8 @@ from torch import Tensor
 
 from persample._internal import tracing
 from persample._internal.facts import all_with, find_functions
+from persample.forward.detectors import Context
 from persample.layouts import DECLARATIONS, Call, Layout, Lost, Reduced, Scattered, Where, get_argument, make_call
-
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
 
 # ---- Rows that are the same for all samples and are selected as one for each sample ----
 
@@ -169,7 +167,7 @@ _SHAPED: dict[Any, Any] = {
 }  # fmt: skip
 
 
-def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | None], tracker: Tracker) -> Call:
+def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | None], context: Context) -> Call:
     """The same call without a second tensor of which only the dtype and device, or the shape, is read.
 
     Tensors that are constants by what a function does with them are constants in it.
@@ -177,15 +175,15 @@ def without_unread_tensor(call: Call, find_layout: Callable[[Tensor], Where | No
     args: tuple[Any, ...]
     if call.func in _TYPED and len(call.tensors) > 1:
         func, args, kwargs = Tensor.to, (call.args[0], call.tensors[1].device, call.tensors[1].dtype), call.kwargs
-    elif call.func in _SHAPED and not (call.func is Tensor.expand_as and tracker.is_weight(call.tensors[0])):
+    elif call.func in _SHAPED and not (call.func is Tensor.expand_as and context.is_weight(call.tensors[0])):
         func, args, kwargs = _SHAPED[call.func], (call.tensors[0], call.tensors[1].shape), {}
-    elif tracker.outside is not None and call.facts.class_weights:
-        return tracker.outside.read_class_weights(call)
-    elif tracker.outside is not None and tracker.outside.has_reads and tracker.isolation is None:
-        return tracker.outside.read_indices(call)
+    elif context.outside is not None and call.facts.class_weights:
+        return context.outside.read_class_weights(call)
+    elif context.outside is not None and context.outside.has_reads and not context.is_isolated:
+        return context.outside.read_indices(call)
     else:
         return call
-    return make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
+    return make_call(func, args, kwargs, context.batch, find_layout, context.counted)
 
 
 # ---- Uses of weights on a batch that was split into several dimensions ----

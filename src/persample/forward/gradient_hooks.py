@@ -74,7 +74,7 @@ def refuse_changes(hook: Callable[[Tensor], Tensor | None], place: str) -> Any:
 def _run_hook(
     hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Tracker
 ) -> Any:
-    reads = tracker.path.number_of_reads
+    reads = tracker.path.reads.count
     for gradient, layout in layouts:
         tracker.set_layout(gradient, layout)
     result = hook(*args)
@@ -83,7 +83,7 @@ def _run_hook(
             where = tracker.find_layout(each)
         if where is not None and where not in [layout for _, layout in layouts]:
             _refuse_hook(hook, place, _describe(where), tracker)
-    if result is not None and tracker.path.number_of_reads > reads:
+    if result is not None and tracker.path.reads.count > reads:
         cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
         _refuse_hook(hook, place, cause, tracker)
     for gradient, _ in layouts:

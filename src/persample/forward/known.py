@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import ref
 
@@ -44,6 +44,11 @@ class TensorMap(Generic[V]):
         """Remove a tensor, if it is there."""
         if tensor in self:
             del self.entries[id(tensor)]
+
+    def keep_last(self, count: int) -> None:
+        """Remove tensors that no longer exist, and all but the last `count` others."""
+        alive = [(key, entry) for key, entry in self.entries.items() if entry[0]() is not None]
+        self.entries = dict(alive[-count:])
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -94,13 +99,6 @@ class KnownTensors(TensorMap[tuple[Where | None, bool]]):
     def get_saved_layout(self, tensor: Tensor) -> Where | None:
         """The layout of a tensor that a checkpoint has saved, which may be another object now."""
         return self._saved.get(_get_address(tensor))
-
-    def forget_all(self, entries: Mapping[int, Any]) -> None:
-        """Forget the layouts of the tensors in `entries`, also where another one was set since."""
-        for key, entry in entries.items():
-            found = self.entries.get(key)
-            if found is not None and (found is entry or found[0]() is entry[0]()):
-                del self.entries[key]
 
     def grow(self, before: int, batch: int) -> None:
         """Samples are added to the batch, which had `before` samples."""

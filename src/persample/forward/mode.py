@@ -21,7 +21,6 @@ from persample._internal.models import read_model
 from persample._internal.tree import find_tensors
 from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.forward.fastpath import LAYERS, WholeModules
-from persample.forward.loss_code import guard_node
 from persample.forward.path import Stage
 from persample.forward.repeats import run_call
 from persample.forward.unseen import name_parameters
@@ -38,8 +37,6 @@ _DIFFERENTIATING = all_with("differentiates")
 
 # Functions that need not be followed.
 _WITHOUT_TENSORS = all_with("reads_metadata")
-
-_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 class FollowMode(TorchFunctionMode):
@@ -132,8 +129,8 @@ class FollowMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if progress.stage is not Stage.INSIDE and tracker.outside is not None:
                 self._sizes_read = tracker.outside.note_size(func, args, result, tracker.known)
-            if tracker.isolation is not None and not progress.has_ended:
-                return _note_attribute(func, args, result, tracker)
+            if tracker.detectors.outer is not None and not progress.has_ended:
+                return tracker.detectors.outer.read_attribute(func, args, result, tracker)
             return result
         tracker.counted.read_last, self._sizes_read = self._sizes_read, _NOTHING_READ
         if not progress.is_following:
@@ -141,21 +138,12 @@ class FollowMode(TorchFunctionMode):
                 return _run_autograd_grad(args, kwargs, tracker)
             return func(*args, **kwargs, **find_dropped(func))
         is_loss_code = progress.stage not in (Stage.INSIDE, Stage.BACKWARD)
-        if tracker.isolation is None or not is_loss_code or func in _DIFFERENTIATING:
+        outer = tracker.detectors.outer
+        if outer is None or not is_loss_code or func in _DIFFERENTIATING:
             if tracker.collector.receiver.complain is None and func not in _DIFFERENTIATING:
                 return run_call(func, args, kwargs, tracker)
             return _run_or_give_up(func, args, kwargs, tracker)
-        return tracker.isolation.loss_code.run(func, args, kwargs, tracker, _run_or_give_up)
-
-
-def _note_attribute(func: Callable[..., Any], args: tuple[Any, ...], result: Any, tracker: Tracker) -> Any:
-    """In private training: what a program gets that reads an attribute or a size of a tensor."""
-    assert tracker.isolation is not None
-    if func == _GRAD_FN:
-        return guard_node(result)
-    if not tracker.is_inside:
-        tracker.isolation.loss_code.note_size(func, args, tracker)
-    return result
+        return outer.run_outside(func, args, kwargs, tracker, _run_or_give_up)
 
 
 def _run_or_give_up(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker) -> Any:

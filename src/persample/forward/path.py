@@ -17,8 +17,9 @@ from persample.errors import SamplesMixed
 from persample.forward.audit import Audit
 from persample.forward.gradient_hooks import follow_module_hooks
 from persample.forward.program import ANY_SITE, Pass, Program, Site, get_program
+from persample.forward.reads import Reads
 from persample.forward.written import is_writing, writes_own_memory
-from persample.layouts import Call, Lost, Reduced, Where
+from persample.layouts import Call, Where
 
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
@@ -130,19 +131,16 @@ class Path:
         program: the program of the model; it does not keep the model.
         site: where the pass is; None while it is audited.
         audit: the audit of the pass, if one is running.
-        number_of_reads: of numbers that may depend on several samples.
-        has_read_values: whether the model has read values of samples, other than counts.
+        reads: what Python has read of samples.
         checked_nodes: the results of custom functions whose backward is checked.
     """
 
     def __init__(self, model: nn.Module | None, is_isolated: bool) -> None:
         self.program = Program() if model is None else get_program(model, is_isolated)
         self._hooks = ExitStack()  # undoes that hooks of modules on gradients are followed
-        self._decisions: list[bool] = []  # what the model has read that is true or false for all samples together
         self.site: Site | None = ANY_SITE
         self.audit: Audit | None = None
-        self.number_of_reads = 0
-        self.has_read_values = False
+        self.reads = Reads()
         self._mixed_use: SamplesMixed | None = None
         self.checked_nodes: WeakSet[Any] = WeakSet()
 
@@ -233,17 +231,10 @@ class Path:
 
     # ---- what depends on values ----
 
-    def note_decision(self, call: Call, result: bool, is_inside: bool) -> None:
-        """Note that a call has returned whether something is true of samples."""
-        if call.facts.compares_tensors or any(isinstance(where, (Lost, Reduced)) for where in call.where):
-            self.number_of_reads += 1
-            if is_inside:
-                self._decisions.append(result)
-
     @property
     def has_read_samples(self) -> bool:
         """Whether the model has read values of samples as numbers, or decided on values of all samples."""
-        return self.has_read_values or bool(self._decisions)
+        return self.reads.has_values or bool(self.reads.decisions)
 
     def find_status(self, environment: Hashable) -> str | None:
         """At the end of a call: what the verification of the pass has found; None if it is to be verified.
@@ -251,7 +242,7 @@ class Path:
         It is to be verified if it is new, or if values of samples were read as numbers, which code outside torch can
         use.
         """
-        if self.has_read_values or (self.audit is not None and self.audit.sequence.is_new):
+        if self.reads.has_values or (self.audit is not None and self.audit.sequence.is_new):
             return None
         return self.program.find_status(self._make_pass(environment))
 
@@ -261,4 +252,4 @@ class Path:
 
     def _make_pass(self, environment: Hashable) -> Pass:
         site = self.site if self.audit is None else self.audit.sequence.site
-        return Pass(id(site), tuple(self._decisions), environment)
+        return Pass(id(site), tuple(self.reads.decisions), environment)

@@ -81,8 +81,7 @@ def _run_by_keys(call: Call, site: Site | None, find_layout: Callable[[Tensor], 
     """
     free: tuple[Key, int] | None = None
     if call.batch > 1 and call.func in SIZE_FREE:
-        is_isolated = tracker.isolation is not None
-        free = make_size_free_key(call, tracker.collector.parameters, tracker.is_inside, is_isolated)
+        free = make_size_free_key(call, tracker.collector.parameters, tracker.is_inside, tracker.is_isolated)
     if free is not None and site is not None:
         result = _look_up(call, *free, site, tracker)
         if result is not NEXT:
@@ -110,7 +109,7 @@ def _look_up(call: Call, key: Key, contents: int, site: Site, tracker: Tracker) 
         if has_grad:
             site.note(effect, call.args, call.kwargs, tracker.known.entries, tracker.collector.parameters)
         return _repeat(func, call.args, call.kwargs, effect, tracker)
-    if contents or is_inplace(func) or (tracker.isolation is not None and facts(func).is_random):
+    if contents or is_inplace(func) or (tracker.is_isolated and facts(func).is_random):
         return NEXT
     return func(*call.args, **call.kwargs)  # of constants alone
 
@@ -136,9 +135,10 @@ def _repeat_with_sizes(call: Call, effect: Effect, tracker: Tracker) -> Any:
     use = effect if isinstance(effect, Use) else None
     if use is not None and any([id(call.tensors[i]) not in tracker.collector.parameters for i in use.weights]):
         return NEXT
-    if tracker.isolation is not None:
-        tracker.isolation.check_call(call, tracker)
-        tracker.isolation.places.check(call, effect.motion, tracker)
+    for ask in tracker.detectors.prepare:
+        call = ask(call, tracker)
+    for ask in tracker.detectors.check_motion:
+        ask(call, effect.motion, tracker)
     if use is not None:
         result = repeat_use(call.args, call.kwargs, use.plan, tracker, prepare_recomputation(tracker))
         tracker.set_layout(result, effect.motion.results[0])

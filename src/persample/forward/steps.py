@@ -6,7 +6,7 @@ also replace the call for those that come after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import FunctionType, MappingProxyType
@@ -22,7 +22,7 @@ from persample.errors import PerSampleError, get_op_name
 from persample.forward.checkpointing import prepare_recomputation
 from persample.forward.contributions import prepare_use, scales_statistic
 from persample.forward.equivalents import PREPARATIONS, is_composite, make_inline, selects_first_rows, use_by_rows
-from persample.forward.gradient_hooks import follow_tensor_hook, refuse_changes
+from persample.forward.gradient_hooks import follow_tensor_hook
 from persample.forward.results import check_motion, set_layouts
 from persample.forward.sums import is_beside_sum, make_summed, note_sum, run_beside_sum
 from persample.forward.use import check_not_mixed, make_mixed_error, run_use
@@ -33,7 +33,6 @@ from persample.layouts import (
     Reduced,
     Scattered,
     enter_units,
-    find_read_total,
     give_to_one_sample,
     lose_entries,
     mark_plain,
@@ -43,10 +42,10 @@ from persample.rules import RULES_VERSION, Rewrite, find_adapter, get_handler, g
 if TYPE_CHECKING:
     from persample.forward.tracker import Tracker
 
+Step = Callable[["Followed", "Tracker"], Any]
+
 # What a step returns if a call is not for it, and if the call must be run again, because samples are known now.
 NEXT, AGAIN = object(), object()
-
-_MIXED = (Lost, Reduced)
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Followed:
 def follow(call: Call, tracker: Tracker) -> Any:
     """Run a call, and find where the samples lie in what it makes."""
     followed = Followed(call, tracker)
-    for step in STEPS:
+    for step in _STRICT_STEPS if tracker.is_isolated else STEPS:
         result = step(followed, tracker)
         if result is not NEXT:
             return result
@@ -118,7 +117,7 @@ def _prepare(followed: Followed, tracker: Tracker) -> Any:
 
 def _read_beside_weights(followed: Followed, tracker: Tracker) -> Any:
     """A tensor from outside that has the batch's size is a constant beside a weight of its shape."""
-    if tracker.outside is None or tracker.is_inside or tracker.isolation is not None or not followed.has_samples:
+    if tracker.outside is None or tracker.is_inside or not followed.has_samples:
         return NEXT
     if followed.weights and (shapes := _list_shapes_of_weights(followed)):
         for tensor in followed.call.tensors:
@@ -164,10 +163,9 @@ def _run_op_by_op(call: Call, tracker: Tracker, dropped: Mapping[str, Any] = Map
 # ---- refusals, and calls that begin something ----
 
 
-def _check_isolation(followed: Followed, tracker: Tracker) -> Any:
-    if tracker.isolation is not None and followed.has_samples:
-        tracker.isolation.check_call(followed.call, tracker)
-        tracker.isolation.places.prepare(followed.call)
+def _ask_detectors(followed: Followed, tracker: Tracker) -> Any:
+    for ask in tracker.detectors.prepare if followed.has_samples else ():
+        followed.call = ask(followed.call, tracker)
     return NEXT
 
 
@@ -201,10 +199,6 @@ def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
         )
-    if call.func is Tensor.register_hook and tracker.isolation is not None:
-        is_open = not tracker.is_inside and tracker.isolation.loss_code.is_open
-        if is_open or isinstance(call.where[0], _MIXED):
-            return call.func(call.args[0], refuse_changes(call.args[1], tracker.place()))
     if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
         hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
         return call.func(call.args[0], hook)
@@ -233,7 +227,7 @@ def _multiply_sum(followed: Followed, tracker: Tracker) -> Any:
 
 def _forget_sizes(followed: Followed, tracker: Tracker) -> Any:
     """Weights and tensors of which only the size depends on the batch: positions up to the longest sequence."""
-    if not followed.weights or not followed.has_samples or tracker.isolation is not None:
+    if not followed.weights or not followed.has_samples:
         return NEXT
     call = followed.call
     if all(where is None or (isinstance(where, Lost) and where.sized) for where in call.where):
@@ -256,7 +250,7 @@ def _use_mixed_samples(followed: Followed, tracker: Tracker) -> Any:
     lost = next((where for where in call.where if isinstance(where, Lost)), None)
     if lost is None or not followed.weights or not torch.is_grad_enabled():
         return NEXT
-    is_block = tracker.outside is not None and tracker.isolation is None and tracker.complain is None
+    is_block = tracker.outside is not None and tracker.complain is None
     if not is_block or tracing.get_trace() is not None:
         return NEXT
     tracker.path.note_mixed_use(make_mixed_error(call, lost, tracker))
@@ -285,30 +279,12 @@ def _use_weights(followed: Followed, tracker: Tracker) -> Any:
         check_motion(call, motion, tracker)
         for made, layout in zip(find_results(result, call.args), motion.results, strict=True):
             tracker.set_layout(made, layout)
-    if tracker.isolation is not None:
-        tracker.isolation.note_statistics(call, tracker)
+    for ask in tracker.detectors.after:
+        ask(call, result, tracker)
     return result
 
 
 # ---- calls that run as they are ----
-
-
-def _read_samples(followed: Followed, tracker: Tracker) -> Any:
-    """Numbers of samples that Python reads: sizes and counts, decisions, and values."""
-    call = followed.call
-    if not followed.has_samples or not call.facts.reads_values:
-        return NEXT
-    result, counted = _run(followed, tracker), tracker.counted
-    counted.add(result)
-    counted.totals.update(find_read_total(call.tensors[0], call.where[0], result))
-    tracker.path.number_of_reads += tracker.batch > 1 or isinstance(call.where[0], (Lost, Reduced))
-    if type(result) is bool:
-        tracker.path.note_decision(call, result, tracker.is_inside)
-    elif tracker.is_inside:
-        tracker.path.has_read_values |= call.tensors[0].is_floating_point()
-    elif tracker.outside is not None:
-        tracker.outside.has_reads = True
-    return result
 
 
 def _move_samples(followed: Followed, tracker: Tracker) -> Any:
@@ -320,11 +296,9 @@ def _move_samples(followed: Followed, tracker: Tracker) -> Any:
     else:
         before = call
     result = _run(followed, tracker)
-    if type(result) is bool:
-        tracker.path.note_decision(before, result, tracker.is_inside)
+    if call.facts.reads_values:
+        return result
     set_layouts(before, result, tracker)
-    if tracker.isolation is not None:
-        tracker.isolation.note_statistics(before, tracker)
     if isinstance(followed.handler, Rewrite) or followed.weights or call.facts.statistics_at or func in DROPPED:
         return result
     if func is not Tensor.__getitem__ or not selects_first_rows(call.where[0], call.args[1], call.batch):
@@ -343,8 +317,6 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
             tracker.set_layout(made, None)
         elif tracker.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
             tracker.outside.add_constant(made)
-    if tracker.isolation is not None:
-        tracker.isolation.places.note_constant(followed.call, result)
     return result
 
 
@@ -359,12 +331,11 @@ def _combine_constants(followed: Followed, tracker: Tracker) -> Any:
             lost = outside.judge_import(result, tracker.batch)
             if lost is not None:
                 tracker.set_layout(result, lost)
-    if tracker.isolation is not None:
-        tracker.isolation.places.note_constant(call, result)
     return result
 
 
 def _run(followed: Followed, tracker: Tracker) -> Any:
+    """Run a call as it is, and tell the detectors."""
     call = followed.call
     tracker.buffers.save(call)
     result = call.func(*call.args, **call.kwargs)
@@ -372,12 +343,14 @@ def _run(followed: Followed, tracker: Tracker) -> Any:
     if not torch.is_grad_enabled() and (followed.weights or any(t in hidden for t in call.tensors)):
         for made in find_tensors(result):
             hidden[made] = True
+    for ask in tracker.detectors.after:
+        ask(call, result, tracker)
     return result
 
 
 # The order matters. A write must be noted before anything else runs. Calls that run as others come before those that
 # look at weights, since the others have their own. Refusals come before what they refuse.
-STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
+STEPS: tuple[Step, ...] = (
     _run_with_dropped_arguments,
     _audit_new_write,
     _prepare,
@@ -385,7 +358,7 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _rewrite,
     _use_by_rows,
     _run_composite,
-    _check_isolation,
+    _ask_detectors,
     _start_by_use,
     _follow_hook,
     _forget_sizes,
@@ -393,8 +366,11 @@ STEPS: Sequence[Callable[[Followed, Tracker], Any]] = (
     _prepare_use,
     _use_mixed_samples,
     _use_weights,
-    _read_samples,
     _move_samples,
     _combine_weights,
     _combine_constants,
 )
+
+# Steps that read a call in the user's favour. Isolated steps of private training do not have them.
+_LENIENT = {_read_beside_weights, _forget_sizes, _use_mixed_samples}
+_STRICT_STEPS = tuple(step for step in STEPS if step not in _LENIENT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from persample.backward import Collector
 from persample.distributed import Processes
 from persample.errors import ELSEWHERE, Complain, find_place
 from persample.forward.contributions import make_advice, own_tensor
-from persample.forward.isolation import Isolation
+from persample.forward.detectors import Detector, Detectors
 from persample.forward.known import KnownTensors
 from persample.forward.mode import FollowMode
 from persample.forward.outside import OutsideTensors
@@ -67,7 +67,8 @@ class Tracker:
         advice: what to do about samples that are mixed, for errors.
         processes: the processes that share the batch.
         outside: decides about tensors that the code around the model uses; by default they are constants.
-        isolation: what private training refuses besides: numbers of samples in the batch, samples of other steps.
+        detectors: what watches besides, after `Reads`.
+        is_isolated: whether nothing may depend on a coincidence, and nothing but the noisy sum may outlive the step.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
         divisors: what is done with divisors of the loss that are counted over all samples.
         modules: the modules of the model, if the caller has just searched it.
@@ -83,7 +84,8 @@ class Tracker:
         advice: str | None = None,
         processes: Processes | None = None,
         outside: OutsideTensors | None = None,
-        isolation: Isolation | None = None,
+        detectors: Sequence[Detector] = (),
+        is_isolated: bool = False,
         is_coupled: bool = False,
         divisors: DivisorMode = "refuse",
         modules: list[nn.Module] | None = None,
@@ -93,20 +95,20 @@ class Tracker:
         self._model = None if model is None else ref(model)  # what is left of a dropped model's step must not keep it
         self.processes = processes or Processes()
         self.outside = outside
-        self.isolation = isolation
         self.is_coupled = is_coupled
         self.front: FrontEnd | None = None
         self.advice = make_advice() if advice is None else advice
         self.progress = Progress(is_inside=batch > 0)
-        self.path = Path(model, isolation is not None)
+        self.path = Path(model, is_isolated)
+        self.detectors, self.is_isolated = Detectors([self.path.reads, *detectors]), is_isolated
         divisors = "refuse" if tracing.get_trace() is not None else divisors
         self.counted = CountedSizes(
             divisors, self.path.program.scales, loss_reduction, None if outside is None else outside.is_held
         )
         self.known = KnownTensors()
         self.mode = FollowMode(self, modules)
-        if isolation is not None:
-            isolation.start_step(self)
+        for ask in self.detectors.start:
+            ask(self)
 
     @property
     def model(self) -> nn.Module | None:
@@ -157,12 +159,13 @@ class Tracker:
         self.counted.start_batch(units)
         if self.outside is not None and (early := self.outside.early) is not None:
             self.counted.totals.update(early.get_totals(batch))
-            if self.isolation is None and self.counted.units is None:
+            if not self.is_isolated and self.counted.units is None:
                 self.add_advice(early.describe_repeats(arguments, batch))
             for tensor, layout in self.outside.take_early(arguments, batch):
                 self.known[tensor] = (layout, tensor.requires_grad)
-                if self.isolation is not None and isinstance(layout, Layout):
-                    self.isolation.note_given(tensor)
+                if isinstance(layout, Layout):
+                    for ask in self.detectors.note_given:
+                        ask(tensor)
 
     def grow(self, batch: int, advice: str) -> None:
         """Add samples to the batch. The samples so far keep their numbers. `advice` is added to errors from now on."""
@@ -181,8 +184,8 @@ class Tracker:
         if tensor.requires_grad:
             self.collector.retained.forbid()  # a use may have no tap behind its activations
         self.collector.receiver.note_outside(tensor)
-        if self.isolation is not None:
-            self.isolation.note_given(tensor)
+        for ask in self.detectors.note_given:
+            ask(tensor)
         if tensor not in self.known:
             if self.outside is not None and isinstance(layout, Layout):
                 layout = self.outside.reorder(layout)
@@ -197,7 +200,7 @@ class Tracker:
         """Whether a tensor from outside is known to be the same for all samples."""
         if self.outside is None or not self.outside.is_declared(tensor):
             return False
-        return self.isolation is not None or not self.outside.is_drawn(tensor)
+        return self.is_isolated or not self.outside.is_drawn(tensor)
 
     def _find_outside_layout(self, tensor: Tensor) -> Where | None:
         """The layout of a tensor that the code around the model uses, and that the tracker has not seen before."""
@@ -208,10 +211,10 @@ class Tracker:
         layout = self.outside.find_layout(tensor, self.batch)
         if layout is not None:
             self.known[tensor] = (layout, False)
-            if self.isolation is None:
+            if not self.is_isolated:
                 self.known.note_given(tensor)
-            else:
-                self.isolation.note_given(tensor)
+            for ask in self.detectors.note_given:
+                ask(tensor)
         return layout
 
     # ---- layouts ----
@@ -262,7 +265,7 @@ class Tracker:
             if isinstance(layout, Lost) and self.outside is not None and not self.is_inside:
                 place += self.outside.describe_assumed()
             layout = replace(layout, place=place)
-        if isinstance(layout, Crossed) and (self.isolation is not None or self.is_coupled or tracing.get_trace()):
+        if isinstance(layout, Crossed) and (self.is_isolated or self.is_coupled or tracing.get_trace()):
             layout = lose_entries(layout)  # a pair of different samples that overflows makes both gradients NaN
         if self.is_coupled:
             layout = own_tensor(tensor, layout, self.batch)
@@ -305,7 +308,5 @@ class Tracker:
         """Give the model's buffers the values that they had before the forward pass."""
         if "buffers" in vars(self):
             self.buffers.restore()
-        if self.isolation is not None:
-            self.isolation.restore_buffers()
-            if self.path.audit is not None:
-                self.path.audit.sequence.has_finding = True  # else the refused sequence would count as audited
+        for ask in self.detectors.restore:
+            ask(self)

@@ -10,9 +10,9 @@ from torch.autograd.function import BackwardCFunction
 from persample._internal.graph import find_leaves, find_nodes
 from persample._internal.tree import find_tensors
 from persample.backward import is_tap
-from persample.errors import ROWS_ADVICE, PerSampleError, SamplesMixed
+from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.forward.checkpointing import prepare_reentrant
-from persample.forward.gradient_hooks import check_custom_backward, is_own_function
+from persample.forward.gradient_hooks import check_custom_backward
 from persample.layouts import Layout, Lost, Where
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> No
     """
     if not prepare_reentrant(tracker, tensor.grad_fn):
         _refuse_hidden_weight(tensor, tracker)
-        _refuse_function_of_samples(tensor, layout, tracker)
+        for ask in tracker.detectors.check_function:
+            ask(tensor, layout, tracker)
         if tensor in tracker.known.of_hidden_weights:
             raise PerSampleError(
                 f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses weights that "
@@ -55,20 +56,6 @@ def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> No
             "Checkpoint with use_reentrant=False, or record with keep='everything'."
         )
     tracker.set_layout(tensor, layout)
-
-
-def _refuse_function_of_samples(tensor: Tensor, layout: Where, tracker: Tracker) -> None:
-    """In private training: refuse an `autograd.Function` whose backward nothing compares with that of samples alone."""
-    if tracker.isolation is None or (tracker.is_inside and isinstance(layout, Layout)):
-        return
-    if is_own_function(tensor.grad_fn):
-        return
-    what = "outside the model" if not tracker.is_inside else "with a result for all samples together"
-    raise SamplesMixed(
-        f"{type(tensor.grad_fn).__name__}, an autograd.Function, is called {what}, in {tracker.place()}. What its "
-        "backward does with the samples is not verified there: call it inside the model's forward(), with a row for "
-        "each sample."
-    )
 
 
 def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> None:

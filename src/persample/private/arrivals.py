@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from persample._internal.precision import widen
 from persample.gradients import StreamedClip
+from persample.isolation import Isolation
 from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
 from persample.private.handed_out import HandedOut
@@ -41,6 +42,7 @@ class Arrivals:
         units: "ids" if the loader hands out the unit of each sample, or the number of samples of each unit, or None.
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
         passes: the number of backward passes of the last batch.
+        isolation: keeps the samples and the steps apart.
         verifications: what the verification says, and of how many backward passes.
     """
 
@@ -61,12 +63,13 @@ class Arrivals:
         self._optimizer, self._bounds = optimizer, bounds
         self._recording = dict(recording)
         self.units: int | str | None = "ids" if has_units else self._recording.get("units")
-        self._units = BatchUnits(self._recording.get("units"), lambda: self.watch.declared.rows)
+        self._units = BatchUnits(self._recording.get("units"), lambda: self.isolation.rows.rows)
         self._handed_out = HandedOut()
         if has_units or "units" in self._recording:
             self._recording["units"] = self._units.take
             self._recording.setdefault("unit_reduction", "mean")
         self._admit: Callable[[StreamedClip], None] | None = None  # called before a backward pass counts; may raise
+        self.isolation = Isolation()
         self.watch = self._begin(optimizer.module)
 
     def _begin(self, module: nn.Module) -> Watch:
@@ -83,6 +86,7 @@ class Arrivals:
         self.watch.stop()
         self._bounds.rename(around)
         self._admit, self._recording["verify"] = admit, verify
+        self.isolation = Isolation()
         self.watch = self._begin(around)
         return self.watch
 
@@ -98,7 +102,7 @@ class Arrivals:
             "parameters": self._bounds.list_names(optimizer.params),
             "verify": "first",
             "nonfinite": "zero",
-            "isolate": True,
+            "guard": self.isolation,
             "keep_rows": self.keeps_rows,
             **self._recording,
         }
@@ -126,7 +130,8 @@ class Arrivals:
         if isinstance(self._recording.get("batch_dim", 0), int) and "units" not in self._recording:
             self._handed_out.add(batch, batch_dim)
         if not self.watch.is_retired:
-            self._units.add(batch, self.watch.declare(get_content(batch), batch_dim))
+            self.watch.add_samples(get_content(batch), batch_dim)
+            self._units.add(batch, self.isolation.rows.number)
 
     def begin_loop(self) -> Turn | None:
         """The place of a new loop over the loader among the steps, if the order of batches matters."""
@@ -147,7 +152,7 @@ class Arrivals:
         params = self._optimizer.params
         self._check(grads, params)
         clipped = grads.clip(own=not self._optimizer.releaser.shards)
-        if self.watch.isolation.loss_code.is_first:
+        if self.isolation.loss_code.is_first:
             self._leave_out()
             return
         self._count(grads)
@@ -164,7 +169,7 @@ class Arrivals:
         if self._admit is not None:
             self._admit(grads)
         if "units" not in self._recording:
-            self._handed_out.check(grads.batch_size, self.watch.declared.rows)
+            self._handed_out.check(grads.batch_size, self.isolation.rows.rows)
         self.step.drop_cleared(params)
         if self.step.arrived >= self._optimizer.parts_per_step and self._optimizer.poisson_sampling:
             raise PrivateTrainingError(

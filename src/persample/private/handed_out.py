@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from persample._internal.tree import has_attributes
+from persample.isolation import Rows
 from persample.private.errors import PrivateTrainingError
-from persample.recording import Rows
 
 
 class HandedOut:

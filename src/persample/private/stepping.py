@@ -139,8 +139,8 @@ class Step:
 
     def _find_batch(self, batch: Any) -> int:
         """The number of a batch of the loader, which has been in no step; 0 for a batch from elsewhere."""
-        before = self._watch.declared.before
-        if before is None or not before.is_following:
+        before = self.optimizer.arrivals.isolation.rows
+        if not before.is_following:
             return 0
         number, *others = before.find_batches(iterate_tensors(batch)) or {0}
         if others or not number:

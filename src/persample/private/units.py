@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
+from persample.isolation import Rows
 from persample.private.sampling import copy_loader, make_secret_generator, show_example
-from persample.recording import Rows
 
 _MOST_BATCHES = 16  # whose units are kept
 

@@ -13,6 +13,7 @@ from persample.batches import BatchDim
 from persample.errors import PerSampleError
 from persample.gradients import Bound, NonFinite, Reduce, UnitIds, UnitOptions, UnitReduction, check_max_norm
 from persample.layouts import DivisorMode
+from persample.recording.declared import Guard
 
 Keep = Literal["everything", "norms", "clip"]
 
@@ -144,7 +145,7 @@ class Options:
             positions are kept, which takes as much memory as the activations' gradients.
         losses: names of several losses. The block then has a backward pass for each, in this order, and gives a
             `LossGradients`: rows for each sample and loss, and comparisons of the losses.
-        isolate: for `watch`: refuse what breaks the bound of private training although it has per-sample gradients:
+        guard: for `watch`: what refuses what breaks the bound of private training although it has per-sample gradients:
             results that depend on a sample's number in the batch, and samples that outlive their step.
         keep_rows: for `watch`: with `keep="clip"`, also keep the rows themselves, before they are clipped.
         reduce: for `watch`: computes what is kept of each parameter's term when it arrives; see `ReducedTerms`.
@@ -171,7 +172,7 @@ class Options:
     unit_reduction: UnitReduction = "sum"
     positions: int | None = None
     losses: Sequence[str] | None = None
-    isolate: bool = False
+    guard: Guard | None = None
     keep_rows: bool = False
     reduce: Reduce | None = None
 
@@ -220,7 +221,7 @@ class Options:
             raise PerSampleError(f"losses requires keep='everything', got {self.keep!r}.")
 
     def _check_coupled(self) -> None:
-        if self.isolate:
+        if self.is_isolated:
             raise PerSampleError(
                 "coupled='contributions' is not available in private training: a contribution depends on all samples, "
                 "so that no bound holds for it. Keep the samples separate."
@@ -255,9 +256,14 @@ class Options:
         return {field.name: value for field, value in values if value is not field.default}
 
     @property
+    def is_isolated(self) -> bool:
+        """Whether the steps are those of private training."""
+        return self.guard is not None
+
+    @property
     def divisor_mode(self) -> DivisorMode:
         """What is done with divisors that count; private training refuses them."""
-        return "refuse" if self.isolate else self.divisor
+        return "refuse" if self.is_isolated else self.divisor
 
     @property
     def bound(self) -> Bound | None:

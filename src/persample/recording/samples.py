@@ -39,7 +39,7 @@ class SampleFinder:
         self._batch_rows, self._collector, self._tracker = wiring.batch.rows, wiring.collector, wiring.tracker
         self._delivery = wiring.delivery
         self._outside, self._is_watched, self._verifier = wiring.outside, wiring.is_watched, verifier
-        self._is_isolated = wiring.tracker.isolation is not None
+        self._is_isolated = wiring.options.is_isolated
         self._readings = Readings(wiring.options.batch_size)
         self._rows = RowsInMemory()
         if wiring.options.samples is not None:

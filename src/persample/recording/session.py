@@ -18,7 +18,7 @@ from persample._internal.models import combine_models
 from persample._internal.options import make_options, show_options
 from persample._internal.tree import find_tensors
 from persample.errors import Complain, PerSampleError
-from persample.forward import Audit, FollowMode, Isolation, refuse_mixed_outputs
+from persample.forward import Audit, FollowMode, refuse_mixed_outputs
 from persample.gradients import LossGradients, PerSampleGradients, StreamedClip, StreamedNorms
 from persample.layouts import Call
 from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
@@ -101,7 +101,6 @@ class Recording:
         ended: called when a backward pass has ended.
         failed: called with the error when a backward pass has failed.
         has_hooks: hooks of the caller refuse gradients from uses that were not recorded (`refuse_unrecorded`).
-        isolation: what private training refuses besides.
         complain: takes refusals in place of raising them. Then the recording is of no use, but `keep_grad` still adds
             the gradients of all uses to `grad`. Not available under several processes.
 
@@ -120,11 +119,10 @@ class Recording:
         ended: Callable[[], None] = _do_nothing,
         failed: Callable[[BaseException], None] = _do_nothing,
         has_hooks: bool = False,
-        isolation: Isolation | None = None,
         complain: Complain | None = None,
     ) -> None:
         _refuse_nesting()
-        wiring = make_wiring(model, options, ended, has_hooks, isolation, complain)
+        wiring = make_wiring(model, options, ended, has_hooks, complain)
         self._model, self.processes, self.grads = wiring.model, wiring.processes, wiring.grads
         self.recorded = wiring.batch.parameters
         self.collector, self.tracker = wiring.collector, wiring.tracker
@@ -144,9 +142,6 @@ class Recording:
         """Follow a call that is about to run; see `Samples.start_call`."""
         if not self.samples.start_call(module, args, kwargs, declared_size):
             return False
-        model = self._model()
-        if self.tracker.isolation is not None and model is not None:
-            self.tracker.isolation.start_forward(model)
         self.tracker.progress.enter_model()
         self.verifier.start_call()
         self.tracker.begin_audit()
@@ -157,14 +152,11 @@ class Recording:
 
     def end_call(self, output: Any) -> None:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
-        if output is not None:
-            if self.tracker.isolation is not None:
-                self.tracker.isolation.check_state(self.tracker)
-            if (mixed_use := self.tracker.path.take_mixed_use()) is not None:
-                with _torch.DisableTorchFunction():
-                    refuse_mixed_outputs(output, mixed_use, self.tracker)
-        if self.tracker.isolation is not None:
-            self.tracker.isolation.show_data(self.tracker)
+        for ask in self.tracker.detectors.end_call:
+            ask(output is None, self.tracker)
+        if output is not None and (mixed_use := self.tracker.path.take_mixed_use()) is not None:
+            with _torch.DisableTorchFunction():
+                refuse_mixed_outputs(output, mixed_use, self.tracker)
         self.tracker.progress.leave_model()
         self.verifier.end_call(output)
 
@@ -184,8 +176,8 @@ class Recording:
             )
         is_graph_kept = True  # if the pass fails: the user may try again
         try:
-            if self.tracker.isolation is not None:
-                self.tracker.isolation.check_backward(*call.list_starts(), self.tracker)
+            for ask in self.tracker.detectors.before_backward:
+                ask(*call.list_starts(), self.tracker)
             self.tracker.end_audit()
             for tensor in find_tensors(call.given):  # the gradient of the output, if it is given
                 collector.receiver.note_outside(tensor)
@@ -221,8 +213,8 @@ class Recording:
 
     def close(self) -> None:
         """Break the reference cycles with the tracker and the graph, so that what was recorded is freed at once."""
-        if self.tracker.isolation is not None:
-            self.tracker.isolation.end_step(self.tracker)
+        for ask in self.tracker.detectors.end:
+            ask(self.tracker)
         self.tracker.connect(None)
         self.samples.close()
         self.verifier.close()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from contextlib import ExitStack
-from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import ref
@@ -16,58 +14,8 @@ from persample._internal.tree import iterate_tensors
 from persample.errors import PerSampleError
 from persample.forward import TensorMap
 from persample.layouts import Layout
-from persample.recording.rows_before import Rows, RowsBefore
+from persample.recording.declared import DeclaredBatches
 from persample.recording.session import Recording, leave_ended_modes
-
-_MAX_BATCHES = 16  # that are declared as samples before they are used
-
-
-class DeclaredBatches:
-    """Tensors that were declared as samples, and their batch dimensions.
-
-    Those of the last batches are kept, because loaders work in advance.
-
-    Attributes:
-        before: in private training, follows the rows of the batches until the model is called.
-        rows: what the rows of the arguments of the last call are, as far as that is known.
-    """
-
-    def __init__(self) -> None:
-        self.batches: deque[TensorMap[int]] = deque(maxlen=_MAX_BATCHES)
-        self.before: RowsBefore | None = None
-        self.rows: Rows | None = None
-
-    def add(self, batch: Any, batch_dim: int) -> TensorMap[int]:
-        """Declare the tensors of a batch."""
-        declared: TensorMap[int] = TensorMap()
-        for tensor in iterate_tensors(batch):
-            declared[tensor] = batch_dim
-        self.batches.append(declared)
-        return declared
-
-    def follow(self, declared: TensorMap[int], batch_dim: int) -> int:
-        """In private training: follow the rows of a batch, and return its number."""
-        return 0 if self.before is None else self.before.add([tensor for tensor, _ in declared.items()], batch_dim)
-
-    def find_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
-        """In private training: what the arguments of a call are, which the recording follows from now on."""
-        if self.before is None:
-            return None
-        self.before.leave()
-        return self.before.find_rows(iterate_tensors((args, kwargs)))
-
-    def find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[TensorMap[int]]:
-        """The batches that have tensors in the arguments of a call."""
-        if not self.batches:
-            return []
-        given = list(iterate_tensors((args, kwargs)))
-        return [declared for declared in self.batches if any(tensor in declared for tensor in given)]
-
-    def find_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The number of samples in the batch that a call has tensors of, or that was declared last."""
-        declared = [*self.batches, *self.find(args, kwargs)][-1:]
-        found = (tensor.shape[dim] for batch in declared for tensor, dim in batch.items() if tensor.dim() > dim)
-        return next(found, None)
 
 
 class WatchedStep(Recording):
@@ -112,15 +60,16 @@ class WatchedStep(Recording):
     def begin_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Follow a call of the model or of a part; False if it is not known where its samples lie."""
         tracker, declared = self.tracker, self._declared
-        if declared.before is not None and tracker.outside is not None and self.samples.batch is None:
-            tracker.outside.declare_early(partial(declared.before.list_layouts, declared.rows))
+        list_layouts = declared.get_layouts()
+        if list_layouts is not None and tracker.outside is not None and self.samples.batch is None:
+            tracker.outside.declare_early(list_layouts)
         if not self.start_call(module, args, kwargs, declared.find_size(args, kwargs)):
             return False
         self._used = self._used or declared.find(args, kwargs)
         for batch in declared.batches:
             self.add_samples(batch)
-        if tracker.isolation is not None:
-            tracker.isolation.hide_data(tracker)
+        for ask in tracker.detectors.start_call:
+            ask(tracker)
         if tracker.complain is not None and not self.grads.batch_size:
             raise PerSampleError("The batch has no samples.")  # nothing would add zeros to `grad`
         return True

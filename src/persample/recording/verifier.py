@@ -68,7 +68,7 @@ class Verifier:
     def start_call(self) -> None:
         """Note that a call of the model runs from now on."""
         self._had_met = self._units_have_met
-        self._reads_before = self._tracker.path.number_of_reads
+        self._reads_before = self._tracker.path.reads.count
 
     def end_call(self, output: Any) -> None:
         """Verify the output of the call that has ended; None if it has failed.
@@ -76,7 +76,7 @@ class Verifier:
         Raises:
             PerSampleError: steps are isolated, the call cannot be verified, and samples have left torch in it.
         """
-        has_reads = self._tracker.path.number_of_reads > self._reads_before
+        has_reads = self._tracker.path.reads.count > self._reads_before
         verification = self._take_verification(output)
         if output is None:
             return
@@ -88,7 +88,7 @@ class Verifier:
             self._notes.note_row_verification(verification.no_row)
             if verification.row is not None:
                 self._row_check.add(verification.row)
-        if self._options.isolate and self._tracker.batch > 1 and (verification is None or verification.is_telling):
+        if self._options.is_isolated and self._tracker.batch > 1 and (verification is None or verification.is_telling):
             self._refuse_unverified(has_reads)
 
     def _take_verification(self, output: Any) -> Verification | None:

@@ -17,11 +17,10 @@ from persample._internal.models import SeveralModels, combine_models
 from persample._internal.options import make_options, show_options
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward import Isolation
+from persample.recording.declared import DeclaredBatches
 from persample.recording.hooks import Calls, refuse_scripted, refuse_unrecorded
 from persample.recording.options import Model, Options, RecordOptions, get_trainable
-from persample.recording.rows_before import RowsBefore
-from persample.recording.step import DeclaredBatches, WatchedStep
+from persample.recording.step import WatchedStep
 
 # Called with the gradients of each step: of the class that the option `keep` selects.
 Receive = Callable[[Any], None]
@@ -107,10 +106,10 @@ class Watch(Calls):
         self.is_retired = False  # whether no further step is recorded
         self.is_private = False  # whether the last step that has begun is one of private training
         self._refusals: list[RemovableHandle] = []
-        self.isolation = Isolation()
         refuse_scripted(model)
         made = self._make_options()
-        self.declared.before = RowsBefore() if made.isolate else None
+        if made.guard is not None:
+            self.declared = made.guard.batches
         recorded = made.select(get_trainable(model))
         self.names = list(recorded)  # of the parameters that are recorded
         self._refusals = self._refuse_unrecorded(model, recorded)
@@ -122,8 +121,7 @@ class Watch(Calls):
 
     def stop(self) -> None:
         """End the watch; the model is as it was before."""
-        if self.declared.before is not None:
-            self.declared.before.leave()
+        self.declared.stop()
         self.rest()
         self.retire()
 
@@ -181,7 +179,7 @@ class Watch(Calls):
         """Inside the block nothing is followed: it is not part of a step, as the loading of further data."""
         with (
             nullcontext() if self._step is None else self._step.tracker.pause(),
-            nullcontext() if self.declared.before is None else self.declared.before.pause(),
+            self.declared.pause(),
         ):
             yield
 
@@ -202,14 +200,9 @@ class Watch(Calls):
         >>> found[0].loss_reduction
         'mean'
         """
-        self.declare(batch, batch_dim)
-
-    def declare(self, batch: Any, batch_dim: int) -> int:
-        """`add_samples` for private training; returns the number of the batch among those that were declared."""
         declared = self.declared.add(batch, batch_dim)
         if self.is_inside and self._step is not None:
             self._step.add_samples(declared)
-        return self.declared.follow(declared, batch_dim)
 
     # ---- the forward pass ----
 
@@ -229,12 +222,12 @@ class Watch(Calls):
         if model is None:
             return False
         try:
-            step, found = self._step, self.declared.find_rows(args, kwargs)
-            self.declared.rows = found or self.declared.rows
+            step = self._step
+            self.declared.start_call(args, kwargs)
             if step is None or not (
                 step.continues(args, kwargs) if module is model else step.continues_with_part(module, args, kwargs)
             ):
-                self.declared.rows = found
+                self.declared.start_step()
                 step = self._begin(model, module)
             if step.begin_call(module, args, kwargs):
                 return True
@@ -253,10 +246,10 @@ class Watch(Calls):
         # torch's stack of modes keeps the recording, which must not keep the watch or the model.
         link = _Link(self)
         options = self._make_options()
-        self.is_private = options.isolate
-        isolation, complain = self.isolation if options.isolate else None, link.give_up if self.is_lenient else None
+        self.is_private = options.is_isolated
+        complain = link.give_up if self.is_lenient else None
         told = link.end_backward, link.fail
-        self._step = step = WatchedStep(model, first, self.declared, link, options, *told, True, isolation, complain)
+        self._step = step = WatchedStep(model, first, self.declared, link, options, *told, True, complain)
         step.open(options.keep_grad)
         return step
 
@@ -327,8 +320,7 @@ class Watch(Calls):
         grads = step.grads
         if step.is_complete:
             step.tracker.progress.end()
-            if self.declared.before is not None:
-                self.declared.before.resume()
+            self.declared.resume()
             self._receive(grads)
             for receive, _ in self._listeners:
                 receive(grads)

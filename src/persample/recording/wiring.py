@@ -17,7 +17,7 @@ from persample._internal.precision import in_full_precision
 from persample.backward import Collector, PositionSplitter, Receiver, group_by_rows
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
-from persample.forward import ADVICE, FirstLoss, Isolation, OutsideTensors, Tracker, get_program
+from persample.forward import ADVICE, FirstLoss, OutsideTensors, Tracker, get_program
 from persample.gradients import (
     BatchRows,
     ClipIntake,
@@ -218,7 +218,6 @@ def make_wiring(
     options: Options,
     ended: Callable[[], None],
     is_watched: bool,
-    isolation: Isolation | None,
     complain: Complain | None,
 ) -> Wiring:
     """Make the parts of a recording; see `Recording` for the arguments."""
@@ -238,7 +237,7 @@ def make_wiring(
         can_retain=is_alone and not is_traced and options.positions is None,
     )
     _watch_empty_batches(collector, batch.rows)
-    is_exact = isolation is not None or is_traced  # sizes decide alone, and `coupled` is no option
+    is_exact = options.is_isolated or is_traced  # sizes decide alone, and `coupled` is no option
     outside = _make_outside(model, options, is_watched, remembers=not is_exact)
     tracker = Tracker(
         collector,
@@ -247,7 +246,8 @@ def make_wiring(
         advice=ADVICE[None if is_exact else is_coupled],
         processes=processes,
         outside=outside,
-        isolation=isolation,
+        detectors=() if options.guard is None else options.guard.detectors,
+        is_isolated=options.is_isolated,
         is_coupled=is_coupled,
         divisors=options.divisor_mode,
         modules=modules,

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.rng import RngState
 from persample._internal.tree import iterate_tensors
-from persample.errors import SamplesMixed
-from persample.forward import refuse_state
+from persample.errors import SamplesMixed, refuse_state
 from persample.layouts import has_equal_shares, take_sample
 from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
 from persample.recording.verification.runs import NOT_REPEATABLE, NotVerified, Runs, shorten

@@ -98,7 +98,7 @@ class Verification:
     @property
     def checks_places(self) -> bool:
         """Whether a sample's number in the batch must not count."""
-        return self.tracker.isolation is not None
+        return self.tracker.is_isolated
 
     @property
     def row_sample(self) -> int:
@@ -252,5 +252,5 @@ def describe_environment(called: nn.Module, options: Options, arguments: Argumen
     call = ref(called), called.training, len(arguments.args), *arguments.kwargs
     graph = torch.is_grad_enabled()  # without, no row is compared
     dtypes = tuple([tensor.dtype for tensor in arguments.iterate_tensors()])
-    sizes = options.isolate and tracing.get_trace() is None and has_unequal_sizes(arguments)
+    sizes = options.is_isolated and tracing.get_trace() is None and has_unequal_sizes(arguments)
     return options.verify, graph, call, repr(options.batch_dim), options.batch_size is None, *devices, dtypes, sizes

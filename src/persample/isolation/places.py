@@ -12,7 +12,7 @@ enough: each row must be the same function of the parameters (`pe[:B]` may start
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -23,11 +23,11 @@ from persample import _torch
 from persample._internal.graph import find_leaves
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known import ForwardPass, TensorMap
-from persample.layouts import Call, Indexing, Layout, Motion, get_argument
+from persample.forward import Context, Detector, TensorMap, is_refused
+from persample.layouts import Call, Indexing, Layout, Lost, Motion, Reduced, get_argument, make_call, make_layout
 
-# Operators that put entries of several tensors beside each other, in dimensions that depend on the ranks.
-_OTHER_JOINS = {"hstack", "vstack", "dstack", "column_stack"}
+# Operators that put entries of several tensors beside each other.
+_JOINS = {"cat", "stack", "hstack", "vstack", "dstack", "column_stack"}
 
 _ADVICE = (
     "A sample's number in the batch must not influence its result: in private training the bound of a sample would not "
@@ -37,7 +37,7 @@ _ADVICE = (
 )
 
 
-class Places:
+class Places(Detector):
     """Checks the constants that meet samples in the steps of one model."""
 
     def __init__(self) -> None:
@@ -46,14 +46,16 @@ class Places:
         self._before: Tensor | None = None  # a constant, before samples are written into it
         self._probed: set[Any] = set()  # keys of calls in which the rows of weights are the same functions
 
-    def start_step(self) -> None:
+    def start(self, context: Context) -> None:
         """Forget the tensors of the last step: random numbers that are used again are constants."""
         self._random, self._equal, self._before = TensorMap(), TensorMap(), None
 
     # ---- random numbers ----
 
-    def note_constant(self, call: Call, result: Any) -> None:
+    def after(self, call: Call, result: Any, context: Context) -> None:
         """Note whether a call without samples draws random numbers, or computes with such numbers."""
+        if any(call.where):
+            return
         if call.facts.is_random:
             is_random = True
         elif not self._random or not call.tensors:
@@ -93,68 +95,62 @@ class Places:
 
     # ---- constants that meet samples ----
 
-    def prepare(self, call: Call) -> None:
+    def prepare(self, call: Call, context: Context) -> Call:
         """Before a call with samples: copy a constant that it changes in place."""
         if call.is_inplace and call.where[0] is None and call.batch > 1:
             self._before = call.tensors[0].clone()
+        return call
 
-    def check(self, call: Call, motion: Motion, forward: ForwardPass) -> None:
+    def check_motion(self, call: Call, motion: Motion, context: Context) -> None:
         """Refuse a call that moves samples as `motion` says if a constant among its tensors differs between samples."""
         before, self._before = self._before, None
         if call.batch < 2:
             return
         if call.facts.reads_positions and isinstance(where := call.where[0], Layout):
             if where.dim >= call.tensors[0].dim() - 2:
-                self._refuse_row_numbers(call, forward)
+                self._refuse_row_numbers(call, context)
             return
         if all(where is not None for where in call.where):
             return
         if call.is_inplace and before is not None and before.shape == call.tensors[0].shape:
             call = call.with_tensors([before, *call.tensors[1:]])
-        for position, layout in self._find_aligned(call, motion, forward):
+        for position, layout in self._find_aligned(call, motion, context):
             tensor = call.tensors[position]
             if call.where[position] is not None or tensor is call.kwargs.get("out"):
                 continue
-            if not self._has_same_rows(tensor, layout, call, forward):
-                self._refuse(call, tensor, forward)
+            if tensor not in self._random and not (layout and self._has_same_rows(tensor, layout, call, context)):
+                self._refuse(call, tensor, context)
 
-    def _find_aligned(self, call: Call, motion: Motion, forward: ForwardPass) -> Sequence[tuple[int, Layout]]:
-        """The constants whose rows meet those of samples, by position; refuses calls that join or move them."""
+    def _find_aligned(self, call: Call, motion: Motion, context: Context) -> Iterable[tuple[int, Layout | None]]:
+        """The constants whose rows meet those of samples, by position; refuses calls that move them."""
         operator = call.facts.operator
-        if operator in ("cat", "stack"):
-            return _find_joined_rows(call, motion)
-        if operator in _OTHER_JOINS:
-            where = motion.results[0]
-            is_refused = isinstance(where, Layout) and not _joins_equal_rows(call, where)
-        elif operator == "index_fill":
+        if operator in _JOINS:
+            return _find_joined_rows(call, where) if isinstance(where := motion.results[0], Layout) else ()
+        if operator == "index_fill":
             dim = get_argument(call, 1, "dim") % call.tensors[0].dim()
             if isinstance(call.where[0], Layout) and dim == call.where[0].dim and call.tensors[1] not in self._random:
-                self._refuse_row_numbers(call, forward)
-            return motion.aligned
-        else:
-            is_index = call.facts.picks_entries or call.facts.writes_entries
-            is_refused = is_index and self._is_moved_by_place(call, motion)
-        if is_refused:
-            self._refuse(call, next(t for t, own in zip(call.tensors, call.where, strict=True) if not own), forward)
+                self._refuse_row_numbers(call, context)
+        elif (call.facts.picks_entries or call.facts.writes_entries) and self._is_moved_by_place(call, motion):
+            self._refuse(call, next(t for t, own in zip(call.tensors, call.where, strict=True) if not own), context)
         return motion.aligned
 
-    def _refuse(self, call: Call, tensor: Tensor, forward: ForwardPass) -> NoReturn:
+    def _refuse(self, call: Call, tensor: Tensor, context: Context) -> NoReturn:
         kind = "a weight" if tensor.requires_grad else "a constant"
         raise SamplesMixed(
-            f"{get_op_name(call.func)}, in {forward.place()}, combines each of the {call.batch} samples with its own "
+            f"{get_op_name(call.func)}, in {context.place()}, combines each of the {call.batch} samples with its own "
             f"part of {kind} of shape {tuple(tensor.shape)}, and these parts differ. {_ADVICE}"
         )
 
-    def _refuse_row_numbers(self, call: Call, forward: ForwardPass) -> NoReturn:
+    def _refuse_row_numbers(self, call: Call, context: Context) -> NoReturn:
         raise SamplesMixed(
-            f"{get_op_name(call.func)}, in {forward.place()}, treats each of the {call.batch} samples by its number in "
+            f"{get_op_name(call.func)}, in {context.place()}, treats each of the {call.batch} samples by its number in "
             f"the batch: they lie in dimension {getattr(call.where[0], 'dim', 0)} of a tensor of shape "
             f"{tuple(call.tensors[0].shape)}. {_ADVICE}"
         )
 
-    def _has_same_rows(self, tensor: Tensor, layout: Layout, call: Call, forward: ForwardPass) -> bool:
-        """Whether a constant or a weight is the same for all samples, or random."""
-        if tensor in self._random or not tensor.dim() or tensor.shape[layout.dim] < 2:
+    def _has_same_rows(self, tensor: Tensor, layout: Layout, call: Call, context: Context) -> bool:
+        """Whether a constant or a weight is the same for all samples."""
+        if not tensor.dim() or tensor.shape[layout.dim] < 2:
             return True
         if tensor.stride(layout.dim) == 0:  # expanded
             return True
@@ -164,12 +160,12 @@ class Places:
             return True
         if not has_equal_rows(tensor, layout, call.batch):
             return False
-        if tensor.requires_grad and not self._has_same_origin(tensor, layout, call, forward):
+        if tensor.requires_grad and not self._has_same_origin(tensor, layout, call, context):
             return False
         self._equal[tensor] = state
         return True
 
-    def _has_same_origin(self, tensor: Tensor, layout: Layout, call: Call, forward: ForwardPass) -> bool:
+    def _has_same_origin(self, tensor: Tensor, layout: Layout, call: Call, context: Context) -> bool:
         """Whether the rows of all samples are the same function of the parameters.
 
         A gradient for the rows of one sample must reach the parameters as it would from the rows of any other.
@@ -191,7 +187,7 @@ class Places:
             of_first = torch.tensor([float(n == first) for n in ids], dtype=tensor.dtype, device=tensor.device)
             shape = [-1 if d == layout.dim else 1 for d in range(tensor.dim())]
             leaves = [leaf for leaf in find_leaves(tensor) if leaf.requires_grad]
-            with forward.collector.pull_back():  # these are no gradients of a step
+            with context.collector.pull_back():  # these are no gradients of a step
                 found = [
                     torch.autograd.grad(tensor, leaves, gradient * s.view(shape), retain_graph=True, allow_unused=True)
                     for s in (of_row, total * of_first)
@@ -203,6 +199,20 @@ class Places:
         if is_same:
             self._probed.add(call.key)
         return is_same
+
+    def before_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], context: Context) -> None:
+        """Refuse gradients of outputs that depend on several samples, and constants that differ between samples."""
+        if any(is_refused(context.find_known_layout(output)) for output in outputs):
+            return  # the backward pass says why
+        for output, gradient in zip(outputs, gradients, strict=False):
+            if isinstance(where := context.find_known_layout(gradient), (Lost, Reduced)):
+                raise SamplesMixed(
+                    "The gradient that is passed to backward() was computed from the samples, and would change the "
+                    f"gradients of all of them: {where.cause}. Call backward() without it."
+                )
+            if output.shape == gradient.shape and isinstance(layout := context.find_layout(output), Layout):
+                call = make_call(Tensor.backward, (output, gradient), {}, context.batch, context.find_layout)
+                self.check_motion(call, Motion((layout,), ((1, layout),)), context)
 
     # ---- constants that move entries ----
 
@@ -310,28 +320,28 @@ def _is_indexed(indexing: Indexing, where: Any) -> bool:
     return False
 
 
-def _joins_equal_rows(call: Call, where: Layout) -> bool:
-    """Whether a call that puts tensors beside each other does the same for all samples."""
-    pairs = zip(call.tensors, call.where, strict=True)
-    (joined,) = call.run([_number_entries(tensor, own, call.batch) for tensor, own in pairs])
-    return has_equal_rows(joined, where, call.batch)
+def _find_joined_rows(call: Call, where: Layout) -> Iterator[tuple[int, Layout | None]]:
+    """The constants that a call puts beside the rows of samples, by position, and the samples of their rows.
+
+    `where` says where the samples lie in the result. The entries of each constant are numbered, to see where they get.
+    None if the entries along no dimension belong to one sample each.
+    """
+    for position, constant in enumerate(call.tensors):
+        if call.where[position] is not None or not constant.numel():
+            continue
+        numbers = [torch.full(tensor.shape, -1) for tensor in call.tensors]
+        numbers[position] = torch.arange(constant.numel()).view(constant.shape)
+        (joined,) = call.run(numbers)
+        at = (joined >= 0).nonzero(as_tuple=True)
+        owners = torch.full((constant.numel(),), -1)
+        owners[joined[at]] = torch.tensor(where.get_ids(joined.shape[where.dim], call.batch))[at[where.dim]]
+        if bool((owners >= 0).any()):
+            yield position, _find_layout_of_owners(owners.view(constant.shape), where, call.batch)
 
 
-def _find_joined_rows(call: Call, motion: Motion) -> list[tuple[int, Layout]]:
-    """The constants that a concatenation puts beside the rows of samples, and the samples of their rows."""
-    where = motion.results[0]
-    if not isinstance(where, Layout):
-        return []
-    rank = call.tensors[0].dim()
-    dim = get_argument(call, 1, "dim", "axis", default=0)
-    if call.facts.operator == "cat":
-        own = where.dim
-        if dim % rank == own:  # rows that belong to no sample
-            return []
-    else:
-        dim %= rank + 1
-        if dim == where.dim:
-            return []
-        own = where.dim - (dim < where.dim)
-    layout = Layout(own, where.inner, where.ids, loose=where.loose)
-    return [(i, layout) for i, constant in enumerate(call.where) if constant is None and call.tensors[i].dim() == rank]
+def _find_layout_of_owners(owners: Tensor, where: Layout, batch: int) -> Layout | None:
+    for dim in range(owners.dim()):
+        first = owners.movedim(dim, 0).flatten(1)[:, :1]
+        if bool((owners.movedim(dim, 0).flatten(1) == first).all()):
+            return make_layout(dim, tuple(first[:, 0].tolist()), batch, where.loose)
+    return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,11 @@ from torch.overrides import TorchFunctionMode
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.functions import find_results
-from persample._internal.tree import find_tensors
+from persample._internal.tree import find_tensors, iterate_tensors
 from persample.errors import PerSampleError
 from persample.forward import TensorMap
 from persample.layouts import Layout, Lost, Where, find_motion, make_call, make_layout
+from persample.recording import DeclaredBatches
 
 _MOST_BATCHES = 16  # that are followed at a time
 
@@ -48,22 +50,32 @@ class Rows:
         return len({*own}) < len(own)
 
 
-class RowsBefore(TorchFunctionMode):
+class RowsBefore(TorchFunctionMode, DeclaredBatches):
     """Follows tensors of batches that are handed out, and what is computed from them. It is entered and left anywhere.
 
     Attributes:
-        is_paused: nothing is followed, as a loader prepares other data.
+        number: of the batch that was declared last.
+        rows: what the rows of the arguments of the last call are, as far as that is known.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.is_paused = False
+        TorchFunctionMode.__init__(self)
+        DeclaredBatches.__init__(self)
+        self.number = 0
+        self.rows: Rows | None = None
+        self._found: Rows | None = None  # the same, if the call begins a step
+        self._is_paused = False  # as a loader prepares other data
         self._known: TensorMap[tuple[int, Where]] = TensorMap()  # the number of the batch, and where its samples lie
         self._sizes: dict[int, int] = {}
         self._count = 0
         self._used = 0
 
-    def add(self, tensors: Iterable[Tensor], dim: int) -> int:
+    def add(self, batch: Any, batch_dim: int) -> TensorMap[int]:
+        declared = super().add(batch, batch_dim)
+        self.number = self._start_batch([tensor for tensor, _ in declared.items()], batch_dim)
+        return declared
+
+    def _start_batch(self, tensors: Iterable[Tensor], dim: int) -> int:
         """Follow the tensors of a batch, with samples in `dim` or else in dimension 0; return its number."""
         given = [t for t in tensors if not t.is_nested and t.dim()]
         before = {self._find(t)[0] for t in given}
@@ -85,23 +97,32 @@ class RowsBefore(TorchFunctionMode):
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Inside the block, nothing is followed."""
-        was_paused, self.is_paused = self.is_paused, True
+        was_paused, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self.is_paused = was_paused
+            self._is_paused = was_paused
 
     def enter(self) -> None:
         """Follow from now on."""
         if not any(mode is self for mode in _torch.get_function_modes()):
             _torch.insert_outermost_mode(self)
 
-    def leave(self) -> None:
-        """Follow nothing from now on: the recording does."""
+    def stop(self) -> None:
         _torch.remove_mode(self)
 
+    def start_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.stop()
+        self._found = self._find_rows(iterate_tensors((args, kwargs)))
+        self.rows = self._found or self.rows
+
+    def start_step(self) -> None:
+        self.rows = self._found
+
+    def get_layouts(self) -> Callable[[int], Iterable[tuple[Tensor, Where]]]:
+        return partial(self._list_layouts, self.rows)
+
     def resume(self) -> None:
-        """Follow batches that were handed out in advance."""
         if self._used < self._count:
             self.enter()
 
@@ -114,7 +135,7 @@ class RowsBefore(TorchFunctionMode):
         """The numbers of the batches that tensors belong to, or were computed from; 0 for other tensors."""
         return {self._find(tensor)[0] for tensor in tensors}
 
-    def find_rows(self, arguments: Iterable[Tensor]) -> Rows | None:
+    def _find_rows(self, arguments: Iterable[Tensor]) -> Rows | None:
         """What the rows of these arguments are; None if nothing is known of them, or if they have different orders."""
         orders: set[Rows] = set()
         for tensor in arguments:
@@ -125,7 +146,7 @@ class RowsBefore(TorchFunctionMode):
                 orders.add(Rows(number, size, where.get_ids(tensor.shape[where.dim], size)))
         return orders.pop() if len(orders) == 1 else None
 
-    def list_layouts(self, rows: Rows | None, batch: int) -> Iterator[tuple[Tensor, Where]]:
+    def _list_layouts(self, rows: Rows | None, batch: int) -> Iterator[tuple[Tensor, Where]]:
         """The tensors that are followed, and their layouts in a batch with the samples of these rows."""
         number = self._used if rows is None else rows.number
         size = self._sizes.get(number, 0)
@@ -149,7 +170,7 @@ class RowsBefore(TorchFunctionMode):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.is_paused and result is not None and any(t in self._known for t in find_tensors((args, kwargs))):
+        if not self._is_paused and result is not None and any(t in self._known for t in find_tensors((args, kwargs))):
             self._follow(func, args, kwargs, result)
         return result
 

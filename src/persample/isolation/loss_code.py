@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,11 +22,11 @@ from persample._internal.calling_code import find_raising_value
 from persample._internal.facts import facts
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward.known import TensorMap
-from persample.layouts import Layout
+from persample.forward import Context, Detector, TensorMap, is_own_function, is_refused, refuse_changes
+from persample.isolation.places import Places
+from persample.layouts import Call, Layout, Lost, Reduced, Where
 
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
+_GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 # Calls before a number is read are only counted; these are kept from then on.
 _Calls = tuple[Any, ...]
@@ -45,15 +46,21 @@ _NO_READS = {
 }  # fmt: skip
 
 
-class LossCode:
+class LossCode(Detector):
     """The calls around the model in the steps of one private training.
+
+    Args:
+        places: knows the random numbers of the step.
 
     Attributes:
         is_open: whether a number of this step was read, and no backward pass has begun.
         is_first: whether the last backward pass had calls that there is nothing to compare with.
     """
 
-    def __init__(self) -> None:
+    wraps_calls = True
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
         self._known: set[_Calls] = set()  # sequences of calls of earlier steps
         self._calls: list[Any] = []
         self._made: TensorMap[int] = TensorMap()  # the numbers of results among those of this step
@@ -63,55 +70,81 @@ class LossCode:
         self.is_first = False
         self._has_raised = False  # whether a check of torch has failed in this step
 
-    def start_step(self) -> None:
+    def start(self, context: Context) -> None:
         """Forget the calls of the last step."""
         self._calls, self._made, self._count = [], TensorMap(), 0
         self.is_open = self.is_first = self._has_raised = False
 
     # ---- the calls of a step ----
 
-    def run(self, func: Any, args: Any, kwargs: Any, tracker: Tracker, run: Callable[..., Any]) -> Any:
-        """Run a call outside the model by `run`, and note what it reads and makes."""
-        refuse_saved_hooks(tracker)
-        if tracker.path.has_read_values:  # inside the model, which may have kept them
-            self._open("the model", tracker)
+    def run_outside(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, run: Callable[..., Any]
+    ) -> Any:
+        """Run a call outside the model, and note what it reads and makes."""
+        refuse_saved_hooks(context)
+        if context.path.reads.has_values:  # inside the model, which may have kept them
+            self._open("the model", context)
         if self.is_open:
-            self._calls.append((func, self._describe(func, args, tracker), self._describe(func, kwargs, tracker)))
-        result = run(func, args, kwargs, tracker)
-        if _is_number(func, result) and _has_samples((args, kwargs), tracker):
-            self._note_read(func, result, tracker)
+            self._calls.append((func, self._describe(func, args, context), self._describe(func, kwargs, context)))
+        result = run(func, args, kwargs, context)
+        if _is_number(func, result) and _has_samples((args, kwargs), context):
+            self._note_read(func, result, context)
         for made in find_tensors(result):
             self._made[made] = self._count = self._count + 1
         return result
 
-    def _note_read(self, func: Any, result: Any, tracker: Tracker) -> None:
+    def _note_read(self, func: Any, result: Any, context: Context) -> None:
         """Note a number of samples that Python has read. A check of torch that passes decides nothing."""
         raising = find_raising_value() if isinstance(result, bool) else None
         if raising is None or raising is result:
-            self._open(f"{get_op_name(func)}, in {tracker.place()}", tracker)
+            self._open(f"{get_op_name(func)}, in {context.place()}", context)
         self._has_raised |= raising is not None and raising is result
 
-    def note_size(self, func: Any, args: Any, tracker: Tracker) -> None:
-        """Note that a size was read, which depends on values if a mask has picked the entries."""
-        if facts(func).reads_size and args and args[0].dim():
-            where = tracker.known.get_layout(args[0])
+    def read_attribute(self, func: Any, args: tuple[Any, ...], result: Any, context: Context) -> Any:
+        """Guard nodes of the graph, and note sizes, which depend on values if a mask has picked the entries."""
+        if func == _GRAD_FN:
+            return guard_node(result)
+        if not context.is_inside and facts(func).reads_size and args and args[0].dim():
+            where = context.known.get_layout(args[0])
             is_whole = where is None or (isinstance(where, Layout) and not where.loose)
-            if not is_whole and tracker.batch:
-                self._open(f"the size of a tensor of picked entries, in {tracker.place()}", tracker)
+            if not is_whole and context.batch:
+                self._open(f"the size of a tensor of picked entries, in {context.place()}", context)
+        return result
 
-    def note_model(self) -> None:
-        """Note that the model is called."""
+    def start_call(self, context: Context) -> None:
         self._calls += ["the model"] if self.is_open else []
 
-    def _open(self, cause: str, tracker: Tracker) -> None:
-        if not self.is_open and tracker.batch:
+    def _open(self, cause: str, context: Context) -> None:
+        if not self.is_open and context.batch:
             self.is_open, self._cause = True, cause
 
-    def check_backward(self, given: Any, tracker: Tracker) -> None:
-        """Before a backward pass: refuse the step if it has other calls than the steps before."""
+    def prepare(self, call: Call, context: Context) -> Call:
+        """Replace hooks on gradients that could act on what was read, or on all samples together."""
+        if call.func is not Tensor.register_hook:
+            return call
+        is_open = self.is_open and not context.is_inside
+        if not is_open and not isinstance(call.where[0], (Lost, Reduced)):
+            return call
+        return replace(call, args=(call.args[0], refuse_changes(call.args[1], context.place())))
+
+    def check_function(self, tensor: Tensor, layout: Where, context: Context) -> None:
+        """Refuse an `autograd.Function` whose backward nothing compares with that of samples alone."""
+        if (context.is_inside and isinstance(layout, Layout)) or is_own_function(tensor.grad_fn):
+            return
+        what = "outside the model" if not context.is_inside else "with a result for all samples together"
+        raise SamplesMixed(
+            f"{type(tensor.grad_fn).__name__}, an autograd.Function, is called {what}, in {context.place()}. What its "
+            "backward does with the samples is not verified there: call it inside the model's forward(), with a row "
+            "for each sample."
+        )
+
+    def before_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], context: Context) -> None:
+        """Refuse the step if it has other calls than the steps before."""
+        if any(is_refused(context.find_known_layout(output)) for output in outputs):
+            return  # the backward pass says why
         self.is_first = False
-        if tracker.path.has_read_values:
-            self._open("the model", tracker)
+        if context.path.reads.has_values:
+            self._open("the model", context)
         if self._has_raised:
             raise SamplesMixed(
                 f"A check of torch, by {self._cause}, has raised an error in this step, and the step goes on. A sample "
@@ -120,7 +153,7 @@ class LossCode:
             )
         if not self.is_open:
             return
-        last = (Tensor.backward, self._describe(None, given, tracker))
+        last = (Tensor.backward, self._describe(None, (outputs, gradients), context))
         self.is_open, calls = False, (*self._calls, last)
         self.is_first = not self._known
         if calls not in self._known and self._known:
@@ -139,32 +172,30 @@ class LossCode:
 
     # ---- what a call is described by ----
 
-    def _describe(self, func: Any, value: Any, tracker: Tracker) -> Any:
+    def _describe(self, func: Any, value: Any, context: Context) -> Any:
         if isinstance(value, Tensor):
-            return self._describe_tensor(value, tracker)
+            return self._describe_tensor(value, context)
         if isinstance(value, (list, tuple)):
-            return tuple([self._describe(func, each, tracker) for each in value])
+            return tuple([self._describe(func, each, context) for each in value])
         if isinstance(value, dict):
-            return tuple([(name, self._describe(func, each, tracker)) for name, each in value.items()])
+            return tuple([(name, self._describe(func, each, context)) for name, each in value.items()])
         if isinstance(value, slice):
-            return "slice", self._describe(func, (value.start, value.stop, value.step), tracker)
+            return "slice", self._describe(func, (value.start, value.stop, value.step), context)
         if hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array or a number of NumPy
             return _digest(value)
         if type(value) is int and (facts(func).makes_sized or facts(func).reshapes):
             return "size"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return "batch" if value in (tracker.batch, 1 / max(1, tracker.batch)) else repr(value)
+            return "batch" if value in (context.batch, 1 / max(1, context.batch)) else repr(value)
         return value if isinstance(value, (bool, str, complex, type(None), torch.dtype)) else type(value).__name__
 
-    def _describe_tensor(self, tensor: Tensor, tracker: Tracker) -> Any:
+    def _describe_tensor(self, tensor: Tensor, context: Context) -> Any:
         """A weight or a result of the step by its number, a constant by its values."""
-        if id(tensor) in tracker.collector.parameters:
+        if id(tensor) in context.collector.parameters:
             return "weight", id(tensor), tensor.requires_grad
         number = self._made.get(tensor)
-        where = tracker.known.get_layout(tensor)
-        is_drawn = tracker.isolation is not None and tracker.isolation.places.is_drawn(
-            tensor
-        )  # by a seed that may be a number
+        where = context.known.get_layout(tensor)
+        is_drawn = self._places.is_drawn(tensor)  # by a seed that may be a number
         if (number is None or is_drawn) and where is None and not tensor.requires_grad:
             return _describe_values(tensor)
         return "result", number, type(where).__name__, tensor.dtype, tensor.requires_grad
@@ -204,17 +235,17 @@ def _is_number(func: Any, result: Any) -> bool:
     return not any(True for _ in find_tensors(result))
 
 
-def _has_samples(value: Any, tracker: Tracker) -> bool:
-    return any(tracker.find_known_layout(tensor) is not None for tensor in find_tensors(value))
+def _has_samples(value: Any, context: Context) -> bool:
+    return any(context.find_known_layout(tensor) is not None for tensor in find_tensors(value))
 
 
-def refuse_saved_hooks(tracker: Tracker) -> None:
+def refuse_saved_hooks(context: Context) -> None:
     """Refuse hooks that could change what the graph of the loss keeps."""
     hooks = _torch.get_saved_tensor_hooks()
     if hooks is None or all(str(hook.__module__).partition(".")[0] in ("torch", "persample") for hook in hooks):
         return
     raise SamplesMixed(
-        f"torch.autograd.graph.saved_tensors_hooks is entered around the loss, in {tracker.place()}. Its functions see "
+        f"torch.autograd.graph.saved_tensors_hooks is entered around the loss, in {context.place()}. Its functions see "
         "all samples and may change the gradients of others, so private training refuses them. Enter it inside the "
         "model's forward(), or use save_on_cpu or a checkpoint of torch."
     )
