@@ -60,8 +60,8 @@ FAULTS = ("long functions", "complex functions", "large classes", "long files", 
 
 # Names of our classes that variables with objects of other libraries have, too.
 _NAMES_OF_OTHERS = set(
-    "arguments batch call cell context example function functions loss_reduction mode names node options output outputs "
-    "part path scan_options state values".split()
+    "arguments batch call cell context example function functions loss_reduction mode names node options output "
+    "outputs part path scan_options state values".split()
 )
 
 

@@ -200,6 +200,30 @@ def test_numbers_of_samples_are_refused_if_all_sizes_are_equal(name: str) -> Non
         train(model, make_sequences(B), verify=False)
 
 
+JOINS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cat": lambda h, own: torch.cat([h, own], 1),
+    "stack": lambda h, own: torch.stack([h, own], 1),
+    "hstack": lambda h, own: torch.hstack([own, h]),
+    "vstack": lambda h, own: torch.vstack([h.t(), own.t()]).t(),
+    "dstack": lambda h, own: torch.dstack([h, own]),
+    "column_stack": lambda h, own: torch.column_stack([h, own, h]),
+}
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_rows_of_weights_beside_samples_are_refused_although_they_are_zero(name: str) -> None:
+    """Their gradients depend on the numbers of samples. Random numbers, and equal rows, may stand there."""
+    join = JOINS[name]
+    model = Model(lambda m, h: join(h, m.own[: len(h)]), own=nn.Parameter(torch.zeros(B, D)))
+    with pytest.raises(SamplesMixed, match="number in the batch"):
+        train(model, make_flat(), verify=False)
+    model = Model(lambda m, h: join(h, m.own.expand(len(h), D)), own=nn.Parameter(torch.zeros(D)))
+    train(model, make_flat())
+    train(Model(lambda m, h: join(h, torch.randn_like(h))), make_flat(), verify=False)
+    with pytest.raises(SamplesMixed, match="number in the batch"):
+        train(Model(lambda m, h: join(h, torch.eye(len(h), D))), make_flat(), verify=False)
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "weights": lambda y: (y * torch.linspace(0, 1, len(y))[:, None]).sum(),
     "labels": lambda y: F.cross_entropy(y, numbers(len(y)) % D, reduction="sum"),

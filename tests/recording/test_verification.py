@@ -60,7 +60,7 @@ def verify_plain(model: nn.Module, *args: Any, **kwargs: Any) -> str:
         path=SimpleNamespace(has_read_samples=False, make_note=lambda environment: lambda status: None),
         batch=size,
         advice="",
-        isolation=None,
+        is_isolated=False,
         find_layout=lambda tensor: Layout(0) if tensor.dim() and len(tensor) == size else None,
     )
     try:

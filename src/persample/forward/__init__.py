@@ -9,8 +9,9 @@ from outside; `get_program`, what is known about the passes of a model; `Audit`,
 from persample.forward.audit import Audit
 from persample.forward.contributions import ADVICE, CONTRIBUTIONS, FirstLoss, make_advice
 from persample.forward.detectors import Context, Detector
+from persample.forward.early import BEFORE, FollowedBatch
 from persample.forward.fastpath import LAYERS
-from persample.forward.gradient_hooks import is_own_function, refuse_changes
+from persample.forward.gradient_hooks import is_own_function
 from persample.forward.known import TensorMap
 from persample.forward.mode import FollowMode
 from persample.forward.outside import OutsideTensors

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from persample import _torch
 from persample._internal.graph import is_reentrant
-
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
+from persample.forward.detectors import Context
 
 _MARK = "_persample_enters_tracker"
 
 
-def prepare_recomputation(tracker: Tracker) -> bool:
+def prepare_recomputation(context: Context) -> bool:
     """If a non-reentrant checkpoint is saving tensors now, have it recompute under the tracker.
 
     Returns whether hooks see the tensors that autograd saves, of a checkpoint or of anything else.
@@ -31,24 +29,24 @@ def prepare_recomputation(tracker: Tracker) -> bool:
         return False
     frame = _torch.get_checkpoint_frame(hooks[0])
     if frame is not None and not hasattr(frame.recompute_fn, _MARK):
-        frame.recompute_fn = _wrap(tracker, frame.recompute_fn)
+        frame.recompute_fn = _wrap(context, frame.recompute_fn)
     return True
 
 
-def prepare_reentrant(tracker: Tracker, node: Any) -> bool:
+def prepare_reentrant(context: Context, node: Any) -> bool:
     """Whether `node` is the backward of a reentrant checkpoint; if so, have it recompute under the tracker."""
     if not is_reentrant(node):
         return False
     if not hasattr(node.run_function, _MARK):
         known: dict[int, Any] = {}
         for i, tensor in zip(node.tensor_indices, node.saved_tensors, strict=True):
-            layout = tracker.find_layout(tensor)
-            known[i] = tensor if layout is None and tracker.is_weight(tensor) else layout
-        node.run_function = _wrap(tracker, node.run_function, known)
+            layout = context.find_layout(tensor)
+            known[i] = tensor if layout is None and context.is_weight(tensor) else layout
+        node.run_function = _wrap(context, node.run_function, known)
     return True
 
 
-def _wrap(tracker: Tracker, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
+def _wrap(context: Context, function: Callable[..., Any], known: Mapping[int, Any] | None = None) -> Callable[..., Any]:
     """`function`, run under the tracker.
 
     A reentrant checkpoint calls it with detached arguments. `known` maps the position of an argument to its layout, or
@@ -62,9 +60,9 @@ def _wrap(tracker: Tracker, function: Callable[..., Any], known: Mapping[int, An
                 found = (known or {}).get(i)
                 if isinstance(found, Tensor):
                     given[i] = found
-                elif (layout := found or tracker.known.get_saved_layout(arg)) is not None:
-                    tracker.set_layout(arg, layout)
-        with tracker.mode, nullcontext() if tracker.complain is None else tracker.progress.resume():
+                elif (layout := found or context.known.get_saved_layout(arg)) is not None:
+                    context.set_layout(arg, layout)
+        with context.mode, nullcontext() if context.complain is None else context.progress.resume():
             return function(*given, **kwargs)
 
     setattr(run_tracked, _MARK, True)

@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
+from persample.distributed import Processes
 from persample.errors import Complain
 from persample.forward.known import ForwardPass
 from persample.layouts import Call, Motion, Where
 
 if TYPE_CHECKING:
+    from persample.forward.mode import FollowMode
     from persample.forward.outside import OutsideTensors
-    from persample.forward.path import Path
+    from persample.forward.path import Path, Progress
 
 
 Hook = Callable[..., Any]
 
 
 class Context(ForwardPass, Protocol):
-    """What detectors, and those who set layouts, may ask about the forward pass; the tracker provides it."""
+    """What detectors and the steps' helpers may ask about the forward pass; the tracker provides it."""
 
     outside: OutsideTensors | None
+    processes: Processes
+    mode: FollowMode
+    progress: Progress
     path: Path
     detectors: Detectors
     is_isolated: bool
@@ -34,6 +39,10 @@ class Context(ForwardPass, Protocol):
     @property
     def is_inside(self) -> bool:
         """Whether a call of the model runs."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is followed any more."""
 
     @property
     def complain(self) -> Complain | None:
@@ -88,15 +97,15 @@ class Detector:
     def end_call(self, has_failed: bool, context: Context) -> None:
         """The call of the model has ended."""
 
+    def read_attribute(self, func: Any, args: tuple[Any, ...], result: Any, context: Context) -> Any:
+        """Return what the user gets who reads an attribute or a size of a tensor."""
+        return result
+
     def run_outside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, run: Callable[..., Any]
     ) -> Any:
         """Run a call of the code around the model by `run`."""
         return run(func, args, kwargs, context)
-
-    def read_attribute(self, func: Any, args: tuple[Any, ...], result: Any, context: Context) -> Any:
-        """Return what the user gets who reads an attribute or a size of a tensor."""
-        return result
 
     def before_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], context: Context) -> None:
         """A backward pass is about to start from `outputs`, with these gradients of them if they are given."""

@@ -6,8 +6,9 @@ decides which of them is the batch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -19,6 +20,7 @@ from persample.layouts import (
     Call,
     Layout,
     Lost,
+    Reduced,
     Totals,
     Where,
     find_listed_total,
@@ -30,8 +32,66 @@ from persample.layouts import (
 if TYPE_CHECKING:
     from persample.forward.outside import OutsideTensors
 
-_BEFORE = "the code before the call of the model"
+BEFORE = "the code before the call of the model"
 _MAX_SIZES = 8  # batch sizes that are followed
+
+
+class FollowedBatch(TensorMap[Where]):
+    """Where the samples of a batch lie in tensors, before the model is called with it.
+
+    Attributes:
+        size: the number of samples.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def note(
+        self, call: Call, results: Sequence[Tensor], layouts: Iterable[Where | None], place: Callable[[], str]
+    ) -> None:
+        """Note where the samples lie in what a call has made or changed; `place` names the code that runs."""
+        for made, where in zip(results, layouts, strict=False):
+            if isinstance(where, (Lost, Reduced)) and not where.place:
+                where = replace(where, place=place())
+            if where is None:
+                self.discard(made)
+            else:
+                self[made] = where
+            if call.is_inplace and isinstance(where, Lost) and made._base is not None:
+                self[made._base] = where
+
+    def renumber(self, order: tuple[int, ...]) -> Iterator[tuple[Tensor, Where]]:
+        """The layouts in the batch whose row n is sample `order[n]`, as far as they are known."""
+        for tensor, where in list(self.items()):
+            if order != tuple(range(self.size)) and isinstance(where, Layout) and tensor.dim() > where.dim:
+                renumbered = _renumber(where, tensor, self.size, order)
+                if renumbered is not None:
+                    yield tensor, renumbered
+            else:
+                yield tensor, where
+
+
+def _renumber(where: Layout, tensor: Tensor, size: int, order: tuple[int, ...]) -> Where | None:
+    """The layout in the batch whose row n is sample `order[n]`; the n-th row of a sample is the n-th there, too.
+
+    None if a sample has fewer rows than there: it is not known which of them they are.
+    """
+    places: dict[int, list[int]] = {}
+    for row, sample in enumerate(order):
+        places.setdefault(sample, []).append(row)
+    counts: dict[int, int] = {}
+    before, ids = where.get_ids(tensor.shape[where.dim], size), []
+    for sample in before:
+        rows = places.get(sample)
+        if rows is None and sample >= 0:
+            return Lost("it has samples of the loader that are not among the arguments of the model", BEFORE)
+        seen = counts.get(sample, 0)
+        counts[sample] = seen + 1
+        ids.append(-1 if rows is None or sample < 0 else rows[seen % len(rows)])
+    if any(counts[sample] < len(rows) for sample, rows in places.items() if sample in counts):
+        return None
+    return make_layout(where.dim, tuple(ids), len(order), where.loose and before != order)
 
 
 class EarlyTensors:
@@ -48,7 +108,7 @@ class EarlyTensors:
         self.reads: set[int] = set()
         self.order: tuple[int, ...] | None = None
         self.constants: list[Tensor] = []
-        self._known: dict[int, TensorMap[Where]] = {}
+        self._known: dict[int, FollowedBatch] = {}
         self._sites: list[tuple[int, ref[Tensor], Hashable]] = []  # the size of a tensor, and where it was used
         self._totals: dict[int, Totals] = {}  # numbers that depend on all samples
         self.list_layouts: Callable[[int], Iterable[tuple[Tensor, Where]]] | None = None
@@ -93,13 +153,8 @@ class EarlyTensors:
                 continue
             motion = find_motion(replace(call, where=where, batch=batch), results)
             for made, layout in zip(results, motion.results, strict=True):
-                if isinstance(layout, Lost) and not layout.place:
-                    layout = replace(layout, place=f"{_BEFORE} ({describe_readings(_list_assumed(call, known))})")
-                if layout is not None:
-                    known[made] = layout
                 totals.update(find_listed_total(made, layout))
-                if call.is_inplace and isinstance(layout, Lost) and made._base is not None:
-                    known[made._base] = layout
+            known.note(call, results, motion.results, partial(_describe_place, call, known))
 
     def _add(self, tensor: Tensor, outside: OutsideTensors) -> None:
         """Take the size of a tensor from outside for the batch's, for now."""
@@ -112,7 +167,7 @@ class EarlyTensors:
                 return
             self._sites.append((size, ref(tensor), remembered.find_site(tensor)))
         if size in self._known or len(self._known) < _MAX_SIZES:
-            self._known.setdefault(size, TensorMap())[tensor] = Layout(dim)
+            self._known.setdefault(size, FollowedBatch(size))[tensor] = Layout(dim)
 
     # ---- the first call of the model ----
 
@@ -148,31 +203,27 @@ class EarlyTensors:
             tensor = found()
             if outside.remembered is not None and size != batch and tensor is not None:
                 outside.remembered.note_constant(tensor, site)
-        known = self._known.get(batch, TensorMap())
+        known = self._known.get(batch) or FollowedBatch(batch)
         orders = {
             where.get_ids(t.shape[where.dim], batch)
             for t in arguments
             if isinstance(where := known.get(t), Layout) and t.dim() > where.dim
         }
-        order = next(iter(orders)) if len(orders) == 1 else ()
-        new_number = {sample: n for n, sample in enumerate(order)}
-        is_reordered = order != tuple(range(batch)) and len(order) == len(new_number) == batch and -1 not in order
-        if is_reordered:
-            self.order = tuple(new_number[n] for n in range(batch))
-        for tensor, where in list(known.items()):
-            if is_reordered and isinstance(where, Layout) and tensor.dim() > where.dim:
-                if where.loose_index:  # the order is the batch's own now
-                    self.constants.append(tensor)
-                    continue
-                before = where.get_ids(tensor.shape[where.dim], batch)
-                ids = tuple(new_number.get(n, -1) for n in before)
-                where = make_layout(where.dim, ids, batch, where.loose and before != order)
-            yield tensor, where
+        order, rows = next(iter(orders)) if len(orders) == 1 else (), tuple(range(batch))
+        if order == rows or sorted(order) != [*rows]:
+            yield from known.items()
+            return
+        self.order = tuple(map(order.index, rows))
+        for tensor, where in known.renumber(order):
+            if isinstance(own := known.get(tensor), Layout) and own.loose_index:  # the order is the batch's own now
+                self.constants.append(tensor)
+            else:
+                yield tensor, where
 
 
-def _list_assumed(call: Call, known: TensorMap[Where]) -> list[tuple[tuple[int, ...], int]]:
+def _describe_place(call: Call, known: TensorMap[Where]) -> str:
     found = [(tuple(t.shape), where.dim) for t in call.tensors if isinstance(where := known.get(t), Layout)]
-    return list(dict.fromkeys(found))
+    return f"{BEFORE} ({describe_readings(dict.fromkeys(found))})"
 
 
 def describe_readings(assumed: Iterable[tuple[tuple[int, ...], int]]) -> str:

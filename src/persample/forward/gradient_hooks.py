@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -15,38 +15,36 @@ from persample import _torch
 from persample._internal.rng import preserve_rng
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, raise_or_complain
+from persample.forward.detectors import Context
 from persample.layouts import Layout, Lost, Reduced, Where
 from persample.rules import is_handler
-
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
 
 # ---- hooks ----
 
 
-def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, place: str, tracker: Tracker) -> Any:
+def follow_tensor_hook(hook: Callable[[Tensor], Tensor | None], layout: Layout, place: str, context: Context) -> Any:
     """A hook on the gradient of a tensor that does the same and refuses to mix samples.
 
     `layout` is where the samples lie in the gradient.
     """
-    return _follow(hook, lambda _, args: [(args[0], layout)], place, tracker)
+    return _follow(hook, lambda _, args: [(args[0], layout)], place, context)
 
 
-def _follow_module_hook(hook: Callable[..., Any], place: str, tracker: Tracker) -> Any:
+def _follow_module_hook(hook: Callable[..., Any], place: str, context: Context) -> Any:
     """The same for a backward hook of a module. Gradients with as many rows as samples have one for each sample."""
 
-    def list_gradients(follower: Tracker, args: tuple[Any, ...]) -> list[tuple[Tensor, Layout]] | None:
+    def list_gradients(follower: Context, args: tuple[Any, ...]) -> list[tuple[Tensor, Layout]] | None:
         found = [(g, Layout(0)) for g in find_tensors(args[1:]) if g.dim() and len(g) == follower.batch]
         return found if follower.batch > 1 else None
 
-    return _follow(hook, list_gradients, place, tracker)
+    return _follow(hook, list_gradients, place, context)
 
 
-def _follow(hook: Callable[..., Any], list_gradients: Callable[..., Any], place: str, tracker: Tracker) -> Any:
-    weak_tracker = ref(tracker)  # the graph must not keep it
+def _follow(hook: Callable[..., Any], list_gradients: Callable[..., Any], place: str, context: Context) -> Any:
+    weak_context = ref(context)  # the graph must not keep it
 
     def follow(*args: Any) -> Any:
-        follower = weak_tracker()
+        follower = weak_context()
         # Torch's multi-gradient hooks, which FSDP uses, may be called without a gradient.
         if follower is None or follower.has_ended or args[0] is None:
             return hook(*args)
@@ -58,45 +56,32 @@ def _follow(hook: Callable[..., Any], list_gradients: Callable[..., Any], place:
     return follow
 
 
-def refuse_changes(hook: Callable[[Tensor], Tensor | None], place: str) -> Any:
-    """A hook on the gradient of a sum over the samples that does the same and refuses to change the gradient."""
-
-    def check(gradient: Tensor) -> None:
-        if hook(gradient) is not None:
-            raise SamplesMixed(
-                f"The hook {getattr(hook, '__qualname__', hook)!r}, of {place}, returns another gradient of a sum over "
-                "the samples, and so changes the gradients of all of them. Let it return None, or scale the loss."
-            )
-
-    return check
-
-
 def _run_hook(
-    hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, tracker: Tracker
+    hook: Callable[..., Any], args: tuple[Any, ...], layouts: list[tuple[Tensor, Layout]], place: str, context: Context
 ) -> Any:
-    reads = tracker.path.reads.count
+    reads = context.path.reads.count
     for gradient, layout in layouts:
-        tracker.set_layout(gradient, layout)
+        context.set_layout(gradient, layout)
     result = hook(*args)
     for each in [*find_tensors(result), *(gradient for gradient, _ in layouts)]:
         with _torch.DisableTorchFunction():  # the code of the loss does not read what is read here
-            where = tracker.find_layout(each)
+            where = context.find_layout(each)
         if where is not None and where not in [layout for _, layout in layouts]:
-            _refuse_hook(hook, place, _describe(where), tracker)
-    if result is not None and tracker.path.reads.count > reads:
+            _refuse_hook(hook, place, _describe(where), context)
+    if result is not None and context.path.reads.count > reads:
         cause = "it reads numbers of several samples (item, tolist, numpy), and returns a gradient"
-        _refuse_hook(hook, place, cause, tracker)
+        _refuse_hook(hook, place, cause, context)
     for gradient, _ in layouts:
-        tracker.known.discard(gradient)
+        context.known.discard(gradient)
     return result
 
 
-def _refuse_hook(hook: Callable[..., Any], place: str, cause: str, tracker: Tracker) -> None:
+def _refuse_hook(hook: Callable[..., Any], place: str, cause: str, context: Context) -> None:
     error = SamplesMixed(
         f"The hook {getattr(hook, '__qualname__', hook)!r} on a gradient, of {place}, mixes the samples of the batch: "
         f"{cause}. Change the gradient of each sample by itself, or remove the hook while you record."
     )
-    raise_or_complain(error, tracker.complain)
+    raise_or_complain(error, context.complain)
 
 
 def _describe(where: Where) -> str:
@@ -104,7 +89,7 @@ def _describe(where: Where) -> str:
 
 
 @contextmanager
-def follow_module_hooks(modules: Iterable[nn.Module], tracker: Tracker) -> Iterator[None]:
+def follow_module_hooks(modules: Iterable[nn.Module], context: Context) -> Iterator[None]:
     """Inside the block, calls of these modules register hooks on gradients that refuse to mix samples."""
     changed: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in modules:
@@ -112,7 +97,7 @@ def follow_module_hooks(modules: Iterable[nn.Module], tracker: Tracker) -> Itera
             if hooks:
                 changed.append((hooks, dict(hooks)))
                 place = f"a module {type(module).__name__}"
-                hooks.update({key: _follow_module_hook(hook, place, tracker) for key, hook in hooks.items()})
+                hooks.update({key: _follow_module_hook(hook, place, context) for key, hook in hooks.items()})
     try:
         yield
     finally:
@@ -138,7 +123,7 @@ def is_own_function(node: Any) -> bool:
     return function.__module__.partition(".")[0] in ("torch", "persample") or is_handler(function)
 
 
-def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> None:
+def check_custom_backward(output: Tensor, layout: Layout, context: Context) -> None:
     """Have the backward of a user's `autograd.Function` that made `output` checked when it runs.
 
     It runs twice more, once without the gradients of half of the samples: those of the other half must stay the same.
@@ -149,8 +134,8 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> N
         return
     function = _torch.get_custom_function(node)
     # The graph must keep neither the tracker nor itself.
-    weak_tracker, weak_node, batch, place = ref(tracker), ref(node), tracker.batch, tracker.place()
-    complain, dim, size = tracker.complain, layout.dim, output.shape[layout.dim]
+    weak_context, weak_node, batch, place = ref(context), ref(node), context.batch, context.place()
+    complain, dim, size = context.complain, layout.dim, output.shape[layout.dim]
     is_first = torch.tensor(layout.get_ids(size, batch), device=output.device) < (batch + 1) // 2
     first, others = is_first.nonzero().flatten(), (~is_first).nonzero().flatten()
 
@@ -173,7 +158,7 @@ def check_custom_backward(output: Tensor, layout: Layout, tracker: Tracker) -> N
         except Exception:  # it needs what the first run has freed
             return
         if any(a.shape == b.shape and _differ(a, b) for a, b in zip(whole, half, strict=False)):
-            if (checked := weak_tracker()) is not None:
+            if (checked := weak_context()) is not None:
                 checked.path.program.note_finding()  # else a later pass would not be checked
             error = SamplesMixed(
                 f"The backward of {function.__name__}, an autograd.Function called in {place}, mixes the samples of "

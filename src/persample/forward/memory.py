@@ -246,12 +246,9 @@ def is_whole_of_new_memory(made: Tensor, arguments: Any) -> bool:
 
 def is_view_of_any(tensor: Tensor, arguments: Any) -> bool:
     """Whether a tensor shares its memory with another one among the arguments of a call."""
-    storage = _torch.find_storage(tensor)
-    if storage is None:
-        return False
-    key = _torch.get_storage_key(storage)
-    others = (_torch.find_storage(other) for other in find_tensors(arguments) if other is not tensor)
-    return any(other is not None and _torch.get_storage_key(other) == key for other in others)
+    storage = _torch.find_storage_id(tensor)
+    others = (_torch.find_storage_id(other) for other in find_tensors(arguments) if other is not tensor)
+    return storage is not None and storage in others
 
 
 # ---- other threads ----

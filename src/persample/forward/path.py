@@ -211,6 +211,11 @@ class Path:
         """Whether the pass is audited, or no audited pass has called a function of the user with these settings."""
         return not self.program.add_setting(setting) or self.audit is not None
 
+    def note_refusal(self) -> None:
+        """Have the sequence of functions of a refused pass not count as audited."""
+        if self.audit is not None:
+            self.audit.sequence.has_finding = True
+
     def grow(self, before: int, batch: int) -> None:
         """Samples are added to the batch, which had `before` samples."""
         if self.audit is not None:

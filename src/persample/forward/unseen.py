@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -12,53 +12,51 @@ from persample._internal.tree import find_tensors
 from persample.backward import is_tap
 from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.forward.checkpointing import prepare_reentrant
+from persample.forward.detectors import Context
 from persample.forward.gradient_hooks import check_custom_backward
 from persample.layouts import Layout, Lost, Where
 
-if TYPE_CHECKING:
-    from persample.forward.tracker import Tracker
 
-
-def find_unseen_layout(tensor: Tensor, tracker: Tracker) -> Where | None:
+def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
     """The layout of a tensor with a `grad_fn` that the tracker did not see being made."""
     if any(map(is_tap, find_nodes(tensor))):
-        _refuse_hidden_weight(tensor, tracker)
+        _refuse_hidden_weight(tensor, context)
         name = type(tensor.grad_fn).__name__
         lost = Lost(f"{name} made a tensor of shape {tuple(tensor.shape)} without a torch function")
-        tracker.set_layout(tensor, lost)
+        context.set_layout(tensor, lost)
         return lost
-    if has_parameters_behind(tensor, tracker):
-        tracker.processes.check_saved(tensor)
-        tracker.set_layout(tensor, None)
+    if has_parameters_behind(tensor, context):
+        context.processes.check_saved(tensor)
+        context.set_layout(tensor, None)
     else:
-        tracker.collector.retained.forbid()
+        context.collector.retained.forbid()
     return None
 
 
-def check_custom_function(tensor: Tensor, layout: Where, tracker: Tracker) -> None:
+def check_custom_function(tensor: Tensor, layout: Where, context: Context) -> None:
     """Refuse an `autograd.Function` that uses weights.
 
     Its result was computed without grad, as far as the mode can see, and has a `grad_fn` now.
     """
-    if not prepare_reentrant(tracker, tensor.grad_fn):
-        _refuse_hidden_weight(tensor, tracker)
-        for ask in tracker.detectors.check_function:
-            ask(tensor, layout, tracker)
-        if tensor in tracker.known.of_hidden_weights:
+    if not prepare_reentrant(context, tensor.grad_fn):
+        _refuse_hidden_weight(tensor, context)
+        for ask in context.detectors.check_function:
+            ask(tensor, layout, context)
+        if tensor in context.known.of_hidden_weights:
             raise PerSampleError(
-                f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses weights that "
+                f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {context.place()}, uses weights that "
                 "the recording cannot see (a reversible layer, or its own kind of checkpoint): their gradients would "
                 f"arrive as a sum over the batch. Use torch.utils.checkpoint, or turn it off. {ROWS_ADVICE}"
             )
-    elif tracker.collector.uses.early:
+    elif context.collector.uses.early:
         raise PerSampleError(
             "A reentrant checkpoint runs a backward pass of its own, in which not all uses of a weight are known. "
             "Checkpoint with use_reentrant=False, or record with keep='everything'."
         )
-    tracker.set_layout(tensor, layout)
+    context.set_layout(tensor, layout)
 
 
-def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> None:
+def check_backward(tensor: Tensor, layout: Where | None, context: Context) -> None:
     """Have the backward of an `autograd.Function` checked, which may mix samples.
 
     In passes that are not audited, this is done if no audited pass had a call of the function with the same settings.
@@ -66,12 +64,12 @@ def check_backward(tensor: Tensor, layout: Where | None, tracker: Tracker) -> No
     node: Any = tensor.grad_fn
     if not isinstance(node, BackwardCFunction) or not isinstance(layout, Layout) or is_tap(node):
         return
-    if tracker.batch < 2 or tracker.is_coupled or node in tracker.path.checked_nodes:
+    if context.batch < 2 or context.is_coupled or node in context.path.checked_nodes:
         return
-    tracker.path.checked_nodes.add(node)
+    context.path.checked_nodes.add(node)
     settings = frozenset((name, type(v), v) for name, v in vars(node).items() if type(v) in (bool, int, str))
-    if tracker.path.is_new_setting((type(node), settings)):
-        check_custom_backward(tensor, layout, tracker)
+    if context.path.is_new_setting((type(node), settings)):
+        check_custom_backward(tensor, layout, context)
 
 
 def refuse_nested(place: str) -> NoReturn:
@@ -82,27 +80,27 @@ def refuse_nested(place: str) -> NoReturn:
     )
 
 
-def has_parameters_behind(tensor: Tensor, tracker: Tracker) -> bool:
+def has_parameters_behind(tensor: Tensor, context: Context) -> bool:
     """Whether a backward pass from a tensor would reach parameters other than through a tap."""
-    return bool(_find_parameters_behind(tensor, tracker))
+    return bool(_find_parameters_behind(tensor, context))
 
 
-def _find_parameters_behind(tensor: Tensor, tracker: Tracker) -> list[Tensor]:
-    return [leaf for leaf in find_leaves(tensor) if id(leaf) in tracker.collector.parameters]
+def _find_parameters_behind(tensor: Tensor, context: Context) -> list[Tensor]:
+    return [leaf for leaf in find_leaves(tensor) if id(leaf) in context.collector.parameters]
 
 
-def name_parameters(value: Any, tracker: Tracker) -> list[str]:
+def name_parameters(value: Any, context: Context) -> list[str]:
     """The names of the parameters among some tensors."""
-    names = {} if tracker.model is None else {id(p): name for name, p in tracker.model.named_parameters()}
-    return [names.get(id(t), "?") for t in find_tensors(value) if id(t) in tracker.collector.parameters]
+    names = {} if context.model is None else {id(p): name for name, p in context.model.named_parameters()}
+    return [names.get(id(t), "?") for t in find_tensors(value) if id(t) in context.collector.parameters]
 
 
-def _refuse_hidden_weight(tensor: Tensor, tracker: Tracker) -> None:
-    hidden = _find_parameters_behind(tensor, tracker)
+def _refuse_hidden_weight(tensor: Tensor, context: Context) -> None:
+    hidden = _find_parameters_behind(tensor, context)
     if hidden:
         raise PerSampleError(
-            f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {tracker.place()}, uses the parameter "
-            f"'{name_parameters(hidden, tracker)[0]}' together with samples: its gradient arrives as a sum over the "
+            f"{type(tensor.grad_fn).__name__}, an autograd.Function called in {context.place()}, uses the parameter "
+            f"'{name_parameters(hidden, context)[0]}' together with samples: its gradient arrives as a sum over the "
             "batch. Write the function with torch functions, or make it a torch function (torch.overrides) and "
             f"register a rule for it with persample.register_rule. {ROWS_ADVICE}"
         )

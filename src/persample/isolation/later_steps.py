@@ -44,9 +44,10 @@ class LaterSteps(Detector):
 
     def __init__(self) -> None:
         self._given: TensorMap[bool] = TensorMap()  # tensors from outside, in the current step
-        self._given_before: TensorMap[Lost] = TensorMap()  # the same in earlier steps
-        self._hidden: TensorMap[bool] = TensorMap()  # those of them that are lost now
-        self._carried: TensorMap[tuple[Lost, bool]] = TensorMap()  # tensors of earlier steps, as the tracker keeps them
+        # Lost tensors, as the tracker keeps them:
+        self._given_before: TensorMap[tuple[Lost, bool]] = TensorMap()  # tensors from outside in earlier steps
+        self._hidden: dict[int, tuple[ref[Tensor], tuple[Lost, bool]]] = {}  # those of them that are lost now
+        self._carried: TensorMap[tuple[Lost, bool]] = TensorMap()  # what was computed in earlier steps
         # The dicts in which modules keep their buffers, with the paths of the modules; and copies of these dicts.
         self._buffers: list[tuple[str, dict[str, Tensor | None]]] = []
         self._buffers_of: ref[nn.Module] | None = None
@@ -57,7 +58,7 @@ class LaterSteps(Detector):
     def start(self, context: Context) -> None:
         self._given_before.keep_last(_MAX_GIVEN)
         for tensor, _ in self._given.items():
-            self._given_before[tensor] = _make_lost(tensor, "")
+            self._given_before[tensor] = _make_lost(tensor, ""), tensor.requires_grad
         self._given = TensorMap()
         context.known.entries.update(self._carried.entries)
 
@@ -67,10 +68,16 @@ class LaterSteps(Detector):
     def start_call(self, context: Context) -> None:
         """Count tensors from earlier batches as samples of those, except tensors that this batch contains again."""
         with _torch.DisableTorchFunction():
-            for tensor, lost in self._given_before.items():
-                if tensor not in context.known:
-                    (context if tensor.requires_grad else context.known).set_layout(tensor, lost)
-                    self._hidden[tensor] = True
+            is_saving = _torch.get_saved_tensor_hooks() is not None
+            for key, entry in self._given_before.entries.items():
+                tensor = entry[0]()
+                if tensor is None or tensor in context.known:
+                    continue
+                self._hidden[key] = entry
+                if tensor.requires_grad or is_saving:
+                    context.set_layout(tensor, entry[1][0])
+                else:  # a loop that keeps its batches has many of them
+                    context.known.entries[key] = entry
             self._note_buffers(context)
 
     def end_call(self, has_failed: bool, context: Context) -> None:
@@ -80,9 +87,11 @@ class LaterSteps(Detector):
         self._show_data(context)
 
     def _show_data(self, context: Context) -> None:
-        for tensor, _ in self._hidden.items():
-            context.known.discard(tensor)
-        self._hidden = TensorMap()
+        for key, (reference, _) in self._hidden.items():
+            found = context.known.entries.get(key)
+            if found is not None and found[0]() is reference():
+                del context.known.entries[key]
+        self._hidden.clear()
 
     def end(self, context: Context) -> None:
         """Note the tensors of a step that are still alive."""
@@ -111,8 +120,7 @@ class LaterSteps(Detector):
         for own, before in self._before:
             own.clear()
             own.update(before)
-        if context.path.audit is not None:
-            context.path.audit.sequence.has_finding = True  # else the refused sequence would count as audited
+        context.path.note_refusal()
 
     def prepare(self, call: Call, context: Context) -> Call:
         """Refuse a call with samples that changes weights, before it does so."""

@@ -22,7 +22,7 @@ from persample._internal.calling_code import find_raising_value
 from persample._internal.facts import facts
 from persample._internal.tree import find_tensors
 from persample.errors import SamplesMixed, get_op_name
-from persample.forward import Context, Detector, TensorMap, is_own_function, is_refused, refuse_changes
+from persample.forward import Context, Detector, TensorMap, is_own_function, is_refused
 from persample.isolation.places import Places
 from persample.layouts import Call, Layout, Lost, Reduced, Where
 
@@ -125,7 +125,7 @@ class LossCode(Detector):
         is_open = self.is_open and not context.is_inside
         if not is_open and not isinstance(call.where[0], (Lost, Reduced)):
             return call
-        return replace(call, args=(call.args[0], refuse_changes(call.args[1], context.place())))
+        return replace(call, args=(call.args[0], _refuse_changes(call.args[1], context.place())))
 
     def check_function(self, tensor: Tensor, layout: Where, context: Context) -> None:
         """Refuse an `autograd.Function` whose backward nothing compares with that of samples alone."""
@@ -249,6 +249,19 @@ def refuse_saved_hooks(context: Context) -> None:
         "all samples and may change the gradients of others, so private training refuses them. Enter it inside the "
         "model's forward(), or use save_on_cpu or a checkpoint of torch."
     )
+
+
+def _refuse_changes(hook: Callable[[Tensor], Tensor | None], place: str) -> Any:
+    """A hook on the gradient of a sum over the samples that does the same and refuses to change the gradient."""
+
+    def check(gradient: Tensor) -> None:
+        if hook(gradient) is not None:
+            raise SamplesMixed(
+                f"The hook {getattr(hook, '__qualname__', hook)!r}, of {place}, returns another gradient of a sum over "
+                "the samples, and so changes the gradients of all of them. Let it return None, or scale the loss."
+            )
+
+    return check
 
 
 class GuardedNode:

@@ -340,8 +340,8 @@ def _find_joined_rows(call: Call, where: Layout) -> Iterator[tuple[int, Layout |
 
 
 def _find_layout_of_owners(owners: Tensor, where: Layout, batch: int) -> Layout | None:
-    for dim in range(owners.dim()):
-        first = owners.movedim(dim, 0).flatten(1)[:, :1]
-        if bool((owners.movedim(dim, 0).flatten(1) == first).all()):
-            return make_layout(dim, tuple(first[:, 0].tolist()), batch, where.loose)
+    for dim, size in enumerate(owners.shape):
+        of_rows = owners.movedim(dim, 0).reshape(size, -1)
+        if bool((of_rows == of_rows[:, :1]).all()):
+            return make_layout(dim, tuple(of_rows[:, 0].tolist()), batch, where.loose)
     return None
