@@ -66,7 +66,7 @@ def _find_targets(call: Call) -> tuple[Tensor, Layout] | None:
     None if the divisor cannot depend on the batch, or if the targets are probabilities, of which none is ignored.
     """
     where = call.where[0]
-    if len(call.args) > 2 or not isinstance(where, Layout) or where.dim == 1:
+    if len(call.args) > 3 or not isinstance(where, Layout) or where.dim == 1:
         return None
     if (call.batch == 1 or where.ids is not None) and len(call.find_samples()) == 1:
         return None
@@ -91,7 +91,8 @@ def _find_divisor(call: Call, reduced: Reduced) -> Divisor | None:
         return _count_targets(call)
     if reduced.counts and isinstance(where, (Layout, Scattered)):
         return make_sum_of_entries(first != 0 if call.facts.operator == "count_nonzero" else first, where)
-    if reduced.kind == "mean" and (weight := call.kwargs.get("weight")) is not None and call.facts.divides_by_weights:
+    is_weighted = reduced.kind == "mean" and call.facts.divides_by_weights
+    if is_weighted and (weight := name_arguments(call).get("weight")) is not None:
         return _count_weights(call, weight)
     if reduced.kind == "mean" and call.func is not F.ctc_loss and (reduced.uneven or isinstance(where, Scattered)):
         ids = [w for w in call.where if isinstance(w, Scattered) or (isinstance(w, Layout) and w.ids is not None)]
@@ -104,7 +105,7 @@ def _count_targets(call: Call) -> Divisor | None:
     if found is None:
         return None
     target, where = found[0].detach(), found[1]
-    weight, ignored = call.kwargs.get("weight"), call.kwargs.get("ignore_index", -100)
+    weight, ignored = name_arguments(call)["weight"], call.kwargs.get("ignore_index", -100)
     if weight is None:
         return make_divisor("targets", lambda: target != ignored, where, [target])
     weight = weight.detach()
