@@ -5,11 +5,9 @@ and values. `find_declared_motion` is for `persample.layouts`; `declare` adds a 
 """
 
 from persample.layouts.algebra import (
-    attention,
     dims,
     layers,
     losses,
-    matrices,
     pointwise,
     products,
     sequences,
