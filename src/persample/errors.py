@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -10,9 +11,46 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+# Families of errors: the code of each, and a pattern of its messages. The first that fits counts. `explanations.md` has
+# a page for each, which `persample explain` prints.
+FAMILIES = {
+    "E8": r"not finite",
+    "E9": r"has kept|that keeps|keep='everything'|which an answer before needed",
+    "E7": r"changed in place",
+    "E6": r"create_graph|Forward-mode AD",
+    "E5": r"autograd\.Function|has no rule|The rule of|its rule expects",
+    "E10": r"torch\.jit|ScriptModule|before scripting|compiled step|cannot be compiled|Compiled autograd",
+    "E11": r"cannot be nested|omething else|inside a recording|several losses",
+    "E12": r"processes|DistributedDataParallel|fully_shard|[Pp]arallelism",
+    "E2": r"loss_reduction|sum over the samples|divisor=",
+    "E1": r"mixe[sd]|combines samples|on the other samples|its place in the batch|Broadcasting would|no single sample",
+    "E4": r"ambiguous|forward pass (of|gets)|parts? of (one|tensors|the batch)",
+    "E3": r"was not recorded|does not belong to the current step",
+    "E13": r"\bmust\b|\bneeds?\b|\brequires?\b|, got |\bnames\b",
+}
+
+
+def find_code(message: str) -> str | None:
+    """The code of the family that a message belongs to.
+
+    >>> find_code("The samples of the batch are mixed in Linear: ...")
+    'E1'
+    """
+    return next((code for code, pattern in FAMILIES.items() if re.search(pattern, message)), None)
+
 
 class PerSampleError(RuntimeError):
-    """Per-sample gradients cannot be computed. The message says where, why, and what can be done."""
+    """Per-sample gradients cannot be computed. The message says where, why, and what can be done.
+
+    Attributes:
+        code: names the page that explains errors like this one: `persample explain E1`; None if there is none.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.code = find_code(str(self))
+        if self.code is not None:
+            self.add_note(f"More about errors like this one: persample explain {self.code}")
 
 
 class SamplesMixed(PerSampleError):

@@ -31,6 +31,7 @@ COMMANDS = {
     "audit": "test the claims of a private training, and measure what it reveals",
     "privacy-statement": "print the statement of a private training, and compute epsilon again",
     "monitor": "draw a training run",
+    "explain": "explain an error, and how to get on",
     "bench": "measure the cost of per-sample gradients on this machine",
     "demo": "find wrong labels in the digits of scikit-learn",
 }
