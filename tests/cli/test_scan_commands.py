@@ -21,6 +21,7 @@ from persample.scanning import Scan
 from tests.support.command_line import run_command
 from tests.support.paths import ROOT
 from tests.support.processes import torchrun
+from tests.support.scans import read_files
 
 TASKS = """
 import time
@@ -247,6 +248,32 @@ def test_two_processes(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_scan() == 0
     one, two = Scan("out"), Scan("two")
     assert all(np.allclose(one.column(name), two.column(name), rtol=1e-5, equal_nan=True) for name in one.columns)
+
+
+def test_process_that_is_lost(tmp_path: Path) -> None:
+    """torchrun starts all processes again, and the scan continues."""
+    (tmp_path / "lost.py").write_text(
+        "import os, pathlib, signal, torch\n"
+        "class Rows(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 40\n"
+        "    def __getitem__(self, i):\n"
+        "        place = pathlib.Path(__file__).with_name('killed')\n"
+        "        if i == 30 and os.environ.get('RANK') == '1' and (place.parent / 'two/0/00000.npz').exists():\n"
+        "            if not place.exists():\n"
+        "                place.touch()\n"
+        "                os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        return torch.full((4,), i / 40), i % 2\n"
+        "def to_scan():\n"
+        "    torch.manual_seed(0)\n"
+        "    return torch.nn.Linear(4, 2), Rows(), torch.nn.CrossEntropyLoss()\n"
+    )
+    command = ["scan", f"{tmp_path}/lost.py:to_scan", "--shard-size", "8", "--batch-size", "4", "--quiet", "--out"]
+    assert main([*command, f"{tmp_path}/one"]) == 0
+    output = torchrun("persample", *command, f"{tmp_path}/two", restarts=1)
+    assert (tmp_path / "killed").exists(), output
+    one, two = (read_files(tmp_path / name) for name in ("one", "two"))
+    one.pop("command.json"), two.pop("command.json")
+    assert one == two
 
 
 # ---- data from files ----

@@ -134,9 +134,10 @@ def has_all_names() -> bool:
     return TorchVersion(torch.__version__) >= pinned[1]
 
 
-def torchrun(module: str, *arguments: str) -> str:
+def torchrun(module: str, *arguments: str, restarts: int = 0) -> str:
     """Run a module in two processes with torchrun, and return what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(RANKS))]
+    launcher += ["--max-restarts", str(restarts)]
     command = [*launcher, *_python()[1:], module, *arguments]
     process = _start(command, stderr=subprocess.STDOUT, start_new_session=True)
     try:

@@ -85,6 +85,8 @@ class BatchLosses:
         """
         if loss.shape == (len(ids),):
             return loss
+        if any(hasattr(p, "full_tensor") for p in self._parameters.values()):
+            raise ScanError("With sharded weights (FSDP2), the loss function must return one loss per sample.")
         losses = torch.stack([self.compute_alone(batch, len(ids), i, ids[0]) for i in range(len(ids))])
         total, found = losses.double().sum(), loss.double().sum()
         if is_checked and not _is_close(total, found * self.get_scale(loss, len(ids)), losses.abs().sum()):

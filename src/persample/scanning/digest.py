@@ -32,6 +32,8 @@ def compute_digest(*parts: Any) -> str:
 
 
 def _update(digest: Any, value: Any, depth: int) -> None:
+    if (gather := getattr(value, "full_tensor", None)) is not None:  # sharded over processes, all of which are here
+        value = nn.Parameter(gather()) if isinstance(value, nn.Parameter) else gather()
     digest.update(type(value).__qualname__.encode())
     if isinstance(value, Tensor):
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
@@ -78,8 +80,8 @@ def _iterate_constant_cells(function: FunctionType) -> Iterator[Any]:
 
 
 def describe_structure(model: nn.Module) -> str:
-    """The `repr` of a model without memory addresses, which differ in each process."""
-    return re.sub(r"0x[0-9a-f]+", "", repr(model))
+    """The `repr` of a model without memory addresses, which differ in each process, and as it is without FSDP."""
+    return re.sub(r"0x[0-9a-f]+|\bFSDP(?=[A-Z])", "", repr(model))
 
 
 def _get_module_settings(module: nn.Module) -> dict[str, Any]:

@@ -98,6 +98,11 @@ class Measurement:
         self._keeps_terms = False  # until the backward pass has ended
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each process has a part of the weights (FSDP2), so that all of them take part in each pass."""
+        return any(hasattr(p, "full_tensor") for p in self.model.parameters())
+
+    @property
     def needs_direction(self) -> bool:
         """Whether a quantity needs the mean gradient before examples are measured, and so a pass of its own."""
         return "alignment" in self.quantities

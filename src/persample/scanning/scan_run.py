@@ -48,6 +48,7 @@ class ScanRun:
         self._store, self._source, self._measurement, self._settings = store, source, measurement, settings
         self._workers, self._tasks = ScanWorkers(), tasks
         self._is_first_pass = True
+        self._first: ShardBatch | None = None  # that was measured
         self._like: Columns = {}  # the columns of a batch, without entries
         self._mode: Mode = choose_mode(progress) if self._workers.is_first else "none"
 
@@ -83,6 +84,8 @@ class ScanRun:
     def scan_checkpoint(self, checkpoint: int) -> None:
         """Measure the examples of this process with the checkpoint that is loaded."""
         self._measurement.checkpoint = checkpoint
+        if self._measurement.is_sharded:
+            self._check_sharded()
         self._fit_factors(checkpoint)
         count = len(self._settings["checkpoints"])
         title = f" {checkpoint + 1}/{count}" if count > 1 else ""
@@ -100,6 +103,17 @@ class ScanRun:
             if total is not None:
                 self._write_mean(checkpoint, total)
         self._wait()
+
+    def _check_sharded(self) -> None:
+        """Refuse what needs more than the passes that all processes take together."""
+        kinds = {
+            "the exact mean gradient (alignment, or noise_scale with project=None)": self._measurement.needs_sum,
+            "precondition": self._settings["precondition"] is not None,
+            "several checkpoints": len(self._settings["checkpoints"]) > 1,
+            "engine='ray'": self._tasks is not None,
+        }
+        if wanted := [kind for kind, is_wanted in kinds.items() if is_wanted]:
+            raise ScanError(f"A scan of a model with sharded weights (FSDP2) does not support {' and '.join(wanted)}.")
 
     def _fit_factors(self, checkpoint: int) -> None:
         """Fit the factors of a checkpoint in the first process, and whiten gradients by them from now on."""
@@ -206,6 +220,7 @@ class ScanRun:
             if not batch.ids:
                 continue
             columns = self._measurement.measure_batch(batch.ids, batch.batch, None)
+            self._first = batch
             self._like = {name: column[:0] for name, column in columns.items()}
             if self._measurement.needs_direction:
                 self._like["alignment"] = self._like["norm"]
@@ -275,9 +290,25 @@ class ScanRun:
         total = None if size is None else sum(counts.values())
         mode: Mode = "none" if size is not None and not left else self._mode
         with show_progress(title, total, done, mode) as update:
-            for batch in self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s)):
+            for batch in self._keep_pace(
+                self._source.iterate_batches(shard_size, lambda s: s in own and is_missing(s))
+            ):
                 yield batch
                 update(len(batch.ids) + len(batch.skipped))
+
+    def _keep_pace(self, batches: Iterator[ShardBatch]) -> Iterator[ShardBatch]:
+        """The batches of this process. With sharded weights, it takes part in passes of processes that have more."""
+        if not self._measurement.is_sharded:
+            yield from batches
+            return
+        while self._workers.any((batch := next(batches, None)) is not None):
+            if batch is not None and batch.ids:
+                yield batch
+                continue
+            assert self._first is not None
+            self._measurement.measure_batch(self._first.ids, self._first.batch, None)
+            if batch is not None:
+                yield batch
 
 
 def _is_close(now: Array, before: Array) -> bool:

@@ -35,6 +35,10 @@ class ScanWorkers:
             tensor = total.to(tensor.device)
         return tensor
 
+    def any(self, condition: bool) -> bool:
+        """Whether a condition holds in some process."""
+        return bool(self.sum(torch.tensor(float(condition))) > 0)
+
     def wait(self) -> None:
         """Wait until all processes have called this method."""
         if self._has_group:
