@@ -6,6 +6,7 @@ In each setting the sum of the values is compared with the first-order change of
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +70,19 @@ def mask_tokens(seed: int) -> dict[str, Tensor]:
     return {**batch, "labels": batch["input_ids"].where(chosen & batch["attention_mask"].bool(), -100)}
 
 
+def pack(seed: int) -> dict[str, Tensor]:
+    """Rows of two documents each, whose positions begin again; the first token of a document is no target."""
+    ids = torch.randint(VOCABULARY, (SIZE, LENGTH), generator=torch.Generator().manual_seed(seed))
+    positions = torch.cat([torch.arange(3), torch.arange(LENGTH - 3)]).expand(SIZE, LENGTH)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.where(positions > 0, -100)}
+
+
+def prepare_with_accelerate(model: Any) -> Any:
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True).prepare(model)
+
+
 def compute_own(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
@@ -97,6 +111,8 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Tensor]],
     "padded, own loss": (make_causal, pad, compute_own, 1, 1e-4),
     "masked language model": (make_masked, mask_tokens, compute_own, 1, 1e-4),
     "num_items_in_batch": (make_causal, pad, count_items, 1, 1e-4),
+    "packed documents": (make_causal, pack, compute_own, 1, 1e-4),
+    "accelerate": (lambda: prepare_with_accelerate(make_causal()), pad, compute_own, 1, 1e-4),
     "accumulation": (make_causal, pad, compute_own, 2, 1e-4),
     "label smoothing": (make_causal, pad, smooth, 1, 1e-4),
     "LoRA": (make_adapted, pad, compute_own, 1, 1e-4),
@@ -104,6 +120,25 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[int], dict[str, Tensor]],
     "checkpointing": (make_checkpointed, pad, compute_own, 1, 1e-4),
     "compiled": (lambda: compile_eagerly(make_causal()), pad, compute_own, 1, 1e-4),
 }
+
+
+# Settings of other tests: the test file, and what it finds for monitor and guards, `value` and `dynamics`.
+ELSEWHERE = {
+    "Hugging Face Trainer": ("test_callbacks.py", "yes, without resume", "yes, with resume", "yes, with resume"),
+    "Lightning": ("test_callbacks.py", "yes, without checkpoints", "yes, with checkpoints", "yes, with checkpoints"),
+    "private training": ("test_values.py", "norms and guards", "refused: it keeps no rows", "refused"),
+    "DistributedDataParallel": ("../distributed/test_values.py", "yes", "yes", "not tested"),
+    "FSDP2": ("../distributed/test_values.py", "yes", "refused", "not tested"),
+    "TRL": ("", "not tested", "not tested", "not tested"),
+}
+
+
+def test_the_table_of_the_guide_is_that_of_the_tests() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "in_run.md").read_text(encoding="utf-8")
+    rows = [f"| {name} | yes | yes | classifiers only |" for name in SETTINGS]
+    rows += [f"| {name} | {' | '.join(found)} |" for name, (_, *found) in ELSEWHERE.items()]
+    assert "\n".join(rows) in guide
+    assert all((Path(__file__).parent / file).exists() for file, *_ in ELSEWHERE.values())
 
 
 @pytest.mark.parametrize("name", SETTINGS)

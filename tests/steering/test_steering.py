@@ -138,7 +138,7 @@ def test_conflict_free_sum_is_the_projection_on_the_dual_cone(seed: int) -> None
     """It has no conflict with a row; and it differs from the mean only by rows that it is orthogonal to."""
     torch.manual_seed(seed)
     rows = torch.randn(4, 3 + seed).double()
-    weights = find_conflict_free_weights(rows @ rows.mT)
+    weights = find_conflict_free_weights(rows @ rows.mT, torch.full((4,), 1 / 4).double())
     found, extra = weights @ rows, weights - 1 / 4
     scale = float(rows.norm() ** 2)
     assert bool((rows @ found >= -1e-6 * scale).all()) and bool((extra >= 0).all())
@@ -147,7 +147,8 @@ def test_conflict_free_sum_is_the_projection_on_the_dual_cone(seed: int) -> None
 
 def test_rows_without_conflict_keep_their_mean() -> None:
     rows = torch.rand(4, 5).double()
-    torch.testing.assert_close(find_conflict_free_weights(rows @ rows.mT), torch.full((4,), 0.25).double())
+    mean = torch.full((4,), 0.25).double()
+    torch.testing.assert_close(find_conflict_free_weights(rows @ rows.mT, mean), mean)
 
 
 def test_units_and_losses_are_combined_without_conflict() -> None:
@@ -163,6 +164,95 @@ def test_units_and_losses_are_combined_without_conflict() -> None:
     combined = flatten(found.mean(avoid_conflicts(found)))
     for name in found:
         assert float(flatten(found[name].mean()) @ combined) > -1e-6
+
+
+# Properties of aggregators of Jacobians (Quinton and Rey, 2024), on losses that are linear in the weights, so that the
+# rows of the Jacobian are chosen freely.
+
+
+class Jacobian(nn.Module):
+    """Losses with a given Jacobian: the row of sample n is row n."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width).double())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows @ self.weight
+
+
+def aggregate(name: str, rows: Tensor) -> Tensor:
+    model = Jacobian(rows.shape[1])
+    with persample.record(model) as grads:
+        model(rows).sum().backward()
+    return AGGREGATORS[name](grads) @ rows
+
+
+AGGREGATORS: dict[str, Any] = {
+    "conflict-free mean": avoid_conflicts,
+    "conflict-free rows": lambda grads: avoid_conflicts(grads, each=True),
+    "normalise": normalise,
+    "trim": lambda grads: trim(grads, 0.3),
+    "median of means": lambda grads: median_of_means(grads, grads.row_count),
+}
+SHAPES = [(1, 3), (2, 1), (3, 2), (4, 9), (5, 5)]
+
+
+def draw_jacobian(shape: tuple[int, int], kind: str) -> Tensor:
+    torch.manual_seed(sum(shape))
+    rows = torch.randn(*shape).double()
+    return {
+        "random": rows,
+        "opposite": torch.cat([rows, -rows]),
+        "low rank": rows[:, :1] @ torch.randn(1, shape[1]).double(),
+        "zero": torch.zeros_like(rows),
+        "ill-scaled": rows * torch.logspace(-3, 3, len(rows)).double()[:, None],
+    }[kind]
+
+
+KINDS = ["random", "opposite", "low rank", "zero", "ill-scaled"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["conflict-free mean", "conflict-free rows"])
+def test_no_row_conflicts_with_the_sum(name: str, shape: tuple[int, int], kind: str) -> None:
+    rows = draw_jacobian(shape, kind)
+    found = aggregate(name, rows)
+    assert bool((rows @ found >= -1e-6 * rows.norm(dim=1) * max(float(rows.norm()), 1e-12)).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_the_order_of_the_rows_does_not_matter(name: str, shape: tuple[int, int], kind: str) -> None:
+    rows = draw_jacobian(shape, kind)
+    if name == "trim" and kind == "opposite":
+        pytest.skip("the distances of a row and of its opposite are equal")
+    order = torch.randperm(len(rows))
+    scale = max(float(rows.norm()), 1e-12)
+    torch.testing.assert_close(aggregate(name, rows[order]), aggregate(name, rows), rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", AGGREGATORS)
+def test_a_common_scale_passes_through(name: str, shape: tuple[int, int]) -> None:
+    """All but normalised rows, which have no scale."""
+    rows = draw_jacobian(shape, "random")
+    factor = 1.0 if name == "normalise" else 7.0
+    torch.testing.assert_close(aggregate(name, 7 * rows), factor * aggregate(name, rows), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3, 4), (4, 3)])
+def test_projected_rows_are_linear_under_scaling(shape: tuple[int, int]) -> None:
+    """The result is linear in the scales of the rows, in contrast to that of the projected mean."""
+    rows = draw_jacobian(shape, "random")
+    a, b = torch.rand(len(rows)).double() + 0.1, torch.rand(len(rows)).double() + 0.1
+
+    def compute(scales: Tensor) -> Tensor:
+        return aggregate("conflict-free rows", scales[:, None] * rows)
+
+    torch.testing.assert_close(compute(2 * a + 3 * b), 2 * compute(a) + 3 * compute(b), rtol=1e-5, atol=1e-6)
 
 
 # ---- accumulation ----

@@ -70,11 +70,16 @@ def find_median_weights(gram: Tensor) -> Tensor:
     return weights
 
 
-def avoid_conflicts(grads: PerSampleGradients | LossGradients) -> Tensor:
+def avoid_conflicts(grads: PerSampleGradients | LossGradients, each: bool = False) -> Tensor:
     """`(rows,)`: the weights of the vector closest to the mean that has no negative inner product with any row.
 
     It is meant for few rows: those of units (`record(units=users)`), for `grads.sum(weights)`; or for the mean
     gradients of several losses (`record(losses=names)`), for `grads.mean(weights)`.
+
+    Args:
+        grads: the rows.
+        each: project each row by itself, and take the mean of the projections (UPGrad of Quinton and Rey, 2024). A row
+            that is scaled then scales its own part of the result, and nothing else.
 
     >>> import persample
     >>> model = torch.nn.Linear(3, 2)
@@ -86,23 +91,23 @@ def avoid_conflicts(grads: PerSampleGradients | LossGradients) -> Tensor:
     torch.Size([2])
     """
     gram = grads.mean_gram() if isinstance(grads, LossGradients) else grads.gram().double()
-    return find_conflict_free_weights(gram)
+    starts = torch.eye(len(gram)).to(gram) if each else torch.full_like(gram[:1], 1 / len(gram))
+    return torch.stack([find_conflict_free_weights(gram, start) for start in starts]).mean(0)
 
 
-def find_conflict_free_weights(gram: Tensor) -> Tensor:
-    """`(n,)`: 1/n + the non-negative multipliers that project the mean of n vectors on their dual cone.
+def find_conflict_free_weights(gram: Tensor, start: Tensor) -> Tensor:
+    """`(n,)`: `start` and the non-negative multipliers that project the sum of n vectors with these weights.
 
-    The quadratic program min ½ uᵀGu + uᵀG1/n over u ≥ 0 is solved by coordinate descent.
+    The projection is on their dual cone. The quadratic program min ½ uᵀGu + uᵀG start over u ≥ 0 is solved by
+    coordinate descent.
     """
-    count = len(gram)
-    mean = torch.full_like(gram[0], 1 / count)
-    extra, diagonal = torch.zeros_like(mean), gram.diagonal()
+    extra, diagonal = torch.zeros_like(start), gram.diagonal()
     usable = (diagonal > torch.finfo(gram.dtype).tiny).nonzero().flatten().tolist()
     for _ in range(_STEPS):
         before = extra.clone()
         for i in usable:
-            slope = gram[i] @ (mean + extra)
+            slope = gram[i] @ (start + extra)
             extra[i] = (extra[i] - slope / diagonal[i]).clamp(min=0)
         if (extra - before).abs().max() <= _TOLERANCE:
             break
-    return mean + extra
+    return start + extra
