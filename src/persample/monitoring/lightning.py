@@ -74,17 +74,15 @@ class _StepsCallback(pl.Callback, Generic[S]):
         steps: what measures the last fit; None before it.
     """
 
-    def __init__(self, ids: Callable[[Any], Any], module: str, options: dict[str, Any]) -> None:
-        self._ids, self._module, self._options = ids, module, options
+    def __init__(self, start: Callable[[Any, Any], S], ids: Callable[[Any], Any]) -> None:
+        self._start: Callable[[Any, Any], S] = start  # from the trainer and the LightningModule
+        self._ids = ids
         self._state: dict[str, Any] | None = None
         self.steps: S | None = None
 
-    def _start(self, trainer: Any, pl_module: Any, model: Any) -> S:
-        raise NotImplementedError
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start to measure, from the checkpoint if there is one."""
-        self.steps = self._start(trainer, pl_module, pl_module.get_submodule(self._module))
+        self.steps = self._start(trainer, pl_module)
         if self._state:
             self.steps.load_state_dict(self._state)
 
@@ -125,13 +123,11 @@ class ValueCallback(_StepsCallback[Values]):
     def __init__(
         self, *, validation: Callable[[Any], Tensor], ids: Callable[[Any], Any], module: str = "", **options: Any
     ) -> None:
-        super().__init__(ids, module, options)
-        self._validation = validation
+        def start(trainer: Any, pl_module: Any) -> Values:
+            found = pl_module.get_submodule(module)
+            return value(found, validation=lambda _: validation(pl_module), optimizer=trainer.optimizers, **options)
 
-    def _start(self, trainer: Any, pl_module: Any, model: Any) -> Values:
-        return value(
-            model, validation=lambda _: self._validation(pl_module), optimizer=trainer.optimizers, **self._options
-        )
+        super().__init__(start, ids)
 
 
 class DynamicsCallback(_StepsCallback[Dynamics]):
@@ -147,10 +143,7 @@ class DynamicsCallback(_StepsCallback[Dynamics]):
     """
 
     def __init__(self, *, ids: Callable[[Any], Any], module: str = "", **options: Any) -> None:
-        super().__init__(ids, module, options)
-
-    def _start(self, trainer: Any, pl_module: Any, model: Any) -> Dynamics:
-        return dynamics(model, **self._options)
+        super().__init__(lambda trainer, pl_module: dynamics(pl_module.get_submodule(module), **options), ids)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Take the outputs of the step."""
