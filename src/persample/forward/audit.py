@@ -87,8 +87,7 @@ class Audit(_Mode):
     def start(self) -> None:
         """Note where the samples lie now, and enter the mode."""
         self.add_known_tensors()
-        buffers = _list_buffers(self._tracker)
-        model = self._tracker.model
+        buffers, model = self._tracker.buffers.list_all(), self._tracker.model
         self._origins.start([*buffers, *([] if model is None else model.parameters())], buffers)
         _torch.insert_outermost_dispatch_mode(self)
 
@@ -132,7 +131,7 @@ class Audit(_Mode):
     def follow(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`run` for a function that the tracker follows as a whole."""
         if facts(func).exposes_memory:
-            self.memories.expose(args[0], self.find_layout(args[0]) is not None, _list_buffers(self._tracker))
+            self.memories.expose(args[0], self.find_layout(args[0]) is not None, self._tracker.buffers.list_all())
         with self.follow_whole():
             changed = self._save_known(args) if is_inplace(func) else None
             result = run_audited(func, args, kwargs, self.find_layout, self._tracker)
@@ -377,7 +376,3 @@ def _name_place(tracker: Tracker, where: Where | None) -> Where | None:
     """The layout; one that says why samples are mixed also says where."""
     is_nameless = isinstance(where, (Lost, Reduced)) and not where.place
     return replace(where, place=tracker.place()) if is_nameless else where  # type: ignore[type-var]
-
-
-def _list_buffers(tracker: Tracker) -> list[Tensor]:
-    return [] if tracker.model is None else list(tracker.model.buffers())

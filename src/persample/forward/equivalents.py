@@ -59,47 +59,35 @@ def selects_first_rows(where: Where | None, item: Any, batch: int) -> bool:
 def read_sizes(call: Call) -> Call:
     """The same call with numbers in place of sizes that all samples share, such as the largest count of any sample.
 
-    A size decides how much padding there is, as `int(size)` would. It does not become part of a value.
+    A size decides how much padding there is, as `int(size)` would. It does not become part of a value. In an index, the
+    bounds of slices are sizes: `ids[:, :lengths.max()]`. A part in the middle is a choice of entries, and not replaced.
     """
-    if len(call.tensors) == 1:
+    shared = _find_shared(call) if len(call.tensors) > 1 and not call.kwargs else []
+    if not shared:
         return call
-    shared = _find_shared(call)
-    if call.kwargs or not shared or not all(any(t is size for size in shared) for t in call.tensors[1:]):
-        return call
+    is_index = call.func is Tensor.__getitem__
+
+    def is_size(value: Any) -> bool:
+        return any(value is size for size in shared)
 
     def read(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(map(read, value))
-        return int(value) if isinstance(value, Tensor) else value
+        if is_index and isinstance(value, slice) and value.step is None:
+            bounds = value.start, value.stop
+            is_end = None in bounds and any(map(is_size, bounds))
+            return slice(*[int(bound) if is_size(bound) else bound for bound in bounds]) if is_end else value
+        return int(value) if is_size(value) and not is_index else value
 
     args = (call.args[0], *map(read, call.args[1:]))
-    if call.facts.operator == "narrow":  # the first or the last part; a part in the middle is a choice of entries
-        _, dim, start, length = args
-        if start and start + length != call.tensors[0].shape[dim]:
-            return call
-    return replace(call, args=args, tensors=call.tensors[:1], where=call.where[:1])
-
-
-def read_slices(call: Call) -> Call:
-    """The same call with numbers in place of such sizes in the bounds of slices: `ids[:, :lengths.max()]`.
-
-    The first or the last entries may be selected; entries in the middle are a choice.
-    """
-    shared = _find_shared(call) if len(call.tensors) > 1 else []
-    if not shared:
-        return call
-
-    def read(part: Any) -> Any:
-        if not isinstance(part, slice) or part.step is not None:
-            return part
-        bounds = [bound for bound in (part.start, part.stop) if bound is not None]
-        is_size = len(bounds) == 1 and any(bounds[0] is size for size in shared)
-        return slice(*[None if bound is None else int(bound) for bound in (part.start, part.stop)]) if is_size else part
-
-    source, item = call.args
-    made = tuple(map(read, item)) if isinstance(item, tuple) else read(item)
     where = dict(zip(map(id, call.tensors), call.where, strict=True))
-    return make_call(call.func, (source, made), {}, call.batch, lambda t: where[id(t)], call.counted)
+    made = make_call(call.func, args, {}, call.batch, lambda t: where[id(t)], call.counted)
+    is_open = not is_index and len(made.tensors) > 1
+    return call if is_open or (call.facts.operator == "narrow" and _is_in_the_middle(*args)) else made
+
+
+def _is_in_the_middle(tensor: Tensor, dim: int, start: int, length: int) -> bool:
+    return bool(start) and start + length != tensor.shape[dim]
 
 
 def _find_shared(call: Call) -> list[Tensor]:
@@ -151,7 +139,7 @@ def drop_unused_branch(call: Call) -> Call:
 
 # Function -> the call to run in place of a call of it.
 PREPARATIONS: dict[Any, Callable[[Call], Call]] = {
-    Tensor.__getitem__: lambda call: select_own_rows(read_slices(call)),
+    Tensor.__getitem__: lambda call: select_own_rows(read_sizes(call)),
     **dict.fromkeys(all_with("takes_sizes"), read_sizes),
     **dict.fromkeys(find_functions("where"), drop_unused_branch),
 }

@@ -89,11 +89,15 @@ class Buffers:
         self._model = None if model is None else ref(model)  # a recording must not keep its model
         self._before: dict[int | None, Tensor] = {}
 
+    def list_all(self) -> list[Tensor]:
+        """The buffers as they are now."""
+        model = None if self._model is None else self._model()
+        return [] if model is None else [*model.buffers()]
+
     @cached_property
     def _by_memory(self) -> dict[int | None, Tensor]:
         """The buffers by their memory, which views of them share."""
-        model = None if self._model is None else self._model()
-        return {} if model is None else {_torch.find_storage_id(b): b for b in model.buffers()}
+        return {_torch.find_storage_id(buffer): buffer for buffer in self.list_all()}
 
     def __contains__(self, tensor: Tensor) -> bool:
         return self._by_memory.get(_torch.find_storage_id(tensor)) is tensor

@@ -12,6 +12,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NoReturn
 
 import torch
@@ -217,12 +218,7 @@ def _digest(array: Any) -> Any:
 
 
 def _count_common(calls: _Calls, others: Iterable[Any]) -> int:
-    count = 0
-    for a, b in zip(calls, others, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calls, others, strict=False)))
 
 
 def _is_number(func: Any, result: Any) -> bool:

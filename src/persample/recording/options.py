@@ -145,8 +145,8 @@ class Options:
             positions are kept, which takes as much memory as the activations' gradients.
         losses: names of several losses. The block then has a backward pass for each, in this order, and gives a
             `LossGradients`: rows for each sample and loss, and comparisons of the losses.
-        guard: for `watch`: what refuses what breaks the bound of private training although it has per-sample gradients:
-            results that depend on a sample's number in the batch, and samples that outlive their step.
+        guard: for `watch`: what private training adds. It refuses what breaks the bound although it has per-sample
+            gradients: results that depend on a sample's number in the batch, and samples that outlive their step.
         keep_rows: for `watch`: with `keep="clip"`, also keep the rows themselves, before they are clipped.
         reduce: for `watch`: computes what is kept of each parameter's term when it arrives; see `ReducedTerms`.
     """
