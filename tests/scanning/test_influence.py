@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import persample
 from persample.gradients import make_rows
 from persample.scanning import RandomScores, ScanError, influence, queries, stored_gradients
+from persample.scanning.answers import RunningTop
 from persample.scanning.damping import (
     CANDIDATES,
     Whitening,
@@ -27,7 +28,6 @@ from persample.scanning.rescan import rescan
 from persample.scanning.steps import read_steps
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
-from persample.scanning.top import RunningTop
 from persample.terms import Dense
 from tests.scanning.test_queries import store_rows
 from tests.support.modules import make_mlp

@@ -190,15 +190,8 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
         measure=load_function(args.measure, ["model", "batch"]) if args.measure else None,
         parameters=patterns and (lambda name, _: any(fnmatchcase(name, pattern) for pattern in patterns)),
     )
-    return [
-        {"sample": sample, "pushes": direction, "example": int(i), "score": float(score)}
-        for sample in range(len(answer.for_ids))
-        for direction, ids, scores in (
-            ("for", answer.for_ids, answer.for_scores),
-            ("against", answer.against_ids, answer.against_scores),
-        )
-        for i, score in zip(ids[sample], scores[sample], strict=True)
-    ]
+    rows: Rows = answer.list_rows()
+    return rows
 
 
 def _find_tokens(args: Namespace, scanning: Any) -> Rows:

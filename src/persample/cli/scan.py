@@ -120,6 +120,12 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--quantities", metavar="A,B", help="quantities to measure: loss,norm,... (default: all but alignment)"
     )
+    _add_model_arguments(parser)
+    _add_run_arguments(parser)
+
+
+def _add_model_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments that say what is measured of which weights."""
     parser.add_argument(
         "--checkpoints",
         nargs="+",
@@ -135,6 +141,10 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--coupled", choices=["contributions"], help="scan samples that influence each other, as in contrastive losses"
     )
+
+
+def _add_run_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments that say how the scan runs, and what it writes."""
     parser.add_argument(
         "--table-format", choices=["parquet", "csv"], default="parquet", help="format of the result (default: parquet)"
     )

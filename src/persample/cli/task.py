@@ -73,6 +73,16 @@ def add_task_arguments(parser: ArgumentParser) -> None:
         help="saved image processor of transformers, or config.json of timm",
     )
     data.add_argument("--channels", type=int, choices=[1, 3], default=3, help="1 for grey, 3 for colour (default: 3)")
+    _add_table_arguments(data)
+    data.add_argument(
+        "--classes",
+        metavar="A,B",
+        help="names of the classes in the order of the model's outputs (default: of the model's config, or sorted)",
+    )
+
+
+def _add_table_arguments(data: Any) -> None:
+    """Add the arguments of texts and of other columns."""
     data.add_argument(
         "--text",
         metavar="FILE",
@@ -89,11 +99,6 @@ def add_task_arguments(parser: ArgumentParser) -> None:
         help="column of the completion, which alone counts for the loss (default: completion, if no text)",
     )
     data.add_argument("--id-column", metavar="NAME", help="column that names the rows (default: id, if it exists)")
-    data.add_argument(
-        "--classes",
-        metavar="A,B",
-        help="names of the classes in the order of the model's outputs (default: of the model's config, or sorted)",
-    )
     data.add_argument(
         "--tokenizer", metavar="PATH", help="saved tokenizer, or module:function that returns one, or a function"
     )

@@ -14,14 +14,14 @@ except ImportError as error:
     raise ImportError(f"persample.scan needs {error.name}: pip install 'persample[scan]'") from error
 
 from persample._internal.lazy import find_lazily
+from persample.scanning.answers import Influence, Ranking
 from persample.scanning.errors import BadExamples, DiskFull, NotFinite, ScanError
 from persample.scanning.evaluation import Evaluation, Trained, evaluate
 from persample.scanning.evidence import Evidence, score_parts, score_with_evidence
 from persample.scanning.exact import score
-from persample.scanning.influence import Influence, RandomScores
+from persample.scanning.influence import RandomScores
 from persample.scanning.measure import QUANTITIES
 from persample.scanning.metagradients import Replay, Smoothness, measure_smoothness, replay
-from persample.scanning.queries import Ranking
 from persample.scanning.rescan import rescan
 from persample.scanning.results import Scan
 from persample.scanning.run import scan

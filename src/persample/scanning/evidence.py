@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from persample._internal.options import make_options
 from persample.batches import Batch
 from persample.losses import LossFunction, compute_loss
+from persample.scanning.answers import Influence, rank_scores
 from persample.scanning.batch_losses import BatchLosses
 from persample.scanning.errors import ScanError
-from persample.scanning.exact import Question, find_directions, iterate_scores, multiply
-from persample.scanning.influence import Influence, rank_scores
-from persample.scanning.parts import Groups, check_groups
+from persample.scanning.exact import Groups, Question, check_groups, find_directions, iterate_scores, multiply
 from persample.scanning.passes import SHARD_SIZE, Fitted, Passes, PassKeywords, PassOptions
 from persample.scanning.statistics import correlate_ranks
 from persample.terms import Dense

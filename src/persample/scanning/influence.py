@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from persample._internal.text import format_table
+from persample.scanning.answers import Influence, RunningTop
 from persample.scanning.damping import (
     Damping,
     Whitening,
@@ -27,12 +27,10 @@ from persample.scanning.damping import (
     is_of_training,
 )
 from persample.scanning.errors import ScanError
-from persample.scanning.notebook import format_html_table
 from persample.scanning.preconditioners import PRECONDITIONERS
 from persample.scanning.steps import read_steps
 from persample.scanning.store import Store
 from persample.scanning.stored_gradients import StoredGradients
-from persample.scanning.top import RunningTop
 
 Method = Literal["tracin", "cosine", "whitened", "trak"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -48,60 +46,6 @@ FEWEST_EXAMPLES = 64  # with fewer, the correlation itself is too uncertain
 
 class RandomScores(UserWarning):
     """The scores of a query are on par with random scores."""
-
-
-@dataclass(frozen=True, repr=False)
-class Influence:
-    """The training examples with the most influence on each sample of a test batch: tensors `(samples, k)`, best first.
-
-    A training step on one of `for_ids` lowers the loss of the test sample: its score is positive. A step on one of
-    `against_ids` raises the loss: its score is negative.
-
-    >>> Influence(torch.tensor([[4]]), torch.tensor([[2.5]]), torch.tensor([[7]]), torch.tensor([[-1.0]]))
-    Influence on 1 sample, 1 example for and against:
-      sample  for       against
-           0  4 (+2.5)  7 (-1)
-    """
-
-    for_ids: Tensor
-    for_scores: Tensor
-    against_ids: Tensor
-    against_scores: Tensor
-
-    def __repr__(self) -> str:
-        samples, k = self.for_ids.shape
-        rows = [
-            [
-                str(sample),
-                _format_pairs(self.for_ids[sample], self.for_scores[sample]),
-                _format_pairs(self.against_ids[sample], self.against_scores[sample]),
-            ]
-            for sample in range(min(samples, _SHOWN_SAMPLES))
-        ]
-        table = format_table(rows, ["sample", "for", "against"], right={0}, indent="  ")
-        end = f"\n  ... and {samples - _SHOWN_SAMPLES} more samples" if samples > _SHOWN_SAMPLES else ""
-        title = f"Influence on {samples} sample{'s' * (samples != 1)}, {k} example{'s' * (k != 1)} for and against:"
-        return f"{title}\n{table}{end}"
-
-    def _repr_html_(self) -> str:
-        rows = [
-            [sample, direction, i, score]
-            for sample in range(len(self.for_ids))
-            for direction, ids, scores in (
-                ("for", self.for_ids, self.for_scores),
-                ("against", self.against_ids, self.against_scores),
-            )
-            for i, score in zip(ids[sample].tolist(), scores[sample].tolist(), strict=True)
-        ]
-        return format_html_table(["sample", "pushes", "example", "score"], rows, "Influence", most=40)
-
-
-_SHOWN_SAMPLES, _SHOWN_EXAMPLES = 8, 4
-
-
-def _format_pairs(ids: Tensor, scores: Tensor) -> str:
-    pairs = zip(ids.tolist()[:_SHOWN_EXAMPLES], scores.tolist(), strict=False)
-    return ", ".join(f"{i} ({score:+.3g})" for i, score in pairs) + ", ..." * (len(ids) > _SHOWN_EXAMPLES)
 
 
 @dataclass(frozen=True)
@@ -152,12 +96,6 @@ class InfluenceScores:
             best.add(start, scores)
             worst.add(start, scores)
         return Influence(best.ids, best.scores, worst.ids, worst.scores)
-
-
-def rank_scores(scores: Tensor, k: int) -> Influence:
-    """The `k` largest and the `k` smallest of each row of scores."""
-    best, worst = scores.topk(k), scores.topk(k, largest=False)
-    return Influence(best.indices, best.values, worst.indices, worst.values)
 
 
 class StoredModel:

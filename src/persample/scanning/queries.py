@@ -6,63 +6,20 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from persample._internal.text import format_table
+from persample.scanning.answers import Ranking, RunningTop
 from persample.scanning.damping import Damping, Whitening, check_damping, choose_damping_of_directions
-from persample.scanning.notebook import format_html_table
 from persample.scanning.progress import Mode, show_progress
 from persample.scanning.stored_gradients import StoredGradients
-from persample.scanning.top import RunningTop
 
 BLOCK_SIZE = 4096  # rows and pairs that are compared at once
 
 # Duplicates are first compared in the directions of largest variance. The other directions together hold at most this
 # share of the squared lengths.
 LEFT_OUT_SHARE = 0.3
-
-
-@dataclass(frozen=True, repr=False)
-class Ranking:
-    """Examples with their scores, best first. Iterating gives pairs of an id and its score.
-
-    >>> ranking = Ranking(torch.tensor([17, 4]), torch.tensor([0.9, 0.25]))
-    >>> ranking
-    Ranking of 2 examples:
-      example  score
-           17    0.9
-            4   0.25
-    >>> list(ranking)
-    [(17, 0.8999...), (4, 0.25)]
-    """
-
-    ids: Tensor
-    scores: Tensor
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def _repr_html_(self) -> str:
-        pairs = zip(self.ids.tolist(), self.scores.tolist(), strict=True)
-        return format_html_table(["example", "score"], [list(pair) for pair in pairs])
-
-    def __iter__(self) -> Iterator[tuple[int, float]]:
-        return zip(self.ids.tolist(), self.scores.tolist(), strict=True)
-
-    def __repr__(self) -> str:
-        pairs = zip(self.ids[:_SHOWN].tolist(), self.scores[:_SHOWN].tolist(), strict=True)
-        rows = [[str(i), f"{score:.4g}"] for i, score in pairs]
-        end = f"\n  ... and {len(self) - _SHOWN} more" if len(self) > _SHOWN else ""
-        table = format_table(rows, ["example", "score"], right={0, 1}, indent="  ")
-        return f"Ranking of {len(self)} example{'s' * (len(self) != 1)}:\n{table}{end}"
-
-
-_SHOWN = 10
 
 
 def find_neighbours(rows: StoredGradients, i: int, k: int) -> Ranking:

@@ -13,28 +13,24 @@ from persample.batches import BatchDim
 from persample.losses import LossFunction
 from persample.recording import Options, Selection
 from persample.scanning import influence, queries
+from persample.scanning.answers import Influence, Ranking, format_html_table, rank_scores
 from persample.scanning.checkpoints import State, check_weights, load_last
 from persample.scanning.damping import Damping
 from persample.scanning.errors import ScanError
 from persample.scanning.exact import USUAL_DAMPING, check_exact_method, score
-from persample.scanning.export_rows import write_rows
-from persample.scanning.influence import Influence, InfluenceScores, Method, StoredModel
-from persample.scanning.notebook import format_html_table
+from persample.scanning.influence import InfluenceScores, Method, StoredModel
 from persample.scanning.preconditioners import Name as ExactMethod
 from persample.scanning.probe import Probe
 from persample.scanning.progress import choose_mode
-from persample.scanning.queries import Ranking
 from persample.scanning.scanned_examples import ScannedExamples
 from persample.scanning.source import Source
 from persample.scanning.step_sizes import Adam
 from persample.scanning.store import Store
-from persample.scanning.stored_gradients import StoredGradients
+from persample.scanning.stored_gradients import StoredGradients, write_rows
 from persample.scanning.table import DESCRIPTIONS
 
 if TYPE_CHECKING:
     from persample.scanning.issues import Issues
-
-    pass
 
 
 _SHOWN_IN_NOTEBOOKS = ("name", "label", "predicted", "probability", "suggested", "prediction", "target")
@@ -218,7 +214,7 @@ class Scan(ScannedExamples):
         """
         if exact:
             scores = self._score_exactly(test_batch, method, damping, measure, parameters, adam)
-            return influence.rank_scores(scores, min(k, len(self)))
+            return rank_scores(scores, min(k, len(self)))
         return self._make_scores(test_batch, method, damping, measure, parameters, adam).rank(min(k, len(self)))
 
     def scores(

@@ -24,12 +24,12 @@ from persample.scanning.labels import check_classes
 from persample.scanning.measure import QUANTITIES, prepare_model
 from persample.scanning.names import Ids
 from persample.scanning.options import ScanOptions
-from persample.scanning.ray_tasks import start_ray
 from persample.scanning.results import Scan
 from persample.scanning.scan_run import ScanRun
 from persample.scanning.source import Collate, Source
 from persample.scanning.store import Store
 from persample.scanning.table import TableKind
+from persample.scanning.workers import start_ray
 from persample.terms import choose_library, use_library
 
 

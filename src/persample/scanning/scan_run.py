@@ -23,13 +23,12 @@ from persample.scanning.gradient_sum import GradientSum, get_mean_file
 from persample.scanning.measure import Columns, Gradient, Measurement
 from persample.scanning.packing import pack_shard
 from persample.scanning.progress import Mode, choose_mode, say, show_progress
-from persample.scanning.ray_tasks import RayTasks
 from persample.scanning.source import ShardBatch, Source
 from persample.scanning.steps import write_steps
 from persample.scanning.store import Array, Store
 from persample.scanning.summary import summarise
 from persample.scanning.table import write_table
-from persample.scanning.workers import ScanWorkers
+from persample.scanning.workers import RayTasks, ScanWorkers
 from persample.terms import use_library
 
 

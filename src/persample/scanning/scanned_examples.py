@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from persample.scanning import rankings
+from persample.scanning.answers import Ranking
 from persample.scanning.errors import ScanError
 from persample.scanning.estimates import NoEstimate, WrongLabels, count_far_out, read_estimate
 from persample.scanning.examples import Examples
-from persample.scanning.queries import Ranking
 from persample.scanning.store import Array, Store
 from persample.scanning.table import DESCRIPTIONS, get_column_names, read_column, read_table
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from persample.scanning.errors import ScanError, explain_write_errors
+from persample.scanning.folder import write_file
 from persample.scanning.store import Array, Store
 
 BLOCK_SIZE = 1024  # rows
@@ -130,3 +133,21 @@ class StoredGradients:
         for shard in shards:
             end += self._store.load_rows(self._checkpoint, shard, buffer[end:])
         return buffer[:end]
+
+
+def write_rows(stored: StoredGradients, directory: Path, dtype: str) -> Path:
+    """Write `rows.npy`, `ids.npy` and `lengths.npy` into a directory, block by block, and return the directory."""
+    if dtype not in ("float16", "float32"):
+        raise ScanError(f"dtype must be 'float16' or 'float32', got {dtype!r}.")
+    with explain_write_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    with write_file(directory / "rows.npy", directory) as file:
+        shape = (len(stored), stored.dim)
+        header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(file, header)
+        for _, block in stored.iterate_blocks():
+            file.write(block.numpy().astype(dtype).tobytes())
+    for name, column in (("ids", np.arange(len(stored))), ("lengths", stored.lengths.numpy())):
+        with write_file(directory / f"{name}.npy", directory) as file:
+            np.save(file, column)
+    return directory
