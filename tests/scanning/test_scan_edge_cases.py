@@ -39,6 +39,67 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 X, Y = draw(N, 5), torch.arange(N) % 3
 
 
+# ---- detection: lists with an entry for each sample ----
+
+
+class Boxes(Dataset[Any]):
+    """Images with one to three boxes each."""
+
+    def __init__(self) -> None:
+        self.rows = [
+            (draw(3, 2, 2, seed=i), {"boxes": draw(1 + i % 3, 4, seed=100 + i), "labels": torch.ones(1 + i % 3)})
+            for i in range(12)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.rows[i]
+
+
+class Detector(nn.Module):
+    """Returns its loss, as the models of torchvision and of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4).double()
+
+    def forward(self, pixel_values: Any, labels: Any) -> dict[str, Tensor]:
+        found = [self.layer(image.flatten()) for image in pixel_values]
+        errors = [(box - own["boxes"].mean(0)).square().sum() for box, own in zip(found, labels, strict=True)]
+        return {"loss": torch.stack(errors).mean()}
+
+
+def collate_lists(rows: list[Any]) -> Any:
+    return [image for image, _ in rows], [boxes for _, boxes in rows]
+
+
+def collate_stacked(rows: list[Any]) -> Any:
+    return {"pixel_values": torch.stack([image for image, _ in rows]), "labels": [boxes for _, boxes in rows]}
+
+
+@pytest.mark.parametrize("collate", [collate_lists, collate_stacked])
+@pytest.mark.parametrize("batch_size", [3, 4, 5])  # as many samples as channels, boxes' entries, and neither
+def test_detection(collate: Any, batch_size: int) -> None:
+    model, data = Detector(), Boxes()
+
+    def compute_loss(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = (model(**batch) if isinstance(batch, dict) else model(*batch))["loss"]
+        return loss
+
+    options = {**OPTIONS, "batch_size": batch_size, "collate": collate, "quantities": ["loss", "norm"]}
+    found = persample.scan(model, compute_loss, data, **options)
+    losses, norms = [], []
+    for example in data.rows:
+        loss = compute_loss(model, collate([example]))
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        losses.append(loss.detach())
+        norms.append(torch.cat([grad.flatten() for grad in grads]).norm())
+    assert_near(found.column("loss"), torch.stack(losses))
+    assert_near(found.column("norm"), torch.stack(norms))
+
+
 # ---- changes since the scan was started ----
 
 

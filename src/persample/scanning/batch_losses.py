@@ -106,7 +106,11 @@ class BatchLosses:
             return compute_loss(self.model, self.take_sample(batch, count, i), self.loss_fn).reshape(-1).sum()
 
     def take_sample(self, batch: Any, size: int, i: int) -> Any:
-        return Batch(batch, self.batch_dim, size, self.takes_pairs).take_samples(i, i + 1, lambda tensor: tensor)
+        """Sample `i` as a batch of one. A list with an entry for each sample, such as boxes, keeps one entry."""
+        places = _find_lists(batch, size)
+        rest = _replace_entries(batch, {place: None for place in places})
+        alone = Batch(rest, self.batch_dim, size, self.takes_pairs).take_samples(i, i + 1, lambda tensor: tensor)
+        return _replace_entries(alone, {place: [batch[place][i]] for place in places})
 
     def check_alone(self, ids: Sequence[int], batch: Any, losses: Tensor) -> None:
         """Raise an error if the loss of a sample in its batch, in `losses`, differs from its loss in a batch of one."""
@@ -139,6 +143,28 @@ class BatchLosses:
     def compute_any(self, batch: Any) -> None:
         """Call the model and the loss with a batch, for an error that they raise."""
         compute_loss(self.model, move_to_device(batch, self.device), self.loss_fn)
+
+
+def _find_lists(batch: Any, size: int) -> list[Any]:
+    """The places of lists with an entry for each sample: dicts, or tensors that are no batches themselves.
+
+    Beside a list of dicts, such as the labels of a detector, every list of tensors has an entry for each sample.
+    """
+    parts = batch if isinstance(batch, (tuple, list)) else ()
+    items = batch.items() if isinstance(batch, Mapping) else enumerate(parts)
+    lists = {place: value for place, value in items if isinstance(value, list) and len(value) == size}
+    dicts = [place for place, value in lists.items() if all(isinstance(part, Mapping) for part in value)]
+    tensors = [place for place, value in lists.items() if all(isinstance(part, Tensor) for part in value)]
+    return dicts + [place for place in tensors if dicts or any(part.shape[:1] != (size,) for part in lists[place])]
+
+
+def _replace_entries(batch: Any, entries: Mapping[Any, Any]) -> Any:
+    """A batch with other entries at some places."""
+    if not entries:
+        return batch
+    if isinstance(batch, Mapping):
+        return {**batch, **entries}
+    return type(batch)(entries.get(place, value) for place, value in enumerate(batch))
 
 
 def _is_close(found: Tensor, expected: Tensor, scale: Tensor) -> bool:
