@@ -1,10 +1,13 @@
 """Quality of influence scores: the linear datamodeling score, and flipped labels, for persample and its peers.
 
-    python -m benchmarks.attribution [--write] [--peers DIRECTORY] [--only TEXT]
+    python -m benchmarks.attribution [--write] [--quick] [--keep FILE] [--peers DIRECTORY] [--only TEXT]
 
 Three tasks (`attribution_tasks.py`), with the functions of `persample.evaluate`. The test samples are split into two
 halves. Where a method has a damping, "tuned" is the damping with the best score on the first half. All scores in
 the table are of the second half. `persample`, "auto" uses no test sample and no retrained model for its damping.
+
+With `--keep`, the results of each task go to a file when they are known; a run that was stopped goes on behind them.
+`--quick` trains a fifth as often, so that its intervals are wide.
 
 The peers are traker, kronfluence, captum and dattri. Install them without their dependencies, so that torch stays:
 
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +41,8 @@ from persample.scanning.evaluation import estimate_ceiling, retrain_on_subsets
 from persample.scanning.retraining import SubsetRuns, draw_subsets
 from persample.scanning.statistics import correlate_ranks, estimate_lds
 
-SUBSETS, REPEATS, MODELS, PROJECT, RESAMPLES = 32, 4, 5, 512, 200
+PROJECT, RESAMPLES = 512, 200
+FULL, QUICK = {"subsets": 32, "repeats": 4, "models": 5}, {"subsets": 12, "repeats": 2, "models": 2}
 DAMPINGS = (1e-3, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 RANKINGS = ("loss", "mean_loss", "norm", "self_influence", "whitened self-influence", "trak self-influence")
 
@@ -45,15 +50,21 @@ Score = Callable[[Any], Tensor]
 
 
 class Comparison:
-    """The trainings of one task, and the scores of all methods on it."""
+    """The trainings of one task, and the scores of all methods on it.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        subsets: how many random halves are trained on.
+        repeats: how often each half is trained on.
+        models: how many models are scanned.
+    """
+
+    def __init__(self, task: Task, subsets: int, repeats: int, models: int) -> None:
         self.task = task
-        members = draw_subsets(len(task.data[0]), SUBSETS, 0.5, torch.Generator().manual_seed(0))
+        members = draw_subsets(len(task.data[0]), subsets, 0.5, torch.Generator().manual_seed(0))
         self.runs = retrain_on_subsets(
-            task.train, task.data, task.test, nn.CrossEntropyLoss(), members, REPEATS, seed=0
+            task.train, task.data, task.test, nn.CrossEntropyLoss(), members, repeats, seed=0
         )
-        trained = [task.train(task.data, seed) for seed in range(MODELS)]
+        trained = [task.train(task.data, seed) for seed in range(models)]
         self.models: list[nn.Module] = [model.eval() for model, _ in trained]
         self.checkpoints = trained[0][1]
         self.tuning, self.reported = torch.arange(len(task.test[0])).chunk(2)
@@ -101,7 +112,7 @@ class Comparison:
 
 def add_persample(comparison: Comparison) -> None:
     """Score the methods of persample: with one model, with its checkpoints, and with several models."""
-    task = comparison.task
+    task, models = comparison.task, len(comparison.models)
 
     @cache
     def scan(count: int, with_checkpoints: bool, dim: int) -> persample.Scan:
@@ -121,12 +132,12 @@ def add_persample(comparison: Comparison) -> None:
 
     comparison.add("persample tracin, checkpoints", make_score("tracin", with_checkpoints=True), (None,))
     comparison.add("persample cosine", make_score("cosine"), (None,))
-    for count in (1, MODELS):
+    for count in (1, models):
         name = "" if count == 1 else f", {count} models"
         for method in ("whitened", "trak"):
             comparison.add(f"persample {method}{name}", make_score(method, count), ("auto", *DAMPINGS))
-    name = f"persample whitened, {MODELS} models, 2048 numbers"
-    comparison.add(name, make_score("whitened", MODELS, dim=2048), ("auto",))
+    name = f"persample whitened, {models} models, 2048 numbers"
+    comparison.add(name, make_score("whitened", models, dim=2048), ("auto",))
 
 
 def measure_flipped_labels(task: Task) -> dict[str, Any]:
@@ -149,45 +160,58 @@ def find_versions() -> dict[str, str]:
     return found
 
 
+def read_kept(path: Path | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The tasks that an earlier run with these settings has kept."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    if any(found[name] != settings[name] for name in settings if name != "machine"):
+        raise SystemExit(f"{path} is of a run with other settings. Name another file.")
+    tasks: dict[str, Any] = found["tasks"]
+    return tasks
+
+
 def main() -> None:
     """Compare all methods on all tasks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/attribution.json")
+    parser.add_argument("--quick", action="store_true", help="train a fifth as often")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep the results of each task here, and go on from it"
+    )
     add_peers_option(parser)
     parser.add_argument("--only", default="", metavar="TEXT", help="only tasks with TEXT in their name")
     options = parser.parse_args()
     find_peers(options.peers)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    path = RESULTS / "attribution.json"
+    if options.quick and options.write:
+        parser.error("--write is for the results of a full run")
+    path, counts = RESULTS / "attribution.json", QUICK if options.quick else FULL
+    settings = {"machine": describe_machine(), "peers": find_versions(), **counts, "project": PROJECT}
     earlier = json.loads(path.read_text())["tasks"] if options.only and path.exists() else {}
-    results: dict[str, Any] = {
-        "machine": describe_machine(),
-        "peers": find_versions(),
-        "subsets": SUBSETS,
-        "repeats": REPEATS,
-        "project": PROJECT,
-        "tasks": earlier,
-    }
+    tasks = read_kept(options.keep, settings)
     for name, make_task in TASKS.items():
-        if options.only not in name:
+        if options.only not in name or name in tasks:
             continue
         start, task = time.perf_counter(), make_task()
-        comparison = Comparison(task)
+        comparison = Comparison(task, **counts)
         print(f"{name}: trained in {time.perf_counter() - start:.0f} s", flush=True)
         add_persample(comparison)
         for peer, score, count, dampings in PEERS if options.peers else ():
             compute = partial(score, task, comparison.models[:count], comparison.checkpoints)
             comparison.add(peer, compute, dampings)
-        results["tasks"][name] = {
+        tasks[name] = {
             **describe(task, comparison.models),
             "ceiling": estimate_ceiling(comparison.runs),
             "lds": comparison.rows,
             "mislabel_auc": measure_flipped_labels(task),
         }
-        print(results["tasks"][name]["mislabel_auc"], f"{time.perf_counter() - start:.0f} s", flush=True)
+        print(tasks[name]["mislabel_auc"], f"{time.perf_counter() - start:.0f} s", flush=True)
+        if options.keep:
+            write_json(options.keep, {**settings, "tasks": tasks})
         if options.write:
-            write_json(path, results)
+            write_json(path, {**settings, "tasks": {**earlier, **tasks}})
 
 
 if __name__ == "__main__":
