@@ -24,6 +24,9 @@ FINDINGS: dict[str, tuple[str, float, float]] = {
     "batch_size": (r"after 10 epochs the noise scale is (\d+)", 50, 2000),
     "clip_by_group": (r"accuracy on the training data (\d+\.\d)%", 80, 100),
     "rollouts": (r"filter True +reward +(-?\d+\.\d+)", -0.4, 0),
+    "private_bitfit": (r"after training (\d+\.\d)%", 75, 100),
+    "private_dpo": (r"gained in (\d+\.\d)% of the pairs", 85, 100),
+    "private_sft": (r"after training (\d+\.\d+);", 0, 0.5),
     "private_lora": (r"epsilon (\d+\.\d+)", 6, 8),
 }
 

@@ -8,7 +8,10 @@ An attack that is refused changes nothing. A new attack is one entry.
 from __future__ import annotations
 
 import copy
+import ctypes
+import io
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from persample import PerSampleError, SamplesMixed
 from persample.private import PrivateOptimizer
@@ -56,7 +60,7 @@ class Training:
         self.optimizer = PrivateOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.0),
             module=self.model, noise_multiplier=0.0, max_grad_norm=BOUND, expected_batch_size=1, loss_reduction="sum",
-            poisson_sampling=False, recording=recording,
+            recording=recording,
         )  # fmt: skip
         self.step = 0
         self.kept: Any = None
@@ -278,7 +282,113 @@ def catch_check(losses: Tensor, y: Tensor) -> Tensor:
     return losses
 
 
+def catch(call: Callable[[Tensor, Tensor], Any]) -> Change:
+    """The sign of the loss depends on whether a call raises an error."""
+
+    def change(losses: Tensor, y: Tensor) -> Tensor:
+        try:
+            call(losses, y)
+        except (RuntimeError, IndexError, ValueError):
+            return -losses
+        return losses
+
+    return change
+
+
+def save(losses: Tensor, y: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(losses.detach(), file)
+    file.seek(0)
+    return 5 - torch.load(file).max()
+
+
+def shrink(losses: Tensor, y: Tensor) -> Tensor:
+    while losses.sum() > 30:
+        losses = losses * 0.5
+    return losses
+
+
+def write_targets(losses: Tensor, y: Tensor) -> Tensor:
+    array = y.numpy()
+    array -= array.max()
+    return losses * (y + 3)
+
+
+def write_values(losses: Tensor, y: Tensor) -> Tensor:
+    losses.data.sub_(losses.data.max())
+    return losses**2
+
+
+# Errors that torch raises for some values, of a loop that catches them.
+ERRORS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "one_hot": lambda losses, y: nn.functional.one_hot(y.long(), 5),
+    "embedding": lambda losses, y: nn.functional.embedding(y.long(), torch.ones(5, 2)),
+    "gather": lambda losses, y: torch.ones(5).gather(0, y.long()),
+    "an index": lambda losses, y: torch.ones(5)[y.long()],
+    "cross_entropy": lambda losses, y: nn.functional.cross_entropy(torch.zeros(len(y), 5), y.long()),
+    "cholesky": lambda losses, y: torch.linalg.cholesky((5 - y).reshape(-1, 1, 1)),
+    "inv": lambda losses, y: torch.linalg.inv((9 - y).reshape(-1, 1, 1)),
+    "solve": lambda losses, y: torch.linalg.solve((9 - y).reshape(-1, 1, 1), y.reshape(-1, 1, 1)),
+    "multinomial": lambda losses, y: torch.multinomial(torch.stack([5 - y, 5 + y], 1), 1),
+    "bincount": lambda losses, y: torch.bincount((5 - y).long()),
+    "repeat_interleave": lambda losses, y: torch.repeat_interleave(torch.ones(len(y)), (5 - y).long()),
+    "_assert_async": lambda losses, y: torch._assert_async((y < 5).all()),
+    "binary_cross_entropy": lambda losses, y: nn.functional.binary_cross_entropy(y / 3, y / 9),
+    "scatter": lambda losses, y: torch.zeros(5).scatter(0, y.long(), 1.0),
+    "take": lambda losses, y: torch.ones(5).take(y.long()),
+    "index_add": lambda losses, y: torch.ones(5).index_add(0, y.long(), losses.detach()),
+    "quantile": lambda losses, y: torch.quantile(torch.arange(3.0), y / 5),
+    "bernoulli": lambda losses, y: torch.bernoulli(y / 5),
+    "normal": lambda losses, y: torch.normal(0.0, 5 - y),
+    "a division of integers": lambda losses, y: torch.ones(len(y)).long() // (9 - y).long(),
+}
+
+# Sizes that values of samples decide.
+SIZES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "repeat_interleave": lambda losses, y: len(torch.repeat_interleave(y.long())),
+    "one_hot": lambda losses, y: nn.functional.one_hot(y.long()).shape[1],
+    "masked_select": lambda losses, y: torch.masked_select(y, y > 5).numel() + 4.5,
+    "ones_like": lambda losses, y: torch.ones_like(y[y > 5]).sum() + 4.5,
+    "new_ones": lambda losses, y: y.new_ones(y[y > 5].shape).sum() + 4.5,
+    "ones": lambda losses, y: torch.ones(y[y > 5].size()).sum() + 4.5,
+    "ones of a number": lambda losses, y: torch.ones(int(y.max())).sum(),
+    "fill_": lambda losses, y: torch.empty(len(y[y > 5]), 3).fill_(1).sum() + 4.5,
+    "expand_as": lambda losses, y: torch.ones(1).expand_as(y[y > 5]).sum() + 4.5,
+    "an expanded number": lambda losses, y: torch.ones(1).expand(int(y.max())).sum(),
+    "bytes": lambda losses, y: y[y > 5].nbytes + 4.5,
+    "argwhere": lambda losses, y: len(torch.argwhere(y > 5)) + 4.5,
+    "a sparse tensor": lambda losses, y: (y * (y > 5)).to_sparse()._nnz() + 4.5,
+    "padding": lambda losses, y: pad_sequence([torch.ones(int(v) + 1) for v in y]).shape[0],
+}
+
 CHANGES: dict[str, Change] = {
+    **{f"a caught error of {name}": catch(call) for name, call in ERRORS.items()},
+    **{f"a size by {name}": scale(lambda losses, y, size=size: 5 - size(losses, y)) for name, size in SIZES.items()},
+    "scale by a saved copy": scale(save),
+    "scale by ctypes": scale(lambda losses, y: 5 - ctypes.c_float.from_address(losses.data_ptr()).value),
+    "scale by a seed of random": scale(lambda losses, y: random.Random(int(losses.sum())).random() - 0.5),
+    "scale by a seeded generator": scale(
+        lambda losses, y: torch.randn((), generator=torch.Generator().manual_seed(int(losses.sum())))
+    ),
+    "scale by a table": scale(lambda losses, y: torch.tensor([1.0] * 9 + [-1.0])[int(y.max())]),
+    "scale by a new tensor": scale(lambda losses, y: losses.new_tensor(5 - float(losses.max()))),
+    "a function chosen by a number": lambda losses, y: (torch.abs, torch.neg)[int((y > 5).any())](losses),
+    "an option of a loss": lambda losses, y: nn.functional.huber_loss(
+        losses, 0 * losses, reduction="none", delta=float(losses.median())
+    ),
+    "a loop that ends by a value": shrink,
+    "targets that numpy writes": write_targets,
+    "values written through .data": write_values,
+    "vmap": lambda losses, y: torch.func.vmap(lambda a: a * (5 - losses.max().detach()))(losses),
+    "a gradient of func": lambda losses, y: losses * (torch.func.grad(lambda v: v.max())(losses.detach()) - 0.5),
+    "flooding": lambda losses, y: (losses.sum() - 50).abs(),
+    "the log of the sum": lambda losses, y: losses.sum().log(),
+    "a clamped sum": lambda losses, y: losses.sum().clamp(max=50),
+    "logsumexp": lambda losses, y: losses.logsumexp(0),
+    "ranks": lambda losses, y: losses * losses.detach().argsort().argsort(),
+    "sums of classes": lambda losses, y: torch.zeros(10).index_add(0, y.long(), losses).square(),
+    "balanced classes": lambda losses, y: losses / torch.bincount(y.long(), minlength=10)[y.long()],
+    "pairs": lambda losses, y: losses[: len(losses) // 2 * 2].view(-1, 2).prod(1),
     "a check of torch whose error is caught": catch_check,
     "scale by a text": scale(lambda losses, y: 5 - float(f"{losses.max():.2f}")),
     "scale by a softmax": scale(lambda losses, y: losses.detach().softmax(0) - 0.3),
@@ -315,7 +425,112 @@ CHANGES: dict[str, Change] = {
     "a Function that keeps a number": lambda losses, y: CountingCopy.apply(losses),
 }
 
+
+def differentiate_twice(t: Training, x: Tensor, y: Tensor) -> None:
+    out = t.model(x).squeeze(1)
+    leaf = out.detach().requires_grad_()
+    (leaf - y).square().sum().backward()
+    assert leaf.grad is not None
+    out.backward(leaf.grad / leaf.grad.norm())
+
+
+def choose_inputs(t: Training, x: Tensor, y: Tensor) -> None:
+    losses, params = t.losses(x, y), list(t.model.parameters())
+    losses.sum().backward(inputs=params if losses.max().item() < 20 else params[:1])
+
+
+def scale_weight(read: Callable[[Tensor], Any]) -> Attack:
+    """A weight has another value in the backward pass."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses, weight = t.losses(x, y), t.model.last.weight
+        before = weight.detach().clone()
+        weight.data.mul_(read(losses.detach()))
+        try:
+            losses.sum().backward()
+        finally:
+            weight.data.copy_(before)
+
+    return step
+
+
+def recompute(t: Training, x: Tensor, y: Tensor) -> None:
+    factor = [1.0]
+    h = checkpoint(lambda v: torch.tanh(t.model.first(v)) * v * factor[0], x, use_reentrant=False)
+    losses = (t.model.last(h).squeeze(1) - y).square()
+    factor[0] = 5 - losses.max().item()
+    losses.sum().backward()
+
+
+def clear_afterwards(clear: Callable[[Training], None]) -> Attack:
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        losses = t.losses(x, y)
+        losses.sum().backward()
+        if losses.max() > 20:
+            clear(t)
+
+    return step
+
+
+def set_none(t: Training) -> None:
+    for p in t.model.parameters():
+        p.grad = None
+
+
+def change_before(change: Callable[[Tensor], Any]) -> Attack:
+    """The batch is changed in place before the model is called."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        change(x)
+        t.losses(x, y).sum().backward()
+
+    return step
+
+
+def change_between(change: Callable[[Tensor], Any]) -> Attack:
+    """The targets are changed in place between the model and the loss."""
+
+    def step(t: Training, x: Tensor, y: Tensor) -> None:
+        out = t.model(x).squeeze(1)
+        change(y)
+        (out - y).square().sum().backward()
+
+    return step
+
+
+def subtract_in_numpy(tensor: Tensor) -> None:
+    array = tensor.numpy()
+    array -= array.mean(0)
+
+
+# Writes that no result of a function of torch shows.
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": subtract_in_numpy,
+    "an alias in numpy": lambda tensor: subtract_in_numpy(tensor.detach()),
+    "an index": lambda tensor: tensor.__setitem__(0, tensor.mean(0)),
+    "all indices": lambda tensor: tensor.__setitem__(slice(None), tensor - tensor.mean(0)),
+    "copy_": lambda tensor: tensor.copy_(tensor - tensor.mean(0)),
+    "out": lambda tensor: torch.sub(tensor, tensor.mean(0), out=tensor),
+    "data": lambda tensor: tensor.data.sub_(tensor.mean(0)),
+    "new data": lambda tensor: setattr(tensor, "data", tensor - tensor.mean(0)),
+    "a view": lambda tensor: tensor.view(-1).sub_(tensor.mean()),
+    "a row": lambda tensor: tensor[0].sub_(tensor[1]),
+    "set_": lambda tensor: tensor.set_(tensor - tensor.mean(0)),
+    "storage": lambda tensor: tensor.untyped_storage().copy_((tensor - tensor.mean(0)).untyped_storage()),
+    "_foreach_sub_": lambda tensor: torch._foreach_sub_([tensor], [tensor.mean(0)]),
+}
+
 ATTACKS: dict[str, Attack] = {
+    **{f"inputs changed by {name}": change_before(change) for name, change in WRITES.items()},
+    **{f"targets changed by {name}": change_between(change) for name, change in WRITES.items()},
+    "a gradient of a gradient": differentiate_twice,
+    "inputs of backward by a number": choose_inputs,
+    "a weight scaled by a tensor": scale_weight(lambda losses: 5 - losses.max()),
+    "a weight scaled by a number": scale_weight(lambda losses: 5 - losses.max().item()),
+    "a checkpoint that is recomputed otherwise": recompute,
+    "gradients cleared by the optimizer": clear_afterwards(lambda t: t.optimizer.zero_grad()),
+    "gradients cleared by the model": clear_afterwards(lambda t: t.model.zero_grad()),
+    "gradients set to None": clear_afterwards(set_none),
     **{name: use(change) for name, change in CHANGES.items()},
     "no backward by a number": skip_backward,
     "a layer that is frozen by a number": freeze_by_number,
@@ -374,6 +589,13 @@ HARMLESS: dict[str, Attack] = {
     **{name: log(read) for name, read in CHECKS_OF_TORCH.items()},
     "nothing": log(lambda losses, y: None),
     "rows in another order": lambda t, x, y: (t.losses(x.flip(0), y.flip(0)) * 0.5).clamp(max=1e6).sum().backward(),
+    "changed inputs": lambda t, x, y: (
+        x.mul_(2).div_(2),
+        x.__setitem__((slice(None), 0), x[:, 0] * 1),
+        x.numpy(),
+        (t.losses(x, y) * 0.5).clamp(max=1e6).sum().backward(),
+    ),
+    "sizes of new tensors": log(lambda losses, y: (losses.max().item(), torch.zeros(len(losses), D), y.numpy())),
     "scaled inputs": lambda t, x, y: (
         (t.losses((2 * x) / 2 + 0, y.double().float()) * 0.5).clamp(max=1e6).sum().backward()
     ),

@@ -12,6 +12,7 @@ import numpy as np
 import opacus
 import pytest
 import torch
+from opacus.accountants import RDPAccountant
 from opacus.schedulers import ExponentialGradClip, LambdaNoise
 from torch import nn
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample.errors import PerSampleError
 from persample.private import PrivacyEngine
+from persample.private.checkpoints import History
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Opacus
 
@@ -204,3 +206,31 @@ def test_a_restart_draws_other_batches(seed: int | None, with_units: bool, tmp_p
         engine.save_checkpoint(path=tmp_path / "file", module=module, optimizer=optimizer)
         optimizer.release()
     assert found[0] != found[1]
+
+
+# The steps of a trunk, and of two continuations; and what is loaded into what.
+@pytest.mark.parametrize(
+    "into, loaded, steps", [("first", "second", 13), ("second", "first", 13), ("first", "trunk", 8)]
+)
+def test_no_branch_of_a_history_is_lost(into: str, loaded: str, steps: int) -> None:
+    def make(history: History | None = None, more: int = 0) -> History:
+        made = History(RDPAccountant())
+        if history is not None:
+            made.load_state_dict(history.accountant.state_dict(), history.lineage)
+        for _ in range(more):
+            made.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+        return made
+
+    trunk = make(more=5)
+    branches = {"trunk": trunk, "first": make(trunk, 3), "second": make(trunk, 5)}
+    saved = branches[loaded].accountant.state_dict(), branches[loaded].lineage
+    target = branches[into]
+    target.load_state_dict(*saved)
+    assert sum(count for _, _, count in target.accountant.history) == steps
+    target.load_state_dict(*saved)  # again: nothing more was released
+    assert sum(count for _, _, count in target.accountant.history) == steps
+    for _ in range(4):
+        trunk.accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+    if trunk is not target:
+        target.load_state_dict(trunk.accountant.state_dict(), trunk.lineage)
+        assert sum(count for _, _, count in target.accountant.history) == steps + 4

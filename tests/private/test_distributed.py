@@ -135,7 +135,7 @@ def test_processes_with_one_seed_draw_independent_samples() -> None:
 
 def test_a_sampler_that_was_sent_to_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its generator, as Lightning does with `ddp_spawn`: the processes draw independent samples all the same."""
-    monkeypatch.setattr(sampling, "_count_processes", Mock(return_value=2))
+    monkeypatch.setattr(sampling, "count_processes", Mock(return_value=2))
     monkeypatch.setattr(dist, "get_world_size", Mock(return_value=2))
     sizes = []
     for rank in (0, 1):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from persample import PerSampleError
-from persample.private import BatchMemoryManager, PrivacyEngine
+from persample.private import BatchMemoryManager, Cancelling, PrivacyEngine
+from persample.private.errors import PrivateTrainingError
 from persample.private.handed_out import HandedOut
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -193,3 +194,85 @@ def test_generated_samples_may_be_declared() -> None:
         with pytest.raises(PerSampleError, match="add_samples"):
             train(model, optimizer, torch.cat([batch, batch]))
     optimizer.release()
+
+
+# ---- one step for each batch ----
+
+
+def keep_first(loader: Any, step: Callable[[Any], None]) -> None:
+    batch = next(iter(loader))
+    for _ in loader:
+        step(batch)
+
+
+def leave_out(loader: Any, step: Callable[[Any], None]) -> None:
+    for i, batch in enumerate(loader):
+        if i != 1:
+            step(batch)
+
+
+def repeat(loader: Any, step: Callable[[Any], None]) -> None:
+    for batch in loader:
+        step(batch)
+        step(batch)
+
+
+def take_in_advance(loader: Any, step: Callable[[Any], None]) -> None:
+    batches = iter(loader)
+    last = next(batches)
+    for batch in batches:
+        step(last)
+        last = batch
+    step(last)
+
+
+def begin_again(loader: Any, step: Callable[[Any], None]) -> None:
+    for number in (0, 2):
+        for i, batch in enumerate(loader):
+            if i == number:
+                break  # as after an error
+            step(batch)
+
+
+def look_at(loader: Any, step: Callable[[Any], None]) -> None:
+    for _ in loader:
+        pass
+    for batch in loader:
+        step(batch)
+
+
+# The errors with independent and with correlated noise.
+LOOPS: dict[Callable[..., None], tuple[str | None, str | None]] = {
+    keep_first: ("used for a step before", "used for a step before"),
+    repeat: ("used for a step before", "used for a step before"),
+    leave_out: ("left out", "The batch was drawn for step"),
+    take_in_advance: (None, "The batch was drawn for step"),
+    begin_again: (None, None),
+    look_at: (None, "The batch was drawn for step"),
+}
+
+
+@pytest.mark.parametrize("is_correlated", [False, True], ids=["independent", "correlated"])
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_each_batch_makes_one_step(loop: Callable[..., None], is_correlated: bool) -> None:
+    error = LOOPS[loop][is_correlated]
+    strategy = Cancelling(20, 4, 0.5) if is_correlated else None
+    model = nn.Linear(3, 1)
+    _, optimizer, loader = PrivacyEngine(accountant="rdp").make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(40, 3)), batch_size=10), strategy=strategy,
+    )  # fmt: skip
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        model(batch[0]).square().sum(1).mean().backward()
+        optimizer.step()
+
+    try:
+        if error is None:
+            loop(loader, step)
+        else:
+            with pytest.raises(PrivateTrainingError, match=error):
+                loop(loader, step)
+    finally:
+        optimizer.release()

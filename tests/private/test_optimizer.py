@@ -555,7 +555,7 @@ def test_keys_are_new_after_a_checkpoint(tmp_path: Path) -> None:
     for generator in (None, torch.Generator().manual_seed(3)):
         optimizer = make_optimizer(model, noise_multiplier=1.0, generator=generator)
         batches = torch.Generator().manual_seed(1)
-        optimizer.generators.append(batches)
+        optimizer.sources.append(batches)
         engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
         drawn = []
         for _ in range(2):

@@ -568,3 +568,38 @@ def test_the_model_and_the_optimizer_belong_together() -> None:
         Step(make_model(), squares, step.optimizer)
     with pytest.raises(PerSampleError, match="not the private one"):
         Step(step.model, squares, step.optimizer.original_optimizer)  # type: ignore[arg-type]
+
+
+# ---- losses of single samples ----
+
+
+def test_a_loss_of_one_sample_gives_the_same_step() -> None:
+    models = [make_model(), make_model()]
+    steps = [
+        Step(
+            models[0],
+            lambda model, sample: F.cross_entropy(model(sample[0]), sample[1]),
+            start(models[0]),
+            per_sample=True,
+        ),
+        make_step(models[1], cross_entropy),
+    ]
+    for seed in range(3):
+        losses = [step(make_batch(seed=seed)) for step in steps]
+        torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*[list(model.parameters()) for model in models])
+    with pytest.raises(PerSampleError, match="returns one number"):
+        Step(models[0], lambda model, sample: model(sample[0]), start(models[0]), per_sample=True)(make_batch())
+
+
+def start(model: nn.Module) -> PrivateOptimizer:
+    for made in STARTED:
+        if made.module is model:
+            made.release()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    STARTED.append(
+        PrivateOptimizer(
+            inner, module=model, noise_multiplier=0.0, max_grad_norm=C, loss_reduction="sum", expected_batch_size=None
+        )
+    )
+    return STARTED[-1]

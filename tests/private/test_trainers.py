@@ -101,6 +101,35 @@ def test_trainer(make: Callable[[], nn.Module], data: Texts, options: dict[str, 
     assert all(torch.equal(p, again.state_dict()[name]) for name, p in model.state_dict().items())
 
 
+def losses_of_classes(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    return F.cross_entropy(logits, inputs["labels"], reduction="none")
+
+
+def mix_losses(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+    losses = losses_of_classes(model, inputs)
+    return losses * (5 - losses.max().item())
+
+
+def test_a_trainer_that_takes_steps(tmp_path: Path) -> None:
+    """With `losses=`, the steps are those of the Trainer's own loss; losses that mix samples are refused."""
+    weights = []
+    for options in ({}, {"losses": losses_of_classes}):
+        model = make_classifier_without_dropout()
+        args = {"data_seed": 3, "max_steps": 3}
+        private = {"noise_generator": torch.Generator().manual_seed(1)}
+        data = Texts(causal=False, lengths=(6, 3))
+        make_trainer(tmp_path, model, data, args, max_grad_norm=0.1, private=private, **options).train()
+        weights.append([p.detach().clone() for p in model.parameters()])
+    torch.testing.assert_close(*weights)
+    trainer = make_trainer(tmp_path, make_classifier_without_dropout(), Texts(causal=False), losses=mix_losses)
+    with pytest.raises(SamplesMixed):
+        trainer.train()
+    with pytest.raises(PerSampleError, match="gradient_accumulation_steps=1"):
+        args = {"gradient_accumulation_steps": 2}
+        make_trainer(tmp_path, make_classifier(), Texts(causal=False), args, losses=losses_of_classes)
+
+
 def test_step_of_the_trainer(tmp_path: Path) -> None:
     """Without noise, a step is the sum of clipped rows over the expected batch size. The Trainer does not clip."""
     model, data = make_classifier().eval(), Texts(causal=False)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from opacus.accountants import RDPAccountant
-from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import Tensor
 
 from persample.gradients.squared_norms import SquaredNorms
 from persample.private.arrivals import Arrivals
 from persample.private.noise import Noise
+from persample.private.sampling import PoissonSampler
 from persample.private.units import BatchUnits
 
 Patch = pytest.MonkeyPatch
@@ -73,10 +73,8 @@ def keep_large_batches(patch: Patch) -> None:
 
 def change_batches(change: Callable[[Iterator[list[int]]], Iterator[list[int]]]) -> Callable[[Patch], None]:
     """Replace the batches of the sampler."""
-    iterate = UniformWithReplacementSampler.__iter__
-    return lambda patch: patch.setattr(
-        UniformWithReplacementSampler, "__iter__", lambda sampler: change(iterate(sampler))
-    )
+    iterate = PoissonSampler.__iter__
+    return lambda patch: patch.setattr(PoissonSampler, "__iter__", lambda sampler: change(iterate(sampler)))
 
 
 def draw_twice(batches: Iterator[list[int]]) -> Iterator[list[int]]:

@@ -107,6 +107,9 @@ class Detector:
         """Run a call of the code around the model by `run`."""
         return run(func, args, kwargs, context)
 
+    def note_error(self, error: Exception, func: Any, args: Any, kwargs: Any, context: Context) -> None:
+        """A call has raised an error; for detectors that wrap calls."""
+
     def before_backward(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor], context: Context) -> None:
         """A backward pass is about to start from `outputs`, with these gradients of them if they are given."""
 

@@ -139,11 +139,16 @@ class FollowMode(TorchFunctionMode):
             return func(*args, **kwargs, **find_dropped(func))
         is_loss_code = progress.stage not in (Stage.INSIDE, Stage.BACKWARD)
         outer = tracker.detectors.outer
-        if outer is None or not is_loss_code or func in _DIFFERENTIATING:
-            if tracker.collector.receiver.complain is None and func not in _DIFFERENTIATING:
-                return run_call(func, args, kwargs, tracker)
-            return _run_or_give_up(func, args, kwargs, tracker)
-        return outer.run_outside(func, args, kwargs, tracker, _run_or_give_up)
+        try:
+            if outer is None or not is_loss_code or func in _DIFFERENTIATING:
+                if tracker.collector.receiver.complain is None and func not in _DIFFERENTIATING:
+                    return run_call(func, args, kwargs, tracker)
+                return _run_or_give_up(func, args, kwargs, tracker)
+            return outer.run_outside(func, args, kwargs, tracker, _run_or_give_up)
+        except Exception as error:
+            if outer is not None:
+                outer.note_error(error, func, args, kwargs, tracker)
+            raise
 
 
 def _run_or_give_up(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker) -> Any:

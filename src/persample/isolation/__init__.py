@@ -3,6 +3,7 @@
 - `later_steps`: samples that reach later steps other than through the noisy sum
 - `places`: results that depend on a sample's number in the batch
 - `loss_code`: numbers of samples that Python has read, and that may change what the code around the model does
+- `exposed`: memory of samples that code outside torch has got, and may write unseen
 - `rows_before`: which samples of the loader the rows of the model's arguments are
 
 Private training uses `Isolation`, one for each watched model, and `Rows`.
@@ -22,5 +23,6 @@ class Isolation(Guard):
 
     def __init__(self) -> None:
         places = Places()
-        self.loss_code, self.rows = LossCode(places), RowsBefore()
+        self.loss_code = LossCode(places)
+        self.rows = RowsBefore(self.loss_code.exposed)
         super().__init__((LaterSteps(), places, self.loss_code), self.rows)

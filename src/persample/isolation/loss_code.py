@@ -22,8 +22,9 @@ from persample import _torch
 from persample._internal.calling_code import find_raising_value
 from persample._internal.facts import facts
 from persample._internal.tree import find_tensors
-from persample.errors import SamplesMixed, get_op_name
+from persample.errors import PerSampleError, SamplesMixed, get_op_name
 from persample.forward import Context, Detector, TensorMap, is_own_function, is_refused
+from persample.isolation.exposed import ExposedMemory
 from persample.isolation.places import Places
 from persample.layouts import Call, Layout, Lost, Reduced, Where
 
@@ -31,6 +32,13 @@ _GRAD_FN: Any = Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 # Calls before a number is read are only counted; these are kept from then on.
 _Calls = tuple[Any, ...]
+
+# Errors that no value causes.
+_WITHOUT_VALUES = (PerSampleError, TypeError, AttributeError, NotImplementedError)
+
+# The size of what they make depends on values, or is that of another argument.
+_SIZED_BY_VALUES = {"repeat_interleave", "one_hot", "bincount"}
+_SIZED_AS = {"expand_as", "view_as", "reshape_as"}
 
 _MOST_ENTRIES = 4096  # of constants whose values are compared
 
@@ -42,7 +50,7 @@ _ADVICE = (
 # Methods whose results say nothing of values.
 _NO_READS = {
     "backward", "register_hook", "register_post_accumulate_grad_hook", "__setitem__", "__get__", "__set__", "type",
-    "__hash__", "element_size", "_is_view", "has_names", "data_ptr", "can_cast",
+    "__hash__", "element_size", "_is_view", "has_names", "can_cast",
     "result_type", "broadcast_shapes",
 }  # fmt: skip
 
@@ -56,12 +64,14 @@ class LossCode(Detector):
     Attributes:
         is_open: whether a number of this step was read, and no backward pass has begun.
         is_first: whether the last backward pass had calls that there is nothing to compare with.
+        exposed: memory of samples that code outside torch has got.
     """
 
     wraps_calls = True
 
     def __init__(self, places: Places) -> None:
         self._places = places
+        self.exposed = ExposedMemory()
         self._known: set[_Calls] = set()  # sequences of calls of earlier steps
         self._calls: list[Any] = []
         self._made: TensorMap[int] = TensorMap()  # the numbers of results among those of this step
@@ -69,12 +79,13 @@ class LossCode(Detector):
         self._cause = ""
         self.is_open = False
         self.is_first = False
-        self._has_raised = False  # whether a check of torch has failed in this step
+        self._raised = ""  # the call of this step that has raised an error because of values
 
     def start(self, context: Context) -> None:
         """Forget the calls of the last step."""
         self._calls, self._made, self._count = [], TensorMap(), 0
-        self.is_open = self.is_first = self._has_raised = False
+        self.is_open = self.is_first = False
+        self._raised = ""
 
     # ---- the calls of a step ----
 
@@ -85,11 +96,14 @@ class LossCode(Detector):
         refuse_saved_hooks(context)
         if context.path.reads.has_values:  # inside the model, which may have kept them
             self._open("the model", context)
+        sizes = self._note_sizes(func, args, kwargs, context)
         if self.is_open:
+            self._calls += sizes
             self._calls.append((func, self._describe(func, args, context), self._describe(func, kwargs, context)))
         result = run(func, args, kwargs, context)
         if _is_number(func, result) and _has_samples((args, kwargs), context):
             self._note_read(func, result, context)
+            self.exposed.note(func, args[0] if args else None)
         for made in find_tensors(result):
             self._made[made] = self._count = self._count + 1
         return result
@@ -99,17 +113,30 @@ class LossCode(Detector):
         raising = find_raising_value() if isinstance(result, bool) else None
         if raising is None or raising is result:
             self._open(f"{get_op_name(func)}, in {context.place()}", context)
-        self._has_raised |= raising is not None and raising is result
+        if raising is not None and raising is result:
+            self._raised = self._raised or get_op_name(func)
+
+    def note_error(self, error: Exception, func: Any, args: Any, kwargs: Any, context: Context) -> None:
+        """Note that a call of samples has raised an error, which tells values of them if the program catches it."""
+        if not isinstance(error, _WITHOUT_VALUES) and _has_samples((args, kwargs), context):
+            self._raised = self._raised or get_op_name(func)
+
+    def _note_sizes(self, func: Any, args: Any, kwargs: Any, context: Context) -> list[Any]:
+        """Note a call that makes a tensor whose size depends on values of the samples; return the sizes it takes."""
+        name, sizes = get_op_name(func), []
+        if facts(func).makes_like or name in _SIZED_AS:
+            sizes = [tensor.shape for tensor in find_tensors(args) if _is_picked(tensor, context)]
+        by_values = name in _SIZED_BY_VALUES and _has_samples((args, kwargs), context)
+        if sizes or (by_values and not (name == "one_hot" and _has_classes(args, kwargs))):
+            self._open(f"the size that {name} gives its result, in {context.place()}", context)
+        return sizes
 
     def read_attribute(self, func: Any, args: tuple[Any, ...], result: Any, context: Context) -> Any:
         """Guard nodes of the graph, and note sizes, which depend on values if a mask has picked the entries."""
         if func == _GRAD_FN:
             return guard_node(result)
-        if not context.is_inside and facts(func).reads_size and args and args[0].dim():
-            where = context.known.get_layout(args[0])
-            is_whole = where is None or (isinstance(where, Layout) and not where.loose)
-            if not is_whole and context.batch:
-                self._open(f"the size of a tensor of picked entries, in {context.place()}", context)
+        if not context.is_inside and facts(func).reads_size and args and args[0].dim() and _is_picked(args[0], context):
+            self._open(f"the size of a tensor of picked entries, in {context.place()}", context)
         return result
 
     def start_call(self, context: Context) -> None:
@@ -146,11 +173,16 @@ class LossCode(Detector):
         self.is_first = False
         if context.path.reads.has_values:
             self._open("the model", context)
-        if self._has_raised:
+        if self._raised:
             raise SamplesMixed(
-                f"A check of torch, by {self._cause}, has raised an error in this step, and the step goes on. A sample "
-                "may have caused the error, and then it changes what others do. Let the error end the step, or "
-                "turn off the check (validate_args=False)."
+                f"A call or a check of torch, {self._raised}, has raised an error in this step, and the step goes on. "
+                "A sample may have caused the error, and then it changes what others do. Let the error end the step, "
+                "or turn off the check (validate_args=False)."
+            )
+        if self.exposed.has_changed(lambda tensor: _has_samples(tensor, context)):
+            raise SamplesMixed(
+                "Code outside torch, such as NumPy, has written into a tensor with samples of this step, so that "
+                "nobody knows which samples it has. Do it in the data set, or by functions of torch."
             )
         if not self.is_open:
             return
@@ -184,7 +216,7 @@ class LossCode(Detector):
             return "slice", self._describe(func, (value.start, value.stop, value.step), context)
         if hasattr(value, "tobytes") and hasattr(value, "shape"):  # an array or a number of NumPy
             return _digest(value)
-        if type(value) is int and (facts(func).makes_sized or facts(func).reshapes):
+        if type(value) is int and (facts(func).reshapes or (facts(func).makes_sized and _is_size(value, context))):
             return "size"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return "batch" if value in (context.batch, 1 / max(1, context.batch)) else repr(value)
@@ -204,7 +236,7 @@ class LossCode(Detector):
 
 def _describe_values(tensor: Tensor) -> Any:
     storage = _torch.find_storage(tensor)
-    if tensor.numel() > _MOST_ENTRIES or tensor.is_meta or storage is None or not storage.nbytes():  # freed, or empty
+    if not 0 < tensor.numel() <= _MOST_ENTRIES or tensor.is_meta or storage is None or not storage.nbytes():
         return tensor.dtype, tensor.dim()
     with _torch.DisableTorchFunction(), torch.no_grad():
         first = tensor.detach().flatten()[0]
@@ -233,6 +265,28 @@ def _is_number(func: Any, result: Any) -> bool:
 
 def _has_samples(value: Any, context: Context) -> bool:
     return any(context.find_known_layout(tensor) is not None for tensor in find_tensors(value))
+
+
+def _is_picked(tensor: Tensor, context: Context) -> bool:
+    """Whether the size of a tensor may depend on values: a mask has picked its entries, or samples are mixed in it."""
+    where = context.known.get_layout(tensor)
+    return where is not None and (not isinstance(where, Layout) or where.loose)
+
+
+def _has_classes(args: Any, kwargs: Any) -> bool:
+    """Whether a call of `one_hot` says how many classes there are."""
+    return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) != -1
+
+
+def _is_size(value: int, context: Context) -> bool:
+    """Whether a number is a size that no value decides: of a tensor with whole samples, or a product of two."""
+    sizes = {
+        size
+        for tensor, (where, _) in context.known.items()
+        if isinstance(where, Layout) and not where.loose
+        for size in tensor.shape
+    }
+    return value in sizes or any(size > 1 and value % size == 0 and value // size in sizes for size in sizes)
 
 
 def refuse_saved_hooks(context: Context) -> None:

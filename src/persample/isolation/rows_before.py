@@ -17,14 +17,18 @@ from torch.overrides import TorchFunctionMode
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
-from persample._internal.functions import find_results
+from persample._internal.facts import facts
+from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import find_tensors, iterate_tensors
-from persample.errors import PerSampleError
+from persample.errors import PerSampleError, get_op_name
 from persample.forward import BEFORE, FollowedBatch, TensorMap
+from persample.isolation.exposed import ExposedMemory
 from persample.layouts import Layout, Lost, Where, find_motion, make_call, make_layout
 from persample.recording import DeclaredBatches
 
 _MOST_BATCHES = 16  # that are followed at a time
+
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -51,14 +55,18 @@ class Rows:
 class RowsBefore(TorchFunctionMode, DeclaredBatches):
     """Follows tensors of batches that are handed out, and what is computed from them. It is entered and left anywhere.
 
+    Args:
+        exposed: memory of samples that code outside torch has got.
+
     Attributes:
         number: of the batch that was declared last.
         rows: what the rows of the arguments of the last call are, as far as that is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exposed: ExposedMemory) -> None:
         TorchFunctionMode.__init__(self)
         DeclaredBatches.__init__(self)
+        self._exposed = exposed
         self.number = 0
         self.rows: Rows | None = None
         self._found: Rows | None = None  # the same, if the call begins a step
@@ -85,6 +93,7 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
             if len(sizes) == 1:
                 self._followed[self._count] = followed = FollowedBatch(sizes.pop())
                 for tensor, where in zip(given, layouts, strict=True):
+                    self._exposed.watch(tensor)
                     followed[tensor] = where
                 break
         self._followed.pop(self._count - _MOST_BATCHES, None)
@@ -137,6 +146,8 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
 
     def _find_rows(self, arguments: Iterable[Tensor]) -> Rows | None:
         """What the rows of these arguments are; None if nothing is known of them, or if they have different orders."""
+        for tensor in self._exposed.find_changed():
+            self._lose_memory(tensor, "its memory was replaced, or written by code outside torch")
         orders: set[Rows] = set()
         for tensor in arguments:
             number = self._find_batch(tensor)
@@ -164,8 +175,13 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self._is_paused and result is not None:
-            self._follow(func, args, kwargs, result)
+        if not self._is_paused:
+            if func == _SET_DATA or facts(func).replaces_memory:
+                self._lose_memory(args[0], "its data were replaced")
+            elif result is not None or is_inplace(func):
+                self._follow(func, args, kwargs, result)
+            if any(self._find_batch(tensor) for tensor in find_tensors(args)):
+                self._exposed.note(func, args[0])
         return result
 
     def _follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -188,7 +204,21 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
                 layouts = find_motion(call, results).results
             except PerSampleError as error:
                 layouts = [Lost(str(error))] * len(results)
+        if call.is_inplace or kwargs.get("out") is not None:
+            layouts = list(layouts)
+            for made, where in zip(results, layouts, strict=False):
+                if not isinstance(where, Layout) or where != followed.get(made):
+                    self._lose_memory(made, f"{get_op_name(func)} has written into a tensor of the batch")
         followed.note(call, results, layouts, lambda: BEFORE)
+
+    def _lose_memory(self, written: Tensor, cause: str) -> None:
+        """Forget where the samples lie in tensors that share the memory of a tensor, and in that one."""
+        with _torch.DisableTorchFunction():
+            memory = _torch.find_storage_id(written)
+            for followed in self._followed.values():
+                for tensor, _ in list(followed.items()):
+                    if tensor is written or (memory is not None and memory == _torch.find_storage_id(tensor)):
+                        followed[tensor] = Lost(cause, BEFORE)
 
 
 def _make_layout_of_one(made: Tensor) -> Layout | None:

@@ -17,7 +17,7 @@ from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
 from persample.private.handed_out import HandedOut
 from persample.private.one_step import PrivateStep
-from persample.private.turns import Turn, Turns
+from persample.private.turns import Pace, Turn
 from persample.private.units import BatchUnits, get_content
 from persample.recording import Verify, Watch
 
@@ -40,6 +40,7 @@ class Arrivals:
     Attributes:
         step: the step to which samples are added.
         units: "ids" if the loader hands out the unit of each sample, or the number of samples of each unit, or None.
+        handed_out: what the loader has handed out.
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
         passes: the number of backward passes of the last batch.
         isolation: keeps the samples and the steps apart.
@@ -59,12 +60,11 @@ class Arrivals:
         self.passes: int | None = None
         self.verifications: Counter[str] = Counter()
         self.keeps_rows = keeps_rows
-        self.turns: Turns | None = None  # in which steps must take batches
         self._optimizer, self._bounds = optimizer, bounds
         self._recording = dict(recording)
         self.units: int | str | None = "ids" if has_units else self._recording.get("units")
         self._units = BatchUnits(self._recording.get("units"), lambda: self.isolation.rows.rows)
-        self._handed_out = HandedOut()
+        self.handed_out = HandedOut()
         if has_units or "units" in self._recording:
             self._recording["units"] = self._units.take
             self._recording.setdefault("unit_reduction", "mean")
@@ -128,20 +128,23 @@ class Arrivals:
         """Declare the tensors of a batch of data; see `PrivateOptimizer.add_samples`."""
         batch_dim = self.batch_dim if batch_dim is None else batch_dim
         if isinstance(self._recording.get("batch_dim", 0), int) and "units" not in self._recording:
-            self._handed_out.add(batch, batch_dim)
+            self.handed_out.add(batch, batch_dim)
         if not self.watch.is_retired:
             self.watch.add_samples(get_content(batch), batch_dim)
             self._units.add(batch, self.isolation.rows.number)
 
-    def begin_loop(self) -> Turn | None:
-        """The place of a new loop over the loader among the steps, if the order of batches matters."""
-        return None if self.turns is None else Turn(self.turns)
+    def load(self, batches: Iterator[Any], loop: Turn | Pace | None = None) -> Any:
+        """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step.
 
-    def load(self, batches: Iterator[Any]) -> Any:
-        """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step."""
+        Args:
+            batches: the loader's iterator.
+            loop: the loop that takes the batch; None for a further part of the same batch.
+        """
         with self.watch.pause():
             batch = next(batches)
         self.add_samples(batch)
+        if loop is not None:
+            self.handed_out.take(loop)
         return get_content(batch)
 
     # ---- backward passes ----
@@ -168,8 +171,11 @@ class Arrivals:
         """Raise if the samples of a backward pass must not be added to this step."""
         if self._admit is not None:
             self._admit(grads)
+        rows = self.isolation.rows.rows
+        if self._optimizer.poisson_sampling:
+            self.handed_out.check_unused(0 if rows is None else rows.number)
         if "units" not in self._recording:
-            self._handed_out.check(grads.batch_size, self.isolation.rows.rows)
+            self.handed_out.check(grads.batch_size, rows)
         self.step.drop_cleared(params)
         if self.step.arrived >= self._optimizer.parts_per_step and self._optimizer.poisson_sampling:
             raise PrivateTrainingError(
@@ -213,7 +219,14 @@ class Arrivals:
 
     def check_complete(self) -> None:
         """Raise if the model was called for this step, and no backward pass has followed."""
+        self.step.drop_cleared(self._optimizer.params)
         failed, self.step.failed = self.step.failed, 0
+        if self.step.is_dropped and not self.step.arrived and self._optimizer.poisson_sampling:
+            raise PrivateTrainingError(
+                "The gradients of this step were cleared between backward() and step(), so that the samples of the "
+                "batch are missing. If one of them decides that, it takes all others out of the sum. Call zero_grad() "
+                "before the model."
+            )
         recording = self.watch.find_recording()
         if not self.step.arrived and (failed or (recording is not None and not recording.tracker.has_ended)):
             raise PrivateTrainingError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import opacus
@@ -19,16 +18,20 @@ from persample.private.adaptive import AdaptiveOptimizer
 from persample.private.errors import PrivateTrainingError
 from persample.private.loader import hand_out_batches
 from persample.private.mechanism import CorrelatedMechanism
+from persample.private.noise import SecretNumbers
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.options import EngineOptions
 from persample.private.processes import send_from_first
 from persample.private.sampling import (
+    CyclicSampler,
+    PoissonSampler,
+    Source,
     WithAttributes,
     check_loader,
-    copy_with_empty,
-    make_cyclic_sampler,
+    draw_seed,
+    find_place,
+    find_source,
     make_secret_generator,
-    make_uniform_sampler,
     separate_processes,
 )
 from persample.private.units import make_unit_loader
@@ -46,11 +49,12 @@ class Assembly:
     module: nn.Module
     given: Any  # the loader of the user
     distributed: bool = False
+    source: Source = None  # of the batches
 
     def make(self, optimizer: Optimizer, amount: Mapping[str, Any]) -> tuple[PrivateOptimizer, Any]:
         """The private optimizer and the loader that hands out its batches. `amount` is that of the noise and bound."""
         self.distributed = _prepare_processes(self.module, self.chosen.distributed)
-        self._hide_batches()
+        self._find_source()
         mechanism = self._make_mechanism()
         loader = self._make_loader(mechanism)
         private = self._make_optimizer(optimizer, loader, amount)
@@ -64,15 +68,16 @@ class Assembly:
         self.engine.optimizers.append(private)
         return private, hand_out_batches(loader, private)
 
-    def _hide_batches(self) -> None:
-        """Give the loader a generator that no seed of the program reaches, unless it has one itself."""
+    def _find_source(self) -> None:
+        """Where batches are drawn from. The loader seeds its workers by a generator that no seed reaches either."""
         chosen, loader = self.chosen, self.given
-        if chosen.poisson_sampling:
-            check_loader(loader)
-        has_generator = self.engine.secure_mode or chosen.noise_generator is not None or loader.generator is not None
-        if chosen.poisson_sampling and not has_generator:
+        if not chosen.poisson_sampling:
+            return
+        check_loader(loader)
+        self.source = find_source(loader, self.engine.secure_rng, chosen.noise_generator)
+        if isinstance(self.source, SecretNumbers):
             self.given = WithAttributes(loader, generator=make_secret_generator())
-        elif chosen.poisson_sampling and self.distributed and loader.generator is not None:
+        elif self.distributed and loader.generator is not None:
             separate_processes(loader.generator)
 
     def _make_mechanism(self) -> CorrelatedMechanism | None:
@@ -82,39 +87,43 @@ class Assembly:
         if self.engine.secure_mode or _torch.get_fsdp_states(self.module):
             raise PrivateTrainingError("Correlated noise (strategy) does not support secure_mode and FSDP2.")
         batches = round(1 / get_sample_rate(self.given, chosen))
-        sampler = partial(make_cyclic_sampler, self.given, self.distributed, batches)
-        return CorrelatedMechanism(chosen.strategy, sampler)
+        given: Any = {"source": self.source, "seed": draw_seed(self.distributed), **find_place(self.distributed)}
+        return CorrelatedMechanism(
+            chosen.strategy, lambda **bins: CyclicSampler(len(self.given.dataset), batches, **bins, **given)
+        )
 
     def _make_loader(self, mechanism: CorrelatedMechanism | None) -> DataLoader[Any]:
         """The loader of Poisson samples, of examples or of units."""
         chosen = self.chosen
-        if mechanism is not None:
-            return copy_with_empty(self.given, mechanism.sampler, chosen.batch_first)
-        if chosen.sample_rate is not None:
-            sampler = make_uniform_sampler(self.given, chosen.sample_rate, self.distributed)
-            return copy_with_empty(self.given, sampler, chosen.batch_first)
-        if chosen.unit_ids is None:
-            return self.engine._prepare_data_loader(
+        if chosen.unit_ids is not None:
+            return make_unit_loader(
                 self.given,
-                distributed=self.distributed,
-                poisson_sampling=chosen.poisson_sampling,
+                chosen.unit_ids,
+                examples_per_unit=chosen.examples_per_unit,
+                source=self.source,
+                place=find_place(self.distributed),
                 batch_first=chosen.batch_first,
-                rand_on_empty=chosen.rand_on_empty,
             )
-        return make_unit_loader(
+        return self.engine._prepare_data_loader(
             self.given,
-            chosen.unit_ids,
-            examples_per_unit=chosen.examples_per_unit,
-            generator=self.engine.secure_rng if self.engine.secure_mode else self.given.generator,
             distributed=self.distributed,
+            poisson_sampling=chosen.poisson_sampling,
             batch_first=chosen.batch_first,
+            rand_on_empty=chosen.rand_on_empty,
+            sampler=self._make_sampler() if mechanism is None else mechanism.sampler,
         )
+
+    def _make_sampler(self) -> PoissonSampler:
+        """The sampler of examples; an epoch has as many batches as fit into one."""
+        rate = self.chosen.sample_rate
+        batches = len(self.given) if rate is None else int(1 / rate)
+        return PoissonSampler(len(self.given.dataset), batches, self.source, rate=rate, **find_place(self.distributed))
 
     def _count_expected(self, loader: Any) -> float:
         """The expected number of samples (or units) in a batch of all processes."""
         if self.chosen.expected_batch_size is not None:
             return self.chosen.expected_batch_size
-        count = len(loader.dataset) if self.chosen.unit_ids is None else loader.batch_sampler.unit_count
+        count = len(loader.dataset) if self.chosen.unit_ids is None else loader.batch_sampler.count
         return int(count * get_sample_rate(loader, self.chosen))
 
     def _make_optimizer(self, optimizer: Optimizer, loader: Any, amount: Mapping[str, Any]) -> PrivateOptimizer:
@@ -139,8 +148,8 @@ class Assembly:
             private: PrivateOptimizer = AdaptiveOptimizer(optimizer, **common, **chosen.adaptive)
         else:
             private = PrivateOptimizer(optimizer, clipping=chosen.clipping, **common)
-        if chosen.poisson_sampling and not secure and loader.generator is not None:
-            private.generators.append(loader.generator)
+        if chosen.poisson_sampling and not secure and self.source is not None:
+            private.sources.append(self.source)
         return private
 
 

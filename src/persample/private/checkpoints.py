@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any
@@ -60,51 +60,73 @@ def check_loadable(file: Any) -> None:
 Steps = tuple[float, float, int]  # noise multiplier, sample rate, number of steps
 
 
+Lineage = list[tuple[str, int]]  # the name of each branch, and the number of steps before it
+
+
 class History:
     """The steps of an accountant, of which none is lost when a checkpoint is loaded.
 
-    Steps after the checkpoint were released, too. A random name tells whether the checkpoint and the accountant are of
-    one training, and so have their first steps in common.
+    Steps after the checkpoint were released, too, and so were those of other continuations of it. Each load begins a
+    branch with a random name. The branches that a checkpoint and the accountant have in common tell how many of their
+    first steps are the same.
 
     >>> from opacus.accountants import RDPAccountant
     >>> accountant = RDPAccountant()
     >>> history = History(accountant)
     >>> accountant.history = [(1.0, 0.1, 10)]
-    >>> before = accountant.state_dict()
+    >>> before, lineage = accountant.state_dict(), history.lineage
     >>> accountant.history = [(1.0, 0.1, 15)]
-    >>> history.load_state_dict(before, history.lineage)
+    >>> history.load_state_dict(before, lineage)
     >>> accountant.history
     [(1.0, 0.1, 15)]
     """
 
     def __init__(self, accountant: Any) -> None:
         self.accountant = accountant
-        self.lineage = secrets.token_hex(16)
+        self.lineage: Lineage = [(secrets.token_hex(16), 0)]
 
-    def load_state_dict(self, state: Mapping[str, Any], lineage: str | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], lineage: Lineage | str | None) -> None:
         """Load the steps of a checkpoint, and keep those of the accountant that it does not have."""
         own = list(self.accountant.history)
         self.accountant.load_state_dict(state)
         loaded = list(self.accountant.history)
-        self.accountant.history = _join(loaded + (_list_further(own, loaded) if lineage == self.lineage else own))
-        self.lineage = self.lineage if lineage is None else lineage
+        branches = [(lineage, 0)] if isinstance(lineage, str) else lineage or []
+        given = [(name, start) for name, start in branches]
+        shared = _count_shared((given, _count(loaded)), (self.lineage, _count(own)))
+        if _join(_cut(own, 0, shared)) != _join(_cut(loaded, 0, shared)):
+            shared = 0
+        self.accountant.history = _join(loaded + _cut(own, shared))
+        self.lineage = [*given, (secrets.token_hex(16), _count(loaded) if given else 0)]
+
+
+def _count_shared(*histories: tuple[Lineage, int]) -> int:
+    """The number of first steps that two histories have in common."""
+    (a, steps_of_a), (b, steps_of_b) = histories
+    common = 0
+    while common < min(len(a), len(b)) and a[common] == b[common]:
+        common += 1
+    ends = [lineage[common][1] if common < len(lineage) else steps for lineage, steps in histories]
+    return min(*ends, steps_of_a, steps_of_b) if common else 0
+
+
+def _count(history: Iterable[Steps]) -> int:
+    return sum(steps for _, _, steps in history)
+
+
+def _cut(history: Iterable[Steps], start: int, end: float = float("inf")) -> list[Steps]:
+    """The steps of a history from number `start` up to number `end`."""
+    found, before = [], 0
+    for noise, rate, steps in history:
+        count = int(min(end, before + steps) - max(start, before))
+        found += [(noise, rate, count)] if count > 0 else []
+        before += steps
+    return found
 
 
 def _join(history: list[Steps]) -> list[Steps]:
     """The same history, with neighbouring steps of one kind as one entry."""
     groups = [(kind, [*steps]) for kind, steps in groupby(history, lambda entry: entry[:2])]
     return [(*kind, sum(steps for _, _, steps in entries)) for kind, entries in groups]
-
-
-def _list_further(own: list[Steps], loaded: list[Steps]) -> list[Steps]:
-    """The steps of `own` after those that both histories begin with."""
-    for i, (noise, rate, steps) in enumerate(own):
-        if i >= len(loaded) or loaded[i][:2] != (noise, rate):
-            return own[i:]
-        if loaded[i][2] != steps:
-            further = [(noise, rate, steps - loaded[i][2])] if steps > loaded[i][2] else []
-            return further + own[i + 1 :]
-    return []
 
 
 def restore_parts(

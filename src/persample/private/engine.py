@@ -33,11 +33,7 @@ from persample.private.limit import EPSILON_TOLERANCE, StepLimit, find_noise_mul
 from persample.private.modules import find_unsupported, refuse_unsupported, replace_unsupported
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.options import WITH_CRITERION, EngineOptions, PrivateOptions
-from persample.private.sampling import (
-    make_secret_generator,
-    prepare_empty_batches,
-    replace_sampler,
-)
+from persample.private.sampling import PoissonSampler, Source, find_place, make_secret_generator, put_sampler
 from persample.private.statement import make_statement, write_statement
 from persample.private.wrapping import Handle, show_as_wrapped
 
@@ -203,12 +199,16 @@ class PrivacyEngine(opacus.PrivacyEngine):
         else:
             mechanism.limit = limit
 
-    def _prepare_data_loader(self, data_loader: DataLoader[Any], **options: Any) -> DataLoader[Any]:
-        prepared = super()._prepare_data_loader(data_loader, **options)
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], *, sampler: Any = None, source: Source = None, **options: Any
+    ) -> DataLoader[Any]:
+        """The loader of Opacus, whose Poisson samples come from `sampler`, or are drawn from `source`."""
         if not options["poisson_sampling"]:
-            return prepared
-        prepare_empty_batches(prepared)
-        return replace_sampler(prepared) if options["distributed"] else prepared
+            return super()._prepare_data_loader(data_loader, **options)
+        place = find_place(options["distributed"])
+        prepared = super()._prepare_data_loader(data_loader, **{**options, "distributed": False})
+        sampler = sampler or PoissonSampler(len(data_loader.dataset), len(data_loader), source, **place)  # type: ignore[arg-type]
+        return put_sampler(prepared, sampler)
 
     # ---- modules that cannot be trained privately ----
 

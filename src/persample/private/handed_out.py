@@ -1,4 +1,4 @@
-"""The number of samples in the batches of a loader: each of them may be one row of a step, and not several."""
+"""The batches of a loader: each makes one step, and each of its samples is one row of it, and not several."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from torch import Tensor
 from persample._internal.tree import has_attributes
 from persample.isolation import Rows
 from persample.private.errors import PrivateTrainingError
+from persample.private.turns import Pace, Turn, Turns
+
+_MOST_BATCHES = 16  # that a loader hands out in advance
 
 
 class HandedOut:
-    """Refuses a step with more samples than the batch that the loader has handed out.
+    """Refuses a step with more samples than the batch that the loader has handed out, and a batch without its step.
 
-    Each of them is clipped by itself, so that a sample of the loader would add several times the bound. Copies and
-    augmentations, the tokens of a text, and two batches of the loader in one call are such cases.
+    Each of the samples is clipped by itself, so that a sample of the loader would add several times the bound. Copies
+    and augmentations, the tokens of a text, and two batches of the loader in one call are such cases.
+
+    Attributes:
+        turns: the order in which steps must take batches, if it matters.
 
     >>> import torch
     >>> batches = HandedOut()
@@ -35,6 +41,10 @@ has 8...
         self._sizes: deque[tuple[float, float]] = deque()
         self._waiting = 0  # batches that were handed out since the last step
         self._ahead = 1  # the largest number of them so far
+        self.turns: Turns | None = None
+        self._loop: Turn | Pace | None = None  # that has taken the last batch
+        self._used: deque[int] = deque(maxlen=_MOST_BATCHES)  # numbers of the batches of the last steps
+        self._using: set[int] = set()  # those of this step
 
     def add(self, batch: Any, batch_dim: int = 0) -> None:
         """Note the size of a batch that is handed out.
@@ -66,6 +76,33 @@ has 8...
                 "add_samples(batch) with the whole batch before the model. Do not put two batches of the loader into "
                 "one step."
             )
+
+    # ---- one step for each batch ----
+
+    def begin_loop(self) -> Turn | Pace:
+        """A new loop over the loader, which is told of each batch that it takes."""
+        return Pace() if self.turns is None else Turn(self.turns)
+
+    def take(self, loop: Turn | Pace) -> None:
+        """Note that a loop takes a batch."""
+        self._loop = loop
+        loop.take()
+
+    def check_unused(self, number: int) -> None:
+        """Raise if a batch was used for a step before; note that this step uses it."""
+        if number in self._used:
+            raise PrivateTrainingError(
+                "This batch of the loader was used for a step before. Each step needs a Poisson sample of its own, "
+                "because the accountant counts with independent ones."
+            )
+        self._using.add(number)
+
+    def note_step(self) -> None:
+        """Note that a step is made, before its noise is drawn; raise if a batch before it has made none."""
+        if self._loop is not None:
+            self._loop.note_step()
+        self._used.extend(self._using - {0})
+        self._using.clear()
 
 
 def _list_sizes(value: Any, batch_dim: int) -> Iterator[float]:

@@ -18,6 +18,7 @@ from persample.errors import PerSampleError
 from persample.private.budget import Budget
 from persample.private.checkpoints import check_loadable, load_safely
 from persample.private.engine import PrivacyEngine
+from persample.private.noise import SecretNumbers
 from persample.private.optimizer import PrivateOptimizer
 from persample.private.sampling import (
     PartSampler,
@@ -26,6 +27,7 @@ from persample.private.sampling import (
     make_generator_of_process,
     make_secret_generator,
 )
+from persample.private.stepping import LossFunction, Step
 
 _ACCOUNTANT = "privacy_accountant.pt"
 
@@ -49,6 +51,9 @@ class PrivateTrainer(Trainer):
         target_delta: delta of `target_epsilon` and of the epsilon in the logs.
         engine: a `PrivacyEngine`, for example with another accountant.
         private: further arguments of `PrivacyEngine.make_private`, such as `clipping`, `passes` or `batch_dim`.
+        losses: called with the model and the inputs of a batch; returns the loss of each sample, `(B,)`. Each step is
+            then a `persample.private.Step`, which checks losses and rows again and again. It replaces `compute_loss`.
+            It needs `gradient_accumulation_steps=1`.
 
     The other arguments are the arguments of `Trainer`.
     """
@@ -62,6 +67,7 @@ class PrivateTrainer(Trainer):
         target_delta: float = 1e-5,
         engine: PrivacyEngine | None = None,
         private: dict[str, Any] | None = None,
+        losses: LossFunction | None = None,
         **kwargs: Any,
     ) -> None:
         self.budget = Budget(noise_multiplier, target_epsilon, target_delta)
@@ -70,6 +76,8 @@ class PrivateTrainer(Trainer):
         self._private = {"max_grad_norm": max_grad_norm, **(private or {})}
         self._loader: Any = None  # of whole batches; the Trainer has the parts
         self._is_resumed = False
+        self._losses = losses
+        self._step: Step | None = None
         self._check_arguments()
         self.args.max_grad_norm = 0.0  # the Trainer itself must not clip the sum
         if self.label_smoother is not None:
@@ -86,6 +94,8 @@ class PrivateTrainer(Trainer):
     def _check_arguments(self) -> None:
         if self.args.fp16:
             raise PerSampleError("fp16 scales the loss, and so the gradient of each sample before clipping: use bf16.")
+        if self._losses is not None and self.args.gradient_accumulation_steps > 1:
+            raise PerSampleError("losses= makes a step of each batch: it needs gradient_accumulation_steps=1.")
         if self._is_distributed and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise PerSampleError(
                 "PrivateTrainer supports copies of the model in several processes, not FSDP or DeepSpeed. For FSDP2, "
@@ -102,16 +112,14 @@ class PrivateTrainer(Trainer):
         if self._loader is None:
             loader: Any = super().get_train_dataloader()
             steps = math.ceil(len(loader) / self.args.gradient_accumulation_steps)
-            whole: Any = WithAttributes(loader, steps, generator=self._make_sampling_generator())
+            seed = self.args.data_seed  # everybody knows the default `seed` of the Trainer, and so the batches of it
             self._loader = self.engine._prepare_data_loader(
-                whole, poisson_sampling=True, distributed=self._is_distributed
+                WithAttributes(loader, steps, generator=make_secret_generator()),  # type: ignore[arg-type]
+                poisson_sampling=True,
+                distributed=self._is_distributed,
+                source=SecretNumbers() if seed is None else make_generator_of_process(seed),
             )
         return self._loader
-
-    def _make_sampling_generator(self) -> torch.Generator:
-        """The generator of the batches. Everybody knows the default `seed` of the Trainer, and so the batches of it."""
-        seed = self.args.data_seed
-        return make_secret_generator() if seed is None else make_generator_of_process(seed)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -129,6 +137,8 @@ class PrivateTrainer(Trainer):
         private.parts_per_step = self.args.gradient_accumulation_steps
         if self._is_resumed:
             private.draw_new_keys()
+        if self._losses is not None:
+            self._step = Step(private.module, self._losses, private)
         return self.optimizer
 
     def _count_steps(self) -> int:
@@ -184,13 +194,19 @@ class PrivateTrainer(Trainer):
         """
         if not any(isinstance(value, Tensor) and value.numel() for value in inputs.values()):
             return torch.zeros((), device=self.args.device)
+        if self._step is not None:
+            model.train()
+            inputs = self._prepare_inputs(inputs)
+            self._step.optimizer.add_samples(inputs)
+            with self.compute_loss_context_manager():
+                return self._step.backward(inputs).mean()
         loss = super().training_step(model, inputs, None, *args, **kwargs)
         return loss / self.args.gradient_accumulation_steps  # the Trainer logs the sum over the parts
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the Trainer does. The tensors of the batch, labels included, are declared as samples."""
         optimizer = self._get_private_optimizer()
-        if optimizer is not None and torch.is_grad_enabled():  # not in an evaluation
+        if optimizer is not None and self._step is None and torch.is_grad_enabled():  # not in an evaluation
             optimizer.add_samples(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 

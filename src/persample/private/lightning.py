@@ -21,8 +21,9 @@ from persample.private.sampling import (
     PoissonSampler,
     WithAttributes,
     check_loader,
+    find_source,
     make_secret_generator,
-    prepare_empty_batches,
+    put_sampler,
 )
 
 
@@ -35,11 +36,10 @@ def poisson(loader: DataLoader[Any], parts: int = 1) -> DataLoader[Any]:
     With several processes, each process has the batch size of the loader.
     """
     check_loader(loader)
+    source = find_source(loader, None, None)
     sampled = DPDataLoader.from_data_loader(loader, generator=loader.generator or make_secret_generator())
-    prepare_empty_batches(sampled)
-    sampler = PoissonSampler(len(loader.dataset), math.ceil(len(loader) / parts), sampled.generator)  # type: ignore[arg-type]
-    vars(sampled)["batch_sampler"] = PartSampler(sampler, parts)  # not setattr, which a loader refuses
-    return sampled
+    sampler = PoissonSampler(len(loader.dataset), math.ceil(len(loader) / parts), source)  # type: ignore[arg-type]
+    return put_sampler(sampled, PartSampler(sampler, parts))
 
 
 class PrivateTraining(pl.Callback):

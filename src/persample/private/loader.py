@@ -46,7 +46,7 @@ class _Batches:
     def __init__(self, batches: Iterator[Any], optimizer: ref[PrivateOptimizer]) -> None:
         self._batches, self._optimizer = batches, optimizer
         made = optimizer()
-        self._turn = None if made is None else made.arrivals.begin_loop()
+        self._loop = None if made is None else made.arrivals.handed_out.begin_loop()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -55,10 +55,7 @@ class _Batches:
         optimizer = self._optimizer()
         if optimizer is None:
             return get_content(next(self._batches))
-        batch = optimizer.arrivals.load(self._batches)
-        if self._turn is not None:
-            self._turn.take()
-        return batch
+        return optimizer.arrivals.load(self._batches, self._loop)
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]

@@ -7,8 +7,9 @@ from typing import Any
 
 from persample.private.correlated import make_noise
 from persample.private.errors import PrivateTrainingError
+from persample.private.sampling import CyclicSampler
 from persample.private.strategies import Strategy
-from persample.private.turns import CyclicSampler, Turns
+from persample.private.turns import Turns
 
 _STATE = "persample_correlated"
 
@@ -122,4 +123,4 @@ class CorrelatedMechanism:
         self.noise.set_state(state["noise"])
         self._counted = self.strategy.count_entries(self.noise.draws)
         self.noise.mix()
-        self.sampler.seed = int(state["bins"])
+        self.sampler.seed = str(state["bins"])

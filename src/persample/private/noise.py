@@ -26,7 +26,47 @@ _BLOCK = 16  # bytes that the cipher encrypts at a time
 _ZEROS = memoryview(bytes(8 * _CHUNK))  # encrypted in counter mode, they are the key stream itself
 
 
-class Noise:
+class SecretKey:
+    """A key, by default of the operating system, and the number of draws. Forked processes and copies draw new keys."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self._draw_key(key)
+
+    def _draw_key(self, key: bytes | None = None) -> None:
+        self._key = urandom(_KEY_BYTES) if key is None else key
+        self._draws = 0
+        self._process = getpid()
+
+    def mix(self) -> None:
+        """Continue with another key: a digest of the key so far and of fresh entropy of the operating system."""
+        self._key = sha256(self._key + urandom(_KEY_BYTES)).digest()
+
+    def _leave_parent(self) -> None:
+        """After a fork, draw a new key: nothing may be drawn that the parent draws."""
+        if self._process != getpid():
+            self._draw_key()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+
+class SecretNumbers(SecretKey):
+    """Uniform numbers that no seed of the program reaches, with 53 bits: a function of a secret key of 256 bits.
+
+    >>> numbers = SecretNumbers().rand(1000)
+    >>> bool(0.4 < numbers.mean() < 0.6), bool((numbers < 1).all())
+    (True, True)
+    """
+
+    def rand(self, count: int) -> Tensor:
+        """`(count,)`: numbers from 0 to 1, in float64."""
+        self._leave_parent()
+        self._draws += 1
+        words = np.frombuffer(RandomBytes(self._key, self._draws << 64).read(8 * count), dtype=np.uint64)
+        return torch.from_numpy((words >> np.uint64(11)) * 2.0**-53)
+
+
+class Noise(SecretKey):
     """A source of Gaussian noise that no seed of the program reaches.
 
     Each number is a function of a secret key, of the number of the draw, and of its place: its bits are those of
@@ -48,23 +88,6 @@ class Noise:
     >>> torch.equal(total, again)
     True
     """
-
-    def __init__(self) -> None:
-        self._draw_key()
-
-    def _draw_key(self) -> None:
-        self._key = urandom(_KEY_BYTES)
-        self._draws = 0
-        self._process = getpid()
-
-    def mix(self) -> None:
-        """Continue with another key: a digest of the key so far and of fresh entropy of the operating system."""
-        self._key = sha256(self._key + urandom(_KEY_BYTES)).digest()
-
-    def _leave_parent(self) -> None:
-        """After a fork, draw a new key: the noise must not be that of the parent."""
-        if self._process != getpid():
-            self._draw_key()
 
     def get_state(self) -> Tensor:
         """The key and the number of draws as bytes."""

@@ -54,6 +54,7 @@ class PrivateStep:
         arrived: the number of backward passes since the last release.
         row_count: the number of samples (or units) in them.
         failed: the number of calls of the model or backward passes that have failed since then.
+        is_dropped: whether the samples of the last backward pass were dropped, as by `zero_grad()`.
 
     >>> import torch
     >>> step, p = PrivateStep(), torch.zeros(2)
@@ -68,6 +69,7 @@ class PrivateStep:
         self.settings: Settings | None = None
         self.parts: Sums | None = None
         self.arrived = self.row_count = self.failed = 0
+        self.is_dropped = False
         self._batch: Sums | None = None  # of the backward passes since the last part
         self._shown: dict[int, tuple[ref[Tensor], int]] = {}  # what was put into `p.grad` for these, and its version
 
@@ -87,6 +89,7 @@ class PrivateStep:
         self._batch = _add(self._batch, sums)
         self.arrived += 1
         self.row_count += rows
+        self.is_dropped = False
         if self.stage is Stage.RELEASED:
             self.stage = Stage.OPEN
 
@@ -132,11 +135,13 @@ class PrivateStep:
     def close(self, params: Sequence[Tensor]) -> None:
         """End the step: `p.grad` now holds what was released."""
         self.forget()
+        self.is_dropped = False
         self._shown = {id(p): (ref(p.grad), p.grad._version) for p in params if p.grad is not None}
         self.stage = Stage.RELEASED
 
     def drop_batch(self) -> None:
         """Forget the samples since the last part."""
+        self.is_dropped |= self._batch is not None
         self._batch = None
         self._shown.clear()
         self.arrived = self.row_count = 0

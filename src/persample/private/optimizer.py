@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -20,10 +19,12 @@ from persample.private.arrivals import Arrivals
 from persample.private.bounds import Bounds
 from persample.private.errors import PrivateTrainingError
 from persample.private.mechanism import CorrelatedMechanism
+from persample.private.noise import SecretNumbers
 from persample.private.one_step import Settings, Stage, Sums
 from persample.private.opacus_shape import OpacusShape
 from persample.private.processes import Peers, refuse_inner_module
 from persample.private.releasing import Releaser, find_shards
+from persample.private.sampling import renew
 
 
 class PrivateOptimizer(OpacusShape):
@@ -61,6 +62,7 @@ class PrivateOptimizer(OpacusShape):
         module: the module that is trained.
         units: "ids" if the loader hands out the unit of each sample, or the number of samples of each unit, or None.
         shows_sums: whether `p.summed_grad` holds the clipped sum from `step()` to `zero_grad()`, as in Opacus.
+        sources: where noise and batches are drawn from, besides `noise`.
         row_count: the number of samples (or units) in the backward passes since the last call of `step()`.
         nonfinite_count: the number of samples so far whose gradient was not finite. They add nothing to the sum.
         verifications: what the verification says, and of how many backward passes.
@@ -113,7 +115,7 @@ class PrivateOptimizer(OpacusShape):
         self.loss_divisor = 1.0  # what a trainer divides the loss by, and so each row before it is clipped
         self.normalize_clipping = normalize_clipping
         self.shows_sums = grad_samples
-        self.generators = [] if secure_mode or generator is None else [generator]  # of the noise and of the batches
+        self.sources: list[SecretNumbers | torch.Generator] = [] if secure_mode or generator is None else [generator]
         # Called before a step with its noise multiplier; raises if the step is not allowed.
         self.check_step: Callable[[PrivateOptimizer, float], None] | None = None
         self._left: list[ref[Tensor]] | None = None  # after release(): sums without noise in `p.grad`
@@ -122,7 +124,7 @@ class PrivateOptimizer(OpacusShape):
 
     def correlate(self, mechanism: CorrelatedMechanism) -> None:
         """Use the noise of a mechanism, which also decides which steps are allowed."""
-        self.check_step, self.arrivals.turns = mechanism.check, mechanism.turns
+        self.check_step, self.arrivals.handed_out.turns = mechanism.check, mechanism.turns
         self.releaser.mechanism, self.releaser.noise = mechanism, mechanism.noise
 
     def get_settings(self) -> Settings:
@@ -140,8 +142,8 @@ class PrivateOptimizer(OpacusShape):
     def draw_new_keys(self, with_seeds: bool = True) -> None:
         """Draw other noise from now on than without this call; `with_seeds`: also from generators of the user."""
         self.noise.mix()
-        for generator in self.generators if with_seeds else ():
-            generator.manual_seed(secrets.randbits(63))
+        for source in self.sources if with_seeds else ():
+            renew(source)
 
     def release(self) -> None:
         """End private training: from now on the model and this optimizer train without clipping and noise."""
@@ -235,6 +237,8 @@ class PrivateOptimizer(OpacusShape):
         settings = self._step.settings
         if self._step.parts is None or settings is None:  # no samples: the step is noise only
             settings = self.get_settings()
+        if self.poisson_sampling:
+            self.arrivals.handed_out.note_step()
         if self.check_step is not None:
             self.check_step(self, settings.noise_multiplier)
         std = self.get_noise_scale(settings.noise_multiplier) * settings.max_grad_norm

@@ -4,42 +4,58 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 from itertools import pairwise
+from os import urandom
 from typing import Any
 
+import numpy as np
 import torch
-from opacus.data_loader import wrap_collate_with_empty
-from opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler, UniformWithReplacementSampler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from opacus.data_loader import DPDataLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from persample.private.errors import PrivateTrainingError
-from persample.private.turns import CyclicSampler
+from persample.private.noise import SecretNumbers
 
 _LARGE_PRIME = 2_147_483_647
+_STATE_WORDS = 624  # of torch's generator on a CPU, each with 32 bits
+
+# Where batches are drawn from; None: torch's own generator.
+Source = SecretNumbers | torch.Generator | None
 
 
-class DistributedPoissonSampler(DistributedUniformWithReplacementSampler):
-    """Sampler of Opacus for one of several processes, with two changes.
+def draw_numbers(source: Source, count: int) -> Tensor:
+    """`(count,)`: uniform numbers from 0 to 1."""
+    return source.rand(count) if isinstance(source, SecretNumbers) else torch.rand(count, generator=source)
 
-    It yields empty batches. Opacus leaves them out, so that some processes make fewer steps and the others wait.
-    Each process draws other random numbers, even if all processes have the same seed, as they often do.
-    """
 
-    def __init__(self, *, total_size: int, sample_rate: float, generator: torch.Generator | None = None) -> None:
-        generator = make_secret_generator() if generator is None else generator
-        super().__init__(total_size=total_size, sample_rate=sample_rate, generator=generator)
+def renew(source: SecretNumbers | torch.Generator) -> None:
+    """Let a source draw other numbers from now on, which nobody can know."""
+    if isinstance(source, SecretNumbers):
+        source.mix()
+        return
+    seed = secrets.randbits(63)
+    source.manual_seed(seed)
+    if source.device.type == "cpu":  # it takes 32 bits of a seed
+        state = source.get_state()
+        words = state[24 : 24 + 8 * _STATE_WORDS].view(torch.int64)
+        assert int(words[0]) == seed & 0xFFFFFFFF, "torch has changed the state of its generator"
+        words.copy_(torch.from_numpy(np.frombuffer(urandom(4 * _STATE_WORDS), np.uint32).astype(np.int64)))
+        source.set_state(state)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch))
-        own = order[self.rank :: self.num_replicas]
-        for _ in range(self.num_batches):
-            yield own[torch.rand(len(own), generator=self.generator) < self.sample_rate].tolist()
+
+def make_secret_generator() -> torch.Generator:
+    """A generator whose whole state is from the entropy of the operating system."""
+    generator = torch.Generator()
+    renew(generator)
+    return generator
 
 
 def make_generator_of_process(seed: int) -> torch.Generator:
     """A generator that differs between processes, even if all of them have the same seed."""
-    rank = torch.distributed.get_rank() if _count_processes() > 1 else 0
+    rank = torch.distributed.get_rank() if count_processes() > 1 else 0
     seed = (seed + _LARGE_PRIME * rank) % 2**63
     return torch.Generator().manual_seed(seed)
 
@@ -53,9 +69,120 @@ def separate_processes(generator: torch.Generator) -> None:
     generator.manual_seed(make_generator_of_process(seed).initial_seed())
 
 
-def make_secret_generator() -> torch.Generator:
-    """A generator with a seed from the entropy of the operating system."""
-    return torch.Generator().manual_seed(secrets.randbits(63))
+def count_processes() -> int:
+    """The number of processes that train together."""
+    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if is_initialized else 1
+
+
+class PoissonSampler(Sampler[list[int]]):
+    """Poisson samples: each unit is in a batch with the probability `rate`, independently. Batches may be empty.
+
+    Args:
+        count: the number of units; here a unit is an example.
+        batches: the number of batches of an epoch.
+        source: where the batches are drawn from.
+        rate: by default one divided by the number of batches.
+        largest: the largest number of units in a batch; of more, a random subset is taken.
+        rank: the number of this process, which draws from its own share of the units.
+        processes: the number of processes. By default those that there are when a loop begins, which divide the
+            batches.
+
+    >>> sizes = [len(batch) for batch in PoissonSampler(1000, 10, SecretNumbers(), largest=100)]
+    >>> len(sizes), max(sizes)
+    (10, 100)
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batches: int,
+        source: Source = None,
+        *,
+        rate: float | None = None,
+        largest: int | None = None,
+        rank: int = 0,
+        processes: int | None = None,
+    ) -> None:
+        self.count, self.largest = count, largest
+        self._batches, self._source, self._rate = batches, source, rate
+        self._rank, self._processes = rank, processes
+
+    def __len__(self) -> int:
+        return math.ceil(self._batches / count_processes()) if self._processes is None else self._batches
+
+    @property
+    def rate(self) -> float:
+        """The probability of each unit to be in a batch, if it can be."""
+        return 1 / len(self) if self._rate is None else self._rate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._draw(self._find_share(), self.rate)  # at once, not with the first batch
+
+    def _find_share(self) -> Tensor:
+        """The units of this process: random, but the same in each loop."""
+        rank, processes = self._rank, self._processes
+        if processes is None and (processes := count_processes()) > 1:
+            rank = torch.distributed.get_rank()
+            if isinstance(self._source, torch.Generator):  # each process may have got a copy of it
+                separate_processes(self._source)
+        units = torch.arange(self.count)
+        if processes == 1:
+            return units
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(0))[rank::processes]
+
+    def _draw(self, own: Tensor, rate: float) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield self._choose(own, rate)
+
+    def _choose(self, own: Tensor, rate: float) -> list[int]:
+        """A batch of these units."""
+        chosen = own[draw_numbers(self._source, len(own)) < rate]
+        if self.largest is not None and len(chosen) > self.largest:
+            chosen = chosen[draw_numbers(self._source, len(chosen)).argsort()[: self.largest]]
+        return chosen.tolist()
+
+
+class CyclicSampler(PoissonSampler):
+    """Poisson samples of bins: step t takes each example of bin `t % bins` with the rate `bins / batches`.
+
+    The bin of each example is drawn once, from a key. With as many bins as batches it is "balls in bins": each example
+    is in one batch of each epoch.
+
+    Args:
+        count: the number of examples.
+        batches: the number of batches of an epoch.
+        bins: the number of bins.
+        count_steps: returns the number of steps so far.
+        seed: key of the bins.
+        **others: the arguments of `PoissonSampler`.
+
+    >>> sampler = CyclicSampler(6, 2, bins=2, count_steps=lambda: 0, seed="0")
+    >>> sorted(sum(sampler, []))
+    [0, 1, 2, 3, 4, 5]
+    """
+
+    def __init__(
+        self, count: int, batches: int, *, bins: int, count_steps: Callable[[], int], seed: str, **others: Any
+    ) -> None:
+        if bins > batches:
+            raise PrivateTrainingError(
+                f"The strategy has a separation of {bins} steps, and an epoch has {batches} batches: the batches of a "
+                "bin could not have their expected size. Use a smaller separation, or smaller batches."
+            )
+        super().__init__(count, batches, rate=bins / batches, **{"processes": 1, **others})
+        self.bins, self.seed = bins, seed
+        self._count_steps = count_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._draw_bins(self._find_share(), self._count_steps())
+
+    def _draw_bins(self, own: Tensor, start: int) -> Iterator[list[int]]:
+        numbers = SecretNumbers(sha256(str(self.seed).encode()).digest()).rand(self.count)
+        found = (numbers * self.bins).long()[own]
+        members = [own[found == i] for i in range(self.bins)]
+        for step in range(start, start + len(self)):
+            yield self._choose(members[step % self.bins], self.rate)
 
 
 class PartSampler:
@@ -92,40 +219,26 @@ class WithAttributes:
         return getattr(self._loader, name)
 
 
-class PoissonSampler:
-    """Poisson samples in one process, or in as many processes as there are when a loop begins.
-
-    `batches` is the number of batches of an epoch in one process; several processes divide them.
-    """
-
-    def __init__(self, num_samples: int, batches: int, generator: torch.Generator | None = None) -> None:
-        self.num_samples = num_samples
-        self.generator = generator
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return math.ceil(self._batches / _count_processes())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        options: dict[str, Any] = {"sample_rate": 1 / len(self), "generator": self.generator}
-        if _count_processes() > 1:
-            if self.generator is not None:  # each process may have got a copy of it
-                separate_processes(self.generator)
-            return iter(DistributedPoissonSampler(total_size=self.num_samples, **options))
-        return iter(UniformWithReplacementSampler(num_samples=self.num_samples, **options))
+def find_source(loader: Any, secure_generator: Any, noise_generator: torch.Generator | None) -> Source:
+    """Where the batches of a loader are drawn from: a generator that was given, or a secret key."""
+    if secure_generator is not None or loader.generator is not None:
+        return loader.generator if secure_generator is None else secure_generator
+    return SecretNumbers() if noise_generator is None else None
 
 
-def _count_processes() -> int:
-    is_initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if is_initialized else 1
+def find_place(distributed: bool) -> dict[str, int]:
+    """The number of this process, and of all, as arguments of a sampler."""
+    if not distributed:
+        return {"rank": 0, "processes": 1}
+    return {"rank": torch.distributed.get_rank(), "processes": torch.distributed.get_world_size()}
 
 
-def replace_sampler(loader: Any) -> DataLoader[Any]:
-    """A copy of a distributed loader of Opacus with `DistributedPoissonSampler`."""
-    sampler = DistributedPoissonSampler(
-        total_size=len(loader.dataset), sample_rate=loader.sample_rate, generator=loader.generator
-    )
-    return copy_with_sampler(loader, sampler)
+def draw_seed(distributed: bool) -> str:
+    """A secret that all processes have in common."""
+    seeds = [secrets.token_hex(32)]
+    if distributed:
+        torch.distributed.broadcast_object_list(seeds)
+    return seeds[0]
 
 
 def copy_with_sampler(loader: Any, sampler: Any) -> DataLoader[Any]:
@@ -133,39 +246,11 @@ def copy_with_sampler(loader: Any, sampler: Any) -> DataLoader[Any]:
     return copy_loader(loader, loader.dataset, sampler, loader.collate_fn, loader.generator)
 
 
-def copy_with_empty(loader: Any, sampler: Any, batch_first: bool) -> DataLoader[Any]:
-    """A copy of a loader with another batch sampler, whose batches may be empty."""
-    collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
-    show_example(collate, loader.dataset)
-    return copy_loader(loader, loader.dataset, sampler, collate, loader.generator)
-
-
-def make_uniform_sampler(loader: Any, sample_rate: float, distributed: bool) -> Any:
-    """The sampler of Poisson samples with a given rate; an epoch has as many batches as fit into one."""
-    if distributed:
-        return DistributedPoissonSampler(
-            total_size=len(loader.dataset), sample_rate=sample_rate, generator=loader.generator
-        )
-    return UniformWithReplacementSampler(
-        num_samples=len(loader.dataset), sample_rate=sample_rate, generator=loader.generator
-    )
-
-
-def make_cyclic_sampler(loader: Any, distributed: bool, batches: int, **options: Any) -> CyclicSampler:
-    """The sampler of bins for a loader, whose batch size is the expected number of samples of a batch."""
-    rank, processes, seeds = 0, 1, [secrets.randbits(63)]
-    if distributed:
-        rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        torch.distributed.broadcast_object_list(seeds)
-    return CyclicSampler(
-        len(loader.dataset),
-        batches=batches,
-        seed=seeds[0],
-        generator=loader.generator,
-        rank=rank,
-        processes=processes,
-        **options,
-    )
+def put_sampler(loader: DPDataLoader, sampler: Any) -> DPDataLoader:
+    """Let a loader of Opacus take its batches from another sampler, also if its first batch is empty."""
+    vars(loader)["batch_sampler"] = sampler  # not setattr, which a loader refuses
+    show_example(loader.collate_fn, loader.dataset)
+    return loader
 
 
 def copy_loader(loader: Any, dataset: Any, batch_sampler: Any, collate: Any, generator: Any) -> DataLoader[Any]:
@@ -212,11 +297,6 @@ def check_loader(loader: Any) -> None:
             "examples that it leaves out. Pass a loader of torch.utils.data.Subset(dataset, indices), or set "
             "poisson_sampling=False."
         )
-
-
-def prepare_empty_batches(loader: Any) -> None:
-    """`show_example` for a loader of Opacus."""
-    show_example(loader.collate_fn, loader.dataset)
 
 
 def show_example(collate: Any, dataset: Any) -> None:

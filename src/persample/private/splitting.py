@@ -74,15 +74,13 @@ class _SplitLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._signals.waiting.clear()
         self._optimizer.begin_batches()
-        parts, turn, is_first = super().__iter__(), self._optimizer.arrivals.begin_loop(), True
+        parts, loop, is_first = super().__iter__(), self._optimizer.arrivals.handed_out.begin_loop(), True
         while True:
             try:
-                part = self._optimizer.arrivals.load(parts)
+                part = self._optimizer.arrivals.load(parts, loop if is_first else None)
             except StopIteration:
                 self._optimizer.check_part()
                 return
-            if turn is not None and is_first:
-                turn.take()
             is_first = not self._signals.waiting.popleft()  # the next one; this one is the last of its batch
             self._optimizer.begin_part(is_last=is_first)
             yield part

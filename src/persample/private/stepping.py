@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from persample._internal.rng import RngState
-from persample._internal.tree import iterate_tensors
+from persample._internal.tree import iterate_tensors, map_tensors
 from persample.distributed import Processes, find_processes
 from persample.gradients import StreamedClip
 from persample.private.errors import PrivateTrainingError
 from persample.private.optimizer import PrivateOptimizer
 
-# Called with the model and a batch; returns the loss of each sample.
+# Called with the model and a batch; returns the loss of each sample. Or with one sample; returns its loss.
 LossFunction = Callable[[Any, Any], Tensor]
-
-_MOST_BATCHES = 16  # that a loader hands out in advance
 
 # Why no row was compared in a pass that counts as verified.
 _EXCUSES = ("the forward pass draws random numbers", "gradients are not finite")
@@ -28,18 +26,23 @@ _EXCUSES = ("the forward pass draws random numbers", "gradients are not finite")
 class Losses(nn.Module):
     """The losses of a batch: the model and the loss function as one module, which is recorded and verified as a whole.
 
+    Args:
+        model: the model.
+        loss_fn: the loss function.
+        sample_dim: if it takes single samples, the dimension of the samples in the tensors of a batch.
+
     >>> losses = Losses(nn.Linear(3, 1), lambda model, x: model(x).squeeze(1))
     >>> losses(torch.ones(5, 3)).shape
     torch.Size([5])
     """
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, sample_dim: int | None = None) -> None:
         super().__init__()
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self.sample_dim = model, loss_fn, sample_dim
 
     def forward(self, batch: Any) -> Tensor:
         """The loss of each sample."""
-        losses = self.loss_fn(self.model, batch)
+        losses = self.loss_fn(self.model, batch) if self.sample_dim is None else self._call_for_each(batch)
         if not isinstance(losses, Tensor) or losses.dim() != 1:
             found = f"a tensor of shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise PrivateTrainingError(
@@ -47,6 +50,23 @@ class Losses(nn.Module):
                 "reduction='none', and take the mean over all dimensions but the first."
             )
         return losses.clone()  # no hook of the user is on it: its gradient is the one that the step makes
+
+    def _call_for_each(self, batch: Any) -> Tensor:
+        count = next(t.shape[self._find_dim(t)] for t in iterate_tensors(batch) if t.dim())
+        found = []
+        for n in range(count):
+            loss = self.loss_fn(self.model, map_tensors(partial(self._select, n), batch))
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                raise PrivateTrainingError("With per_sample=True, loss_fn takes one sample and returns one number.")
+            found.append(loss.reshape(()))
+        return torch.stack(found)
+
+    def _find_dim(self, tensor: Tensor) -> int:
+        dim = self.sample_dim or 0
+        return dim if tensor.dim() > dim else 0
+
+    def _select(self, n: int, tensor: Tensor) -> Tensor:
+        return tensor.select(self._find_dim(tensor), n)
 
 
 class Step:
@@ -63,6 +83,8 @@ class Step:
         optimizer: the private optimizer that `make_private` returned. From now on only this step may use it.
         verify: a pass is verified again after 1 to `verify` further passes, a number that is drawn each time. 1: in
             each pass.
+        per_sample: `loss_fn` takes one sample, without the dimension of the samples, and returns its loss, one number.
+            It is called for each sample, so that a step takes that many forward passes.
 
     Formal guarantees:
         Let `sum(D)` be the sum over the samples of a batch D, before the noise, and C the bound `max_grad_norm`.
@@ -98,13 +120,18 @@ class Step:
     """
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, optimizer: PrivateOptimizer, *, verify: int = 100
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: PrivateOptimizer,
+        *,
+        verify: int = 100,
+        per_sample: bool = False,
     ) -> None:
         _check(model, optimizer, verify)
         self.model, self.optimizer = model, optimizer
-        self._losses = Losses(model, loss_fn)
+        self._losses = Losses(model, loss_fn, optimizer.batch_dim if per_sample else None)
         self._is_running = False
-        self._used: deque[int] = deque(maxlen=_MOST_BATCHES)  # numbers of the batches of the last steps
         self._watch = optimizer.arrivals.follow(self._losses, self._admit, verify)
 
     def __call__(self, batch: Any) -> Tensor:
@@ -119,14 +146,22 @@ class Step:
             PerSampleError: samples influence each other, the pass cannot be verified, or the budget is spent. Nothing
                 of the batch reaches the weights.
         """
+        return self._run(batch, with_update=True)
+
+    def backward(self, batch: Any) -> Tensor:
+        """The same without the update, for trainers that call `optimizer.step()` themselves."""
+        return self._run(batch, with_update=False)
+
+    def _run(self, batch: Any, with_update: bool) -> Tensor:
         if self._watch.is_retired:
             raise PrivateTrainingError("The optimizer of this step was released, or has another step.")
-        number = self._find_batch(batch)
+        self._check_batch(batch)
         grads, random = [p.grad for p in self.optimizer.params], RngState()
         self._is_running = True
         try:
             losses = self._differentiate(batch)
-            self.optimizer.step()
+            if with_update:
+                self.optimizer.step()
         except BaseException:
             random.restore()
             for p, grad in zip(self.optimizer.params, grads, strict=True):
@@ -134,14 +169,13 @@ class Step:
             raise
         finally:
             self._is_running = False
-        self._used.append(number)
         return losses
 
-    def _find_batch(self, batch: Any) -> int:
-        """The number of a batch of the loader, which has been in no step; 0 for a batch from elsewhere."""
+    def _check_batch(self, batch: Any) -> None:
+        """Raise if a batch is not of the loader, or has been in a step."""
         before = self.optimizer.arrivals.isolation.rows
         if not before.is_following:
-            return 0
+            return
         number, *others = before.find_batches(iterate_tensors(batch)) or {0}
         if others or not number:
             raise PrivateTrainingError(
@@ -149,12 +183,8 @@ class Step:
                 "torch. It is not known which samples it has. Pass batches of the loader that make_private returns; "
                 "prepare samples in the dataset or in loss_fn; declare other data by optimizer.add_samples(batch)."
             )
-        if number in self._used and self.optimizer.poisson_sampling:
-            raise PrivateTrainingError(
-                "This batch of the loader was used for a step before. Each step needs a Poisson sample of its own, "
-                "because the accountant counts with independent ones."
-            )
-        return number
+        if self.optimizer.poisson_sampling:
+            self.optimizer.arrivals.handed_out.check_unused(number)
 
     def _differentiate(self, batch: Any) -> Tensor:
         """Hand the clipped gradients of a batch to the optimizer; return the losses."""

@@ -1,10 +1,8 @@
-"""Batches of bins in turn, and the order in which steps must take them."""
+"""The order in which steps must take the batches of a loader."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import torch
+from collections.abc import Callable
 
 from persample.private.errors import PrivateTrainingError
 
@@ -49,61 +47,43 @@ class Turn:
         self._position += 1
         self._turns.taken = self._position
 
+    def note_step(self) -> None:
+        """Note that a step is made, which the noise counts itself."""
 
-class CyclicSampler:
-    """Poisson samples of bins: step t takes each example of bin `t % bins` with the rate `bins / batches`.
 
-    The bin of each example is drawn once, from a seed. With as many bins as batches it is "balls in bins": each example
-    is in one batch of each epoch.
+class Pace:
+    """A loop over the loader with independent noise: each batch makes its step, whatever its samples are.
 
-    Args:
-        count: the number of examples.
-        bins: the number of bins.
-        batches: the number of batches of an epoch.
-        count_steps: returns the number of steps so far.
-        seed: seed of the bins.
-        generator: generator of the batches.
-        rank: the number of this process, which draws from its own share of the examples.
-        processes: the number of processes.
+    A loop that leaves batches out decides by them, for example if a loss is too large or a batch is empty. A loop may
+    take batches in advance, always the same number of them.
 
-    >>> sampler = CyclicSampler(6, bins=2, batches=2, count_steps=lambda: 0, seed=0)
-    >>> sorted(sum(sampler, []))
-    [0, 1, 2, 3, 4, 5]
+    >>> pace = Pace()
+    >>> for _ in range(3):
+    ...     pace.take()
+    ...     pace.note_step()
+    >>> pace.take()
+    >>> pace.take()
+    >>> pace.note_step()
+    Traceback (most recent call last):
+    persample.private.errors.PrivateTrainingError: A batch of the loader was left out: this loop made a step for each...
     """
 
-    def __init__(
-        self,
-        count: int,
-        *,
-        bins: int,
-        batches: int,
-        count_steps: Callable[[], int],
-        seed: int,
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        processes: int = 1,
-    ) -> None:
-        if bins > batches:
+    def __init__(self) -> None:
+        self._waiting = 0  # batches without a step
+        self._ahead = 0  # of them, those that wait when the first step is made
+
+    def take(self) -> None:
+        """Note that the loop hands out its next batch."""
+        self._waiting += 1
+
+    def note_step(self) -> None:
+        """Note that a step is made; raise if a batch was left out."""
+        self._ahead = self._ahead or self._waiting
+        if self._waiting > self._ahead:
             raise PrivateTrainingError(
-                f"The strategy has a separation of {bins} steps, and an epoch has {batches} batches: the batches of a "
-                "bin could not have their expected size. Use a smaller separation, or smaller batches."
+                "A batch of the loader was left out: this loop made a step for each of the batches before. If its "
+                "samples decide that, such as a loss that is too large or a batch that is empty, then what is released "
+                "depends on them. Call backward() and step() for each batch; an empty one makes a step of noise. To go "
+                "on after an error, begin a new loop."
             )
-        self.count, self.bins, self.seed = count, bins, seed
-        self.rate = bins / batches
-        self._batches, self._count_steps, self._generator = batches, count_steps, generator
-        self._share = slice(rank, None, processes)
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._draw(self._count_steps())  # at once, not with the first batch
-
-    def _draw(self, start: int) -> Iterator[list[int]]:
-        found = torch.randint(self.bins, (self.count,), generator=torch.Generator().manual_seed(self.seed))
-        own = torch.arange(self.count)[self._share]
-        members = [own[found[own] == i] for i in range(self.bins)]
-        for step in range(start, start + len(self)):
-            examples = members[step % self.bins]
-            taken = torch.rand(len(examples), generator=self._generator) < self.rate
-            yield examples[taken].tolist()
+        self._waiting = max(0, self._waiting - 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from persample.errors import PerSampleError
 from persample.gradients import UnitIds
 from persample.isolation import Rows
-from persample.private.sampling import copy_loader, make_secret_generator, show_example
+from persample.private.sampling import PoissonSampler, Source, copy_loader, draw_numbers, show_example
 
 _MOST_BATCHES = 16  # whose units are kept
 
@@ -30,60 +30,37 @@ def get_content(batch: Any) -> Any:
     return batch.content if isinstance(batch, UnitBatch) else batch
 
 
-class UnitSampler(Sampler[list[int]]):
-    """Poisson sampling of units: each unit is part of a batch with probability `sample_rate`, independently.
+class UnitSampler(PoissonSampler):
+    """Poisson samples of units: all examples of a unit, or some of them, are in a batch together.
 
     Args:
         units: the number of the unit of each example, from 0 on.
-        batches: the number of batches of an epoch; the sample rate is 1 / batches.
+        batches: the number of batches of an epoch.
         examples_per_unit: the largest number of examples of a unit in a batch, drawn anew for each batch; None: all.
-        generator: generator of the random numbers.
-        rank: the number of this process, which draws from its own share of the units.
-        processes: the number of processes.
+        **others: the arguments of `PoissonSampler`.
     """
 
     def __init__(
-        self,
-        units: Sequence[int],
-        *,
-        batches: int,
-        examples_per_unit: int | None = None,
-        generator: torch.Generator | None = None,
-        rank: int = 0,
-        processes: int = 1,
+        self, units: Sequence[int], batches: int, *, examples_per_unit: int | None = None, **others: Any
     ) -> None:
         self.units = list(units)
-        self.sample_rate = 1 / batches
-        self.largest_unit = 0
-        self._batches = batches
-        self._generator = generator
-        self._limit = examples_per_unit
         members: dict[int, list[int]] = {}
         for example, unit in enumerate(self.units):
             members.setdefault(unit, []).append(example)
-        self.unit_count = len(members)
-        # The shares of the processes are random but fixed: all samples of a unit must be in one process.
-        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(0)).tolist()
-        listed = [members[unit] for unit in sorted(members)]
-        self._members = [
-            torch.tensor(listed[i]) for i in (order[rank::processes] if processes > 1 else range(len(listed)))
-        ]
-        sizes = [len(own) for own in listed]
-        self.largest_unit = min(max(sizes), examples_per_unit or max(sizes))
+        super().__init__(len(members), batches, **{"processes": 1, **others})
+        self._limit = examples_per_unit
+        self._members = [torch.tensor(members[unit]) for unit in sorted(members)]
+        largest = max(map(len, self._members))
+        self.largest_unit = min(largest, examples_per_unit or largest)
 
-    def __len__(self) -> int:
-        return self._batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for _ in range(self._batches):
-            drawn = torch.rand(len(self._members), generator=self._generator) < self.sample_rate
-            yield [example for i in drawn.nonzero().flatten().tolist() for example in self._draw_examples(i)]
+    def _choose(self, own: Tensor, rate: float) -> list[int]:
+        return [example for unit in super()._choose(own, rate) for example in self._draw_examples(unit)]
 
     def _draw_examples(self, unit: int) -> list[int]:
         examples = self._members[unit]
         if self._limit is None or len(examples) <= self._limit:
             return examples.tolist()
-        return examples[torch.randperm(len(examples), generator=self._generator)[: self._limit]].tolist()
+        return examples[draw_numbers(self._source, len(examples)).argsort()[: self._limit]].tolist()
 
 
 class SplitUnitSampler(Sampler[list[int]]):
@@ -152,8 +129,8 @@ def make_unit_loader(
     unit_ids: Tensor | Sequence[Hashable],
     *,
     examples_per_unit: int | None,
-    generator: torch.Generator | None,
-    distributed: bool,
+    source: Source,
+    place: Mapping[str, int],
     batch_first: bool,
 ) -> DataLoader[Any]:
     """A loader of batches of units. The batch size of the given loader is the expected number of units in a batch."""
@@ -162,19 +139,11 @@ def make_unit_loader(
         raise PerSampleError("unit_ids needs a loader with a batch_size: the expected number of units in a batch.")
     if examples_per_unit is not None and examples_per_unit < 1:
         raise PerSampleError(f"examples_per_unit must be positive, got {examples_per_unit}.")
-    rank = torch.distributed.get_rank() if distributed else 0
-    processes = torch.distributed.get_world_size() if distributed else 1
-    sampler = UnitSampler(
-        units,
-        batches=max(1, round(len({*units}) / (loader.batch_size * processes))),
-        examples_per_unit=examples_per_unit,
-        generator=make_secret_generator() if generator is None else generator,
-        rank=rank,
-        processes=processes,
-    )
+    batches = max(1, round(len({*units}) / (loader.batch_size * place["processes"])))
+    sampler = UnitSampler(units, batches, examples_per_unit=examples_per_unit, source=source, **place)
     collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
     show_example(collate, loader.dataset)
-    return copy_loader(loader, _WithUnits(loader.dataset, units), sampler, _CollateUnits(collate), generator)
+    return copy_loader(loader, _WithUnits(loader.dataset, units), sampler, _CollateUnits(collate), loader.generator)
 
 
 def split_unit_loader(loader: DataLoader[Any], max_size: int, signal: Callable[[bool], None]) -> DataLoader[Any]:
