@@ -83,14 +83,13 @@ class PoissonSampler(Sampler[list[int]]):
         batches: the number of batches of an epoch.
         source: where the batches are drawn from.
         rate: by default one divided by the number of batches.
-        largest: the largest number of units in a batch; of more, a random subset is taken.
         rank: the number of this process, which draws from its own share of the units.
         processes: the number of processes. By default those that there are when a loop begins, which divide the
             batches.
 
-    >>> sizes = [len(batch) for batch in PoissonSampler(1000, 10, SecretNumbers(), largest=100)]
-    >>> len(sizes), max(sizes)
-    (10, 100)
+    >>> sizes = [len(batch) for batch in PoissonSampler(1000, 10, SecretNumbers())]
+    >>> len(sizes), 800 < sum(sizes) < 1200
+    (10, True)
     """
 
     def __init__(
@@ -100,11 +99,10 @@ class PoissonSampler(Sampler[list[int]]):
         source: Source = None,
         *,
         rate: float | None = None,
-        largest: int | None = None,
         rank: int = 0,
         processes: int | None = None,
     ) -> None:
-        self.count, self.largest = count, largest
+        self.count = count
         self._batches, self._source, self._rate = batches, source, rate
         self._rank, self._processes = rank, processes
 
@@ -137,10 +135,7 @@ class PoissonSampler(Sampler[list[int]]):
 
     def _choose(self, own: Tensor, rate: float) -> list[int]:
         """A batch of these units."""
-        chosen = own[draw_numbers(self._source, len(own)) < rate]
-        if self.largest is not None and len(chosen) > self.largest:
-            chosen = chosen[draw_numbers(self._source, len(chosen)).argsort()[: self.largest]]
-        return chosen.tolist()
+        return own[draw_numbers(self._source, len(own)) < rate].tolist()
 
 
 class CyclicSampler(PoissonSampler):
