@@ -9,7 +9,7 @@ import torch
 from opacus.optimizers import AdaClipDPOptimizer
 from torch.optim import Optimizer
 
-from persample.gradients import StreamedClip
+from persample.gradients import LEAST_BOUND, StreamedClip
 from persample.private.errors import PrivateTrainingError
 from persample.private.one_step import Sums
 from persample.private.optimizer import PrivateOptimizer
@@ -67,6 +67,11 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
     ) -> None:
         if max_clipbound <= min_clipbound:
             raise PrivateTrainingError("max_clipbound must be larger than min_clipbound.")
+        if not (LEAST_BOUND <= min_clipbound and max_clipbound < math.inf):
+            raise PrivateTrainingError(
+                f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and max_clipbound "
+                f"finite, got {min_clipbound} and {max_clipbound}: a later step would fail, by values of samples."
+            )
         if distributed:
             raise PrivateTrainingError(
                 "clipping='adaptive' supports one process only, as in Opacus. Use 'flat' or 'automatic'."
