@@ -229,7 +229,7 @@ def test_split_batches_adapt_the_bound_as_whole_ones() -> None:
     ({"unclipped_num_std": 1.0}, "requires clipping='adaptive'"),
     ({**ADAPTIVE, "max_clipbound": 0.001}, "larger than min_clipbound"),
     ({**ADAPTIVE, "min_clipbound": 1e-30}, "squares of norms do not vanish"),
-    ({**ADAPTIVE, "max_clipbound": float("inf")}, "and max_clipbound finite"),
+    ({**ADAPTIVE, "max_clipbound": float("inf")}, "max_clipbound finite"),
     ({**ADAPTIVE, "noise_multiplier": 4.0}, "smaller than 2"),
 ])  # fmt: skip
 def test_wrong_arguments_of_adaptive_clipping(options: dict[str, Any], message: str) -> None:

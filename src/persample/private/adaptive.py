@@ -67,10 +67,10 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
     ) -> None:
         if max_clipbound <= min_clipbound:
             raise PrivateTrainingError("max_clipbound must be larger than min_clipbound.")
-        if not (LEAST_BOUND <= min_clipbound and max_clipbound < math.inf):
+        if not (min_clipbound >= LEAST_BOUND and max_clipbound < math.inf):
             raise PrivateTrainingError(
-                f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and max_clipbound "
-                f"finite, got {min_clipbound} and {max_clipbound}: a later step would fail, by values of samples."
+                f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and "
+                f"max_clipbound finite, got {min_clipbound} and {max_clipbound}: a later step would fail by values of samples."
             )
         if distributed:
             raise PrivateTrainingError(
