@@ -70,7 +70,7 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         if not (min_clipbound >= LEAST_BOUND and max_clipbound < math.inf):
             raise PrivateTrainingError(
                 f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and "
-                f"max_clipbound finite, got {min_clipbound} and {max_clipbound}: a later step would fail by values of samples."
+                f"max_clipbound finite, got {min_clipbound} and {max_clipbound}: a later step would fail."
             )
         if distributed:
             raise PrivateTrainingError(
