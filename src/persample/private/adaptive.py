@@ -65,13 +65,7 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         distributed: bool = False,
         **others: Any,
     ) -> None:
-        if max_clipbound <= min_clipbound:
-            raise PrivateTrainingError("max_clipbound must be larger than min_clipbound.")
-        if not (min_clipbound >= LEAST_BOUND and max_clipbound < math.inf):
-            raise PrivateTrainingError(
-                f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and "
-                f"max_clipbound finite, got {min_clipbound} and {max_clipbound}: a later step would fail."
-            )
+        _check_limits(min_clipbound, max_clipbound)
         if distributed:
             raise PrivateTrainingError(
                 "clipping='adaptive' supports one process only, as in Opacus. Use 'flat' or 'automatic'."
@@ -127,6 +121,16 @@ class AdaptiveOptimizer(PrivateOptimizer, AdaClipDPOptimizer):
         difference = self._unclipped_share - self.target_unclipped_quantile
         bound = self.max_grad_norm * math.exp(-self.clipbound_learning_rate * difference)
         self.max_grad_norm = min(max(bound, self.min_clipbound), self.max_clipbound)
+
+
+def _check_limits(min_clipbound: float, max_clipbound: float) -> None:
+    if max_clipbound <= min_clipbound:
+        raise PrivateTrainingError("max_clipbound must be larger than min_clipbound.")
+    if not (min_clipbound >= LEAST_BOUND and max_clipbound < math.inf):
+        raise PrivateTrainingError(
+            f"min_clipbound must be at least {LEAST_BOUND}, so that squares of norms do not vanish, and max_clipbound "
+            f"finite, got {min_clipbound} and {max_clipbound}: a later step would fail."
+        )
 
 
 def _compute_noise_scale(noise_multiplier: float, unclipped_num_std: float) -> float:
