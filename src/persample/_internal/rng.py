@@ -108,29 +108,22 @@ class RngState:
         numpy: Any = sys.modules.get("numpy.random")  # loading it takes a while
         of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self.devices = [torch.get_rng_state(), *of_cuda]
-        self._own = [(generator, _read(generator)) for generator in generators]
-        self._python = random.getstate()
-        self._numpy = numpy.get_state() if numpy else None
+        shared = [random.getstate, *([numpy.get_state] if numpy else [])]  # methods of generators
+        self._given = generators
+        self._own = [(each, _read(each)) for each in (*(method.__self__ for method in shared), *generators)]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RngState):
             return NotImplemented
-        if len(self.devices) != len(other.devices) or self._python != other._python:
-            return False
-        is_same = [own for _, own in self._own] == [own for _, own in other._own]
-        return is_same and all(map(torch.equal, self.devices, other.devices)) and self._same_numpy(other)
+        is_same = [state for _, state in self._own] == [state for _, state in other._own]
+        is_same = is_same and len(self.devices) == len(other.devices)
+        return is_same and all(map(torch.equal, self.devices, other.devices))
 
     __hash__ = None  # type: ignore[assignment]
 
     def is_current(self) -> bool:
         """Whether the generators have these states now."""
-        return self == RngState([generator for generator, _ in self._own])
-
-    def _same_numpy(self, other: RngState) -> bool:
-        if self._numpy is None or other._numpy is None:
-            return self._numpy is other._numpy
-        pairs = zip(self._numpy, other._numpy, strict=True)  # one part of the state is an array
-        return all(bool((a == b).all()) if hasattr(a, "all") else a == b for a, b in pairs)
+        return self == RngState(self._given)
 
     def restore(self) -> None:
         """Set all generators to these states."""
@@ -139,6 +132,3 @@ class RngState:
             torch.cuda.set_rng_state_all(self.devices[1:])
         for generator, state in self._own:
             _write(generator, state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
