@@ -65,7 +65,7 @@ CHANGES = [
 
 def assert_read(model: nn.Module) -> None:
     for _ in range(2):
-        modules, parameters = read_model(model)
+        modules, parameters, _ = read_model(model)
         assert [*map(id, modules)] == [*map(id, model.modules())]
         expected = dict(model.named_parameters())
         assert [*parameters] == [*expected] and all(parameters[name] is expected[name] for name in expected)

@@ -12,7 +12,7 @@ from torch import nn
 
 from persample import _torch, record
 from persample._internal.precision import in_full_precision
-from persample.gradients import joined
+from persample.gradients import stack as joined
 from persample.private import PrivateOptimizer
 from persample.terms import Outer, Patches
 

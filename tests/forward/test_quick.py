@@ -449,3 +449,55 @@ def test_tuples_that_are_equal_but_of_other_types_have_other_keys() -> None:
     integers, booleans, floats = make_key_of((1, 0)), make_key_of((True, False)), make_key_of((1.0, 0.0))
     assert len({integers, booleans, floats}) == 3
     assert integers == make_key_of(tuple([1, 0]))
+
+
+# ---- hooks of the user on the results of uses ----
+
+
+def double(grad: Tensor) -> Tensor:
+    return 2 * grad
+
+
+@pytest.mark.parametrize("place", ["inside the model", "in the block", "after the block"])
+def test_hooks_that_change_the_gradient_of_a_result(place: str) -> None:
+    """The weights of the use receive what the hook returns, as in a plain step."""
+    torch.manual_seed(0)
+
+    class Model(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            result = super().forward(x)
+            if place == "inside the model":
+                result.register_hook(double)
+            return result
+
+    model, x = Model(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(4, 4, dtype=torch.float64)
+
+    def compute_loss(model: nn.Module, x: Tensor) -> Tensor:
+        result = model(x)
+        if place != "inside the model":
+            result.register_hook(double)
+        return result.square().sum()
+
+    expected = loop_gradients(model, x, compute_loss)
+    for _ in range(3):
+        with record(model) as grads:
+            if place == "after the block":
+                result = model(x)
+            else:
+                compute_loss(model, x).backward()
+        if place == "after the block":
+            result.register_hook(double)
+            result.square().sum().backward()
+        assert_rows_close(grads.dense(), expected)
+
+
+def test_the_gradient_of_a_result_alone_may_have_a_graph() -> None:
+    """A pass that ends at the result of a use does not reach the use."""
+    model, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(4, 4)
+    for _ in range(3):
+        with record(model) as grads:
+            result = model(x)
+            (found,) = torch.autograd.grad(result.pow(3).sum(), result, create_graph=True)
+            result.square().sum().backward()
+        assert torch.allclose(found, 3 * result.square())
+        assert grads.norms().shape == (4,)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from persample import record
-from persample.gradients import joined
-from persample.gradients.joined import SmallStacks
-from persample.gradients.stack import Stack
+from persample.gradients import stack as joined
+from persample.gradients.stack import SmallStacks, Stack
 from persample.terms import Dense, Outer, Sum
 from persample.testing import loop_gradients
 

@@ -5,10 +5,10 @@ search through its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -58,13 +58,49 @@ def combine_models(model: Any) -> nn.Module:
 # ---- the members of a model ----
 
 
+class Members(NamedTuple):
+    """The modules of a model, each once, and its parameters by name, as `modules` and `named_parameters` list them."""
+
+    modules: list[nn.Module]
+    parameters: dict[str, Tensor]
+    table: _Table | None = None  # that they were read from
+
+    def find_owners(self, recorded: Set[int]) -> list[nn.Module]:
+        """The modules that have parameters with these ids, in themselves or in modules inside of them."""
+        known = None if self.table is None else self.table.owners
+        if known is None or known[0] != recorded:
+            known = recorded, _find_owners(self.modules, recorded)
+            if self.table is not None:
+                self.table.owners = known
+        return [self.modules[position] for position in known[1]]
+
+
+def _find_owners(modules: list[nn.Module], recorded: Set[int]) -> list[int]:
+    # A scripted module has no such dicts.
+    plain = [i for i, module in enumerate(modules) if not isinstance(module, torch.jit.ScriptModule)]
+    members = _torch.list_members([modules[i] for i in plain])
+    having: set[int] = set()  # the ids of the modules that have recorded parameters
+    found: list[int] = []
+    for i, parameters, children in reversed([*zip(plain, members, members[len(plain) :], strict=False)]):
+        own = [*map(id, parameters.values())]  # a module comes before its children
+        if not (recorded.isdisjoint(own) and having.isdisjoint(map(id, children.values()))):
+            having.add(id(modules[i]))
+            found.append(i)
+    return found
+
+
 class _Table:
-    """The modules of a model, each once, and their parameters. Keeps none of them alive."""
+    """The modules of a model, each once, and their parameters. Keeps none of them alive.
+
+    Attributes:
+        owners: the ids of some parameters, and the positions of the modules that have them (`Members.find_owners`).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         found = _torch.walk_modules(model)
         modules = [module for _, module in found]
         self._modules = [*map(ref, modules)]
+        self.owners: tuple[Set[int], list[int]] | None = None
         members = _torch.list_members(modules)
         self._counts = [*map(len, members)]
         self._keys = [*chain.from_iterable(members)]
@@ -79,8 +115,8 @@ class _Table:
                 seen.add(id(values[i]))
                 self._parameters.append((name, i))
 
-    def read(self) -> tuple[list[nn.Module], dict[str, Tensor]] | None:
-        """The modules, and the parameters by name; None if the model has changed."""
+    def read(self) -> Members | None:
+        """The members of the model; None if it has changed."""
         modules: list[Any] = [get() for get in self._modules]
         if self._freed or None in modules:
             return None
@@ -90,7 +126,7 @@ class _Table:
         values = [*chain.from_iterable([each.values() for each in members])]
         if not all(map(is_, values, [get() for get in self._values])):
             return None
-        return modules, {name: values[i] for name, i in self._parameters}
+        return Members(modules, {name: values[i] for name, i in self._parameters}, self)
 
 
 def _get_nothing() -> None:
@@ -100,16 +136,16 @@ def _get_nothing() -> None:
 _tables: WeakKeyDictionary[nn.Module, _Table] = WeakKeyDictionary()
 
 
-def read_model(model: nn.Module) -> tuple[list[nn.Module], dict[str, Tensor]]:
-    """The modules of a model, each once, and its parameters by name, as `modules` and `named_parameters` list them."""
+def read_model(model: nn.Module) -> Members:
+    """The modules and parameters of a model."""
     kind = type(model)
     if kind.named_parameters is not nn.Module.named_parameters or kind.named_modules is not nn.Module.named_modules:
-        return list(model.modules()), dict(model.named_parameters())
+        return Members(list(model.modules()), dict(model.named_parameters()))
     table = _tables.get(model)
     found = None if table is None else table.read()
     if found is None:
         if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):  # without the usual dicts
-            return list(model.modules()), dict(model.named_parameters())
+            return Members(list(model.modules()), dict(model.named_parameters()))
         table = _tables[model] = _Table(model)
         found = table.read()
     assert found is not None

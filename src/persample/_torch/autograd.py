@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial, wraps
-from operator import attrgetter, methodcaller
+from operator import methodcaller
 from types import FrameType
 from typing import Any
 
@@ -35,6 +35,18 @@ def find_node(tensor: Tensor) -> Any:
     return None
 
 
+class NodeHooks(dict[int, Callable[[Any], None]]):
+    """Functions of the gradient of a node's first result. Hooks of the result that are added later run after them."""
+
+    __slots__ = ("__weakref__",)
+
+    def add_to(self, node: Any, carrier: Any) -> None:
+        """Have a node keep and call these functions, faster than by `register_prehook`; `carrier` is any tensor."""
+        carrier._backward_hooks = self
+        node._register_hook_dict(carrier)
+        carrier._backward_hooks = None
+
+
 _engine: Any = find("torch.autograd.Variable._execution_engine", "Every recording")
 
 
@@ -47,9 +59,6 @@ def count_gradient_bytes(node: Any) -> int:
 get_saved_tensor_hooks: Callable[[], Any] = partial(
     find("torch._C._autograd._top_saved_tensors_default_hooks", "Recording a checkpointed model"), False
 )
-
-# The number of in-place changes that autograd counts for a tensor.
-get_version: Callable[[Tensor], int] = attrgetter("_version")
 
 # Makes a tensor subclass that shares its data with a tensor.
 make_subclass: Callable[..., Any] = find("torch.Tensor._make_subclass", "ExpandedWeight")

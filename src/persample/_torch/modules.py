@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -72,15 +73,42 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(read(module, "_forward_hooks", feature) or read(module, "_forward_pre_hooks", feature))
 
 
-def add_pre_hook(modules: list[Any], hook: Callable[..., Any]) -> RemovableHandle:
-    """Add a hook with keyword arguments to all modules, ahead of other hooks; faster than module by module."""
-    hooks = [module._forward_pre_hooks for module in modules]
-    with_kwargs = [module._forward_pre_hooks_with_kwargs for module in modules]
-    handle = RemovableHandle(OrderedDict(), extra_dict=[*hooks, *with_kwargs])
-    for own, named in zip(hooks, with_kwargs, strict=True):
-        own[handle.id], named[handle.id] = hook, True
-        own.move_to_end(handle.id, last=False)
-    return handle
+class PreHook:
+    """A place for a hook with keyword arguments before the forward of several modules, ahead of other hooks.
+
+    The hook is added and removed in less time than module by module. Keeps neither the hook nor the modules.
+    """
+
+    def __init__(self, modules: list[Any]) -> None:
+        self._modules, self._is_added = [*map(ref, modules)], False
+        self._number = RemovableHandle(OrderedDict()).id
+
+    def add(self, hook: Callable[..., Any]) -> None:
+        """Add the hook, unless it is there."""
+        number, was_added, self._is_added = self._number, self._is_added, True
+        if was_added:
+            return
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                hooks = module._forward_pre_hooks
+                hooks[number] = hook
+                if len(hooks) > 1:
+                    hooks.move_to_end(number, last=False)
+                module._forward_pre_hooks_with_kwargs[number] = True
+
+    def pause(self) -> None:
+        """Remove the hook until it is added again."""
+        number, self._is_added = self._number, False
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                module._forward_pre_hooks.pop(number, None)
+
+    def remove(self) -> None:
+        """Remove the hook; nothing happens if it was not added."""
+        self.pause()
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                module._forward_pre_hooks_with_kwargs.pop(self._number, None)
 
 
 _module_implementation: Any = find("torch.nn.modules.module", "Verifying a recording")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from persample import _torch
 from persample._internal import tracing
 from persample._internal.graph import find_leaves
+from persample._internal.precision import call_in_full_precision, in_full_precision
 from persample.backward.derived_weights import pull_back
 from persample.backward.positions import PositionSplitter, group_by_rows
 from persample.backward.recorded_use import Plan
@@ -90,7 +92,7 @@ class UseCounts:
         self.parameters: list[Tensor] = []
         self.factor_bytes = 0
         self._own = own
-        self._counts: defaultdict[int, int] = defaultdict(int)
+        self._counts: Counter[int] = Counter()
         self._entangled: set[int] = set()  # parameters that are also used through a derived weight
 
     def expect(self, weights: Iterable[Tensor], factors: Iterable[Tensor] = ()) -> None:
@@ -117,9 +119,8 @@ class UseCounts:
         """The ids of the weights that have several uses."""
         return {key for key, count in self._count_all().items() if count != 1} | self._entangled
 
-    def _count_all(self) -> defaultdict[int, int]:
-        for parameter in self.parameters:
-            self._counts[id(parameter)] += 1
+    def _count_all(self) -> Counter[int]:
+        self._counts.update(map(id, self.parameters))
         self.parameters.clear()
         return self._counts
 
@@ -179,7 +180,7 @@ class Collector:
         arrived = self.note_pass() if self._collecting is None else self._collecting
         arrived.setdefault(id(weight), (weight, []))[1].append(term)
         if self.uses.is_complete(weight, len(arrived[id(weight)][1])):
-            self.receiver.deliver(*arrived.pop(id(weight)))
+            call_in_full_precision(self.receiver.deliver, *arrived.pop(id(weight)))
 
     def receive_shared(self, weight: Tensor, grad: Tensor) -> None:
         """Take a gradient that belongs to no sample, such as that of a penalty on the weights."""
@@ -195,6 +196,18 @@ class Collector:
             arrived = self._arrived[backward_pass] = {}
         return arrived
 
+    def start_batch(self, batch: int) -> None:
+        """Note each backward pass that reaches the anchor, if the batch is empty: no term arrives then."""
+        if batch:
+            return
+        own = ref(self)  # the node of the anchor keeps the function
+
+        def note(_: Any) -> None:
+            if (collector := own()) is not None:
+                collector.note_pass()
+
+        self.anchor_node.register_prehook(note)
+
     def end_without_tap(self) -> None:
         """After a backward pass for the weights: deliver what it found, if no tap has told that it has ended.
 
@@ -208,6 +221,7 @@ class Collector:
         self._has_ended = True
         self._deliver_all(self._arrived.pop(backward_pass))
 
+    @in_full_precision
     def _deliver_all(self, arrived: Arrived) -> None:
         if self.retained.has_gradients:
             self._collecting = arrived

@@ -40,33 +40,8 @@ class Plan:
     moves: bool  # whether the function only moves entries
     kernel: Callable[..., Any]  # computes the result without gradients of the weights
     has_graph: bool  # whether activations have gradients
-    weights_at: Sequence[tuple[int, int | str]]  # of each weight: position among the tensors, argument index or name
-    tensors_at: Sequence[int | str]  # of each tensor: argument index or name; empty if one is nested
-
-    @cached_property
-    def given_weights(self) -> list[tuple[int, int]]:
-        """Of each weight that is a positional argument: position among the tensors, and index of the argument."""
-        return [(position, at) for position, at in self.weights_at if isinstance(at, int)]
-
-    @cached_property
-    def named_weights(self) -> list[tuple[int, str]]:
-        """Of each weight that is a keyword argument: position among the tensors, and name of the argument."""
-        return [(position, at) for position, at in self.weights_at if isinstance(at, str)]
-
-    @cached_property
-    def given_tensors(self) -> list[int]:
-        """The indices of the positional arguments that are tensors."""
-        return [at for at in self.tensors_at if isinstance(at, int)]
-
-    @cached_property
-    def named_tensors(self) -> list[str]:
-        """The names of the keyword arguments that are tensors; they follow the positional ones."""
-        return [at for at in self.tensors_at if isinstance(at, str)]
-
-    @cached_property
-    def has_tensors_only(self) -> bool:
-        """Whether all positional arguments are tensors."""
-        return len(self.given_tensors) == len(self.arguments[0])
+    weights_at: Sequence[tuple[int, int]]  # of each weight: position among the tensors, and among the arguments
+    tensors_at: Sequence[int]  # of each tensor: position among the arguments; empty if one is nested
 
     @cached_property
     def stacked_position(self) -> int | None:

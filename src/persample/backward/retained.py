@@ -14,7 +14,7 @@ dropped without a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -35,21 +35,31 @@ MAX_ENTRIES = 2**16
 _MAX_STACKED_ENTRIES = 2**16
 
 
-class RetainedUse(list[Sequence[Tensor | None]]):
-    """A use, and what it saved. As a list: the gradients of the results of the node, for each pass that has reached it.
+class RetainedUse(list[Tensor | None]):
+    """A use, and what it saved. As a list: the gradients of its result, for each pass that has reached it.
 
-    The node is that of the result, or of the rows that the result is a view of. In-place changes of the result come
-    after it. Its hook is `append`, which keeps the use; the use must not keep the node.
+    The node is that of `result`: the result of the use, or the rows that it is a view of. In-place changes of the
+    result come after it. Its hook is `append`, which keeps the use; the use must not keep the node.
     """
 
     def __init__(
-        self, plan: Plan, saved: Sequence[Tensor], weights: dict[int, Tensor], batch: int, shape: torch.Size, node: Any
+        self,
+        plan: Plan,
+        saved: Sequence[Tensor],
+        weights: dict[int, Tensor],
+        batch: int,
+        shape: torch.Size,
+        result: Tensor,
+        carrier: Tensor,
     ) -> None:
         self.plan, self.weights, self.batch, self.shape = plan, weights, batch, shape
-        self.saved, self.versions = saved, [*map(_torch.get_version, saved)]
-        self.node_number = _torch.get_node_number(node)
+        self.saved, self.versions = saved, [tensor._version for tensor in saved]
         self.is_collected = False  # whether a backward pass for the weights has reached it
-        self.handle = node.register_prehook(self.append)
+        node, hooks = result.grad_fn, _torch.NodeHooks()
+        self.node_number = _torch.get_node_number(node)
+        hooks[0] = self.append
+        hooks.add_to(node, carrier)
+        self.result, self._hooks = ref(result), ref(hooks)
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
@@ -64,23 +74,33 @@ class RetainedUse(list[Sequence[Tensor | None]]):
                     "changed in place before the backward pass needed it. Change a copy of it."
                 )
 
+    def read_after_hooks(self) -> None:
+        """Read the gradient after the hooks of the result, also those that are added later."""
+        result, hooks = self.result(), self._hooks()
+        node = None if result is None else _torch.find_node(result)
+        if hooks and node is not None and _torch.get_node_number(node) == self.node_number:
+            moved = _torch.NodeHooks(hooks)
+            hooks.clear()
+            node.register_prehook(lambda grads: moved[0](grads[0]))
+            self._hooks = ref(moved)
+
     def hook_node(self, collector: Collector) -> None:
         """Read the gradient in a hook of the result's node from now on."""
         use, saved, check, shape = self.make_use(collector), self.saved, self.check_unchanged, self.shape
 
-        def receive(grads: Sequence[Tensor | None]) -> None:
-            if grads[0] is None:
+        def receive(grad: Tensor | None) -> None:
+            if grad is None:
                 return
             if torch.is_grad_enabled():
                 use.refuse_second_derivative()
             if _torch.will_run_node(collector.anchor_node):
                 check()
                 with _torch.DisableTorchFunction():
-                    use.backward(saved, [grads[0].reshape(shape)], deliver=True)
+                    use.backward(saved, [grad.reshape(shape)], deliver=True)
 
-        hooks = self.handle.hooks_dict_ref()  # of the node, which lives as long as its graph
-        if hooks is not None:
-            hooks[self.handle.id] = receive
+        self.read_after_hooks()
+        if (hooks := self._hooks()) is not None:  # else the graph was freed
+            hooks[0] = receive
 
 
 class RetainedUses:
@@ -88,15 +108,24 @@ class RetainedUses:
 
     Attributes:
         is_open: whether uses are added: a tap is behind the activations of each.
+        carrier: brings hooks to their nodes.
     """
 
     def __init__(self, is_open: bool) -> None:
         self.is_open = is_open
         self._uses: list[ref[RetainedUse]] = []
+        self.carrier = torch.empty(0)
 
     def add(self, retained: RetainedUse) -> None:
         """Add a use, which lives as long as its graph."""
         self._uses.append(ref(retained))
+
+    def read_after_hooks(self, tensors: Iterable[Tensor]) -> None:
+        """Before hooks are added to some tensors, or a pass ends at them: read the gradients of uses after hooks."""
+        ids = {id(tensor) for tensor in tensors}
+        for retained in self.list_alive() if ids else ():
+            if id(retained.result()) in ids:
+                retained.read_after_hooks()
 
     def list_alive(self) -> list[RetainedUse]:
         """The uses that a backward pass can still reach."""
@@ -117,13 +146,13 @@ class RetainedUses:
         for retained in self.list_alive():
             if not len(retained):
                 continue
-            grad = retained[-1][0]
+            grad = retained[-1]
             retained.clear()
             if grad is not None:
                 retained.is_collected = True
                 if grad.requires_grad:
                     retained.make_use(collector).refuse_second_derivative()
-                if [*map(_torch.get_version, retained.saved)] != retained.versions:
+                if [tensor._version for tensor in retained.saved] != retained.versions:
                     retained.check_unchanged()
                 found.append((retained, grad if grad.shape == retained.shape else grad.reshape(retained.shape)))
         return found

@@ -185,16 +185,16 @@ class Arguments:
 
     def has_known(self, tracker: Tracker) -> bool:
         """Whether a tensor depends on samples that the tracker follows."""
-        return any(tracker.known.get_layout(tensor) is not None for tensor in self.iterate_tensors())
+        return any([tracker.known.get_layout(tensor) is not None for tensor in self.tensors])
 
     def has_rows(self, tracker: Tracker) -> bool:
         """Whether a tensor consists of rows of some samples that the tracker follows: `x[3]`."""
-        known = map(tracker.known.get_layout, self.iterate_tensors())
-        return any(isinstance(where, Layout) and where.ids is not None for where in known)
+        known = map(tracker.known.get_layout, self.tensors if tracker.known else ())
+        return any([isinstance(where, Layout) and where.ids is not None for where in known])
 
     def without_constants(self, tracker: Tracker) -> Arguments:
         """The same arguments, in which tensors that are known to be the same for all samples are constants."""
-        found = [t for t in self.iterate_tensors() if tracker.is_constant(t) or tracker.is_weight(t)]
+        found = [t for t in self.tensors if tracker.is_constant(t) or tracker.is_weight(t)]
         return dataclasses.replace(self, constants=(*self.constants, *found)) if found else self
 
     def add_unknown_to(self, tracker: Tracker) -> None:
@@ -213,11 +213,11 @@ class Arguments:
         leaves = [(leaf, dim) for leaf, dim in self.leaves if isinstance(leaf, Tensor) and dim is not None]
         return [(t, dim) for t, dim in leaves if t.dim() > dim and t.shape[dim] == batch_size]
 
-    def iterate_tensors(self) -> Iterator[Tensor]:
+    @functools.cached_property
+    def tensors(self) -> list[Tensor]:
         """The tensors in arguments that have a batch dimension."""
-        for leaf, dim in self.leaves:
-            if dim is not None and not isinstance(leaf, PackedSequence):
-                yield from iterate_tensors(leaf)
+        leaves = [leaf for leaf, dim in self.leaves if dim is not None and not isinstance(leaf, PackedSequence)]
+        return [tensor for leaf in leaves for tensor in iterate_tensors(leaf)]
 
     def iterate_integers(self) -> Iterator[int]:
         """The integers among the arguments, also those in tensors without dimensions."""
@@ -233,6 +233,8 @@ class Arguments:
         Raises:
             CannotCopy: an argument holds an object that cannot be copied.
         """
+        if not self.kwargs and all([isinstance(arg, Tensor) for arg in self.args]):
+            return self
         args, kwargs = copy_values((self.args, self.kwargs), lambda tensor: tensor)
         return dataclasses.replace(self, args=args, kwargs=kwargs)
 

@@ -25,7 +25,7 @@ from persample._internal.tree import find_tensors
 from persample.errors import get_op_name, refuse_forward_mode
 from persample.forward.memory import Geometry, Memories, Memory, Origins, is_view_of_any, is_whole_of_new_memory
 from persample.forward.program import AuditedSequence, Program, Site
-from persample.forward.repeats import run_audited
+from persample.forward.repeats import run_by_keys
 from persample.forward.unseen import has_parameters_behind, refuse_nested
 from persample.forward.written import find_writes, has_own_dispatch, has_wrappers, make_aten_call, reads_shape
 from persample.layouts import (
@@ -134,7 +134,7 @@ class Audit(_Mode):
             self.memories.expose(args[0], self.find_layout(args[0]) is not None, self._tracker.buffers.list_all())
         with self.follow_whole():
             changed = self._save_known(args) if is_inplace(func) else None
-            result = run_audited(func, args, kwargs, self.find_layout, self._tracker)
+            result = run_by_keys(func, args, kwargs, self._tracker, self.find_layout)
             if self._is_dual:
                 self._refuse_lost_tangents((args, kwargs))
             if not self._has_samples:

@@ -6,6 +6,7 @@ padded positions. Hooks would prevent it too, so `forward` itself is replaced on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -38,9 +39,9 @@ LAYERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttenti
 class WholeModules:
     """Until `remove`, runs the transformer layers of a tracker's model without the tracker and sets their layouts."""
 
-    def __init__(self, tracker: Tracker, modules: list[nn.Module]) -> None:
+    def __init__(self, tracker: Tracker, layers: Sequence[nn.Module]) -> None:
         self.tracker = tracker
-        found = [m for m in modules if isinstance(m, LAYERS) and not _has_own_forward(m)]
+        found = [module for module in layers if not _has_own_forward(module)]
         self._modules = list(map(ref, found))  # the tracker must not keep its model
         for module in found:
             vars(module)["forward"] = _WholeForward(self, module)

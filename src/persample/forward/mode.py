@@ -17,7 +17,7 @@ from persample._internal.dynamo import disable_compilation, exclude_from_graph, 
 from persample._internal.facts import all_with
 from persample._internal.functions import find_dropped
 from persample._internal.graph import preserve_grads, put_grads_aside
-from persample._internal.models import read_model
+from persample._internal.models import Members, read_model
 from persample._internal.tree import find_tensors
 from persample.errors import ROWS_ADVICE, PerSampleError
 from persample.forward.fastpath import LAYERS, WholeModules
@@ -43,15 +43,19 @@ class FollowMode(TorchFunctionMode):
     """While it is entered, a tracker follows the calls of torch functions. It does not keep the tracker.
 
     Args:
-        modules: the modules of the tracker's model, if the caller has just searched it.
+        members: the members of the tracker's model, if the caller has just read them.
     """
 
-    def __init__(self, tracker: Tracker, modules: list[nn.Module] | None) -> None:
+    def __init__(self, tracker: Tracker, members: Members | None) -> None:
         super().__init__()
         self._tracker = ref(tracker)
-        self._modules = modules  # until `start`: a mode must not keep the model
         self._depth = 0
-        self._hooked: list[ref[nn.Module]] = []  # the modules that have hooks on gradients
+        if members is None and tracker.model is not None:
+            members = read_model(tracker.model)
+        modules = [] if members is None else members.modules
+        # References: a mode must not keep the model.
+        self._hooked = [*map(ref, _torch.find_modules_with_backward_hooks(modules))]
+        self._layers = [ref(module) for module in modules if isinstance(module, LAYERS)]
         self._whole_modules: WholeModules | None = None
         self._sizes_read = SizesRead()  # right before the next call, by the code around the model
 
@@ -74,13 +78,9 @@ class FollowMode(TorchFunctionMode):
         if self._depth == 0:
             self._uncompiled = disable_compilation()
             self._uncompiled.__enter__()
-            tracker = self._tracker()
-            if tracker is not None and tracker.model is not None:
-                modules, self._modules = self._modules, None
-                modules = modules or read_model(tracker.model)[0]
-                self._hooked = [*map(ref, _torch.find_modules_with_backward_hooks(modules))]
-                has_layers = any([isinstance(module, LAYERS) for module in modules])
-                self._whole_modules = WholeModules(tracker, modules) if has_layers else None
+            if self._layers and (tracker := self._tracker()) is not None:
+                layers = [layer for reference in self._layers if (layer := reference()) is not None]
+                self._whole_modules = WholeModules(tracker, layers)
         self._depth += 1
 
     def stop(self) -> None:
@@ -124,10 +124,19 @@ class FollowMode(TorchFunctionMode):
         tracker = self._tracker()
         if tracker is None:
             return func(*args, **kwargs, **find_dropped(func))
+        if tracker.progress.is_in_model and tracker.detectors.outer is None:  # the hot path
+            if func in _WITHOUT_TENSORS:
+                return func(*args, **kwargs)
+            if tracker.collector.receiver.complain is None and func not in _DIFFERENTIATING:
+                return run_call(func, args, kwargs, tracker)
+        return self._run(func, args, kwargs, tracker)
+
+    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tracker: Tracker) -> Any:
+        """Run a call of which more may have to be noted than where the samples lie in its result."""
         progress = tracker.progress
         if func in _WITHOUT_TENSORS:
             result = func(*args, **kwargs)
-            if progress.stage is not Stage.INSIDE and tracker.outside is not None:
+            if not progress.is_in_model and tracker.outside is not None:
                 self._sizes_read = tracker.outside.note_size(func, args, result, tracker.known)
             if tracker.detectors.outer is not None and not progress.has_ended:
                 return tracker.detectors.outer.read_attribute(func, args, result, tracker)
@@ -199,6 +208,7 @@ def _run_autograd_grad(args: tuple[Any, ...], kwargs: dict[str, Any], tracker: T
             if found is not None:
                 return found
         raise _make_refusal(name_parameters(inputs, tracker), args, kwargs)
+    collector.retained.read_after_hooks(find_tensors(inputs))
     if tracker.has_ended:
         return torch.autograd.grad(*args, **kwargs)
     try:

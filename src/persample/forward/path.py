@@ -45,13 +45,13 @@ class Progress:
     Attributes:
         is_paused: whether passes run that are not part of the recording.
         is_following: whether calls are followed now.
+        is_in_model: whether they are, and a call of the model runs, as far as is known.
     """
 
     def __init__(self, is_inside: bool) -> None:
         self.stage = Stage.INSIDE if is_inside else Stage.BEFORE
         self.is_paused = False
-        self.is_following = True
-        self._last = self.stage  # that was no end
+        self._set(self.stage)
 
     @property
     def has_ended(self) -> bool:
@@ -116,6 +116,7 @@ class Progress:
     def _set(self, stage: Stage) -> None:
         self.stage = stage
         self.is_following = not self.is_paused and stage not in _OVER
+        self.is_in_model = self.is_following and stage is Stage.INSIDE
         if stage not in _OVER:
             self._last = stage
 

@@ -65,28 +65,30 @@ class Site(dict[Any, "Site"]):
 
     def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any], known: Known, parameters: Container[int]) -> bool:
         """Whether a call of the function that leads here has the effect of the last one."""
-        if len(args) != self._count or (*kwargs,) != self._names:
+        if len(args) != self._count or self.effect is None or self.effect.rules_version != RULES_VERSION.number:
             return False
-        if self.effect is None or self.effect.rules_version != RULES_VERSION.number:
-            return False
-        values = (*args, *kwargs.values()) if kwargs else args
+        values = args
+        if kwargs or self._names:
+            if (*kwargs,) != self._names:
+                return False
+            values = (*args, *kwargs.values())
         for value, (way, expected, token, dims, has_grad) in zip(values, self._checks, strict=True):
-            if way == _SAME:
-                if value is not expected and (type(value) is not token or value != expected):
-                    return False
-            elif way == _PARAMETER:
-                key = id(value)
-                if key not in parameters or not value.requires_grad or value.dim() != dims or key in known:
-                    return False
-            else:
+            if way == _SAMPLES:
                 entry = known.get(id(value))
                 if entry is None or entry[0]() is not value:
                     return False
                 layout, had_grad = entry[1]
                 if layout is not expected and (type(layout) is not Layout or layout.token is not token):
                     return False
-                has_same_grad = value.requires_grad is has_grad and had_grad is has_grad
+                has_same_grad = had_grad is has_grad and value.requires_grad is has_grad
                 if not has_same_grad or value.dim() != dims or value.layout is not _STRIDED:
+                    return False
+            elif way == _SAME:
+                if value is not expected and (type(value) is not token or value != expected):
+                    return False
+            else:
+                key = id(value)
+                if key not in parameters or not value.requires_grad or value.dim() != dims or key in known:
                     return False
         return True
 

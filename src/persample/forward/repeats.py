@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from persample._internal.facts import facts
 from persample._internal.functions import is_inplace
@@ -49,36 +49,32 @@ def run_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if site is None:
         return (path.audit or path.start_audit(tracker)).run(func, args, kwargs)
     path.site = site
-    if tracker.batch > 1:
-        effect = site.effect
-        if effect is not None and torch.is_grad_enabled():
-            if site.matches(args, kwargs, tracker.known.entries, tracker.collector.parameters):
-                return _repeat(func, args, kwargs, effect, tracker)
-        elif func in BY_SHAPE and not kwargs:
-            result = _run_by_shape(func, args, tracker)
-            if result is not None:
-                return result
-    call = make_call(func, args, kwargs, tracker.batch, tracker.find_known_layout, tracker.counted)
-    return _run_by_keys(call, site, tracker.find_known_layout, tracker)
+    effect = site.effect
+    if effect is not None:
+        known, parameters = tracker.known.entries, tracker.collector.parameters
+        if is_grad_enabled() and tracker.batch > 1 and site.matches(args, kwargs, known, parameters):
+            return _repeat(func, args, kwargs, effect, tracker)
+    elif func in BY_SHAPE and not kwargs and tracker.batch > 1:
+        viewed = _run_by_shape(func, args, tracker)
+        if viewed is not None:
+            return viewed
+    return run_by_keys(func, args, kwargs, tracker, tracker.find_known_layout, site)
 
 
-def run_audited(
+def run_by_keys(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    find_layout: Callable[[Tensor], Where | None],
     tracker: Tracker,
+    find_layout: Callable[[Tensor], Where | None],
+    site: Site | None = None,
 ) -> Any:
-    """Run a call in an audited pass; `find_layout` says where the samples lie in an argument."""
-    call = make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
-    return _run_by_keys(call, None, find_layout, tracker)
-
-
-def _run_by_keys(call: Call, site: Site | None, find_layout: Callable[[Tensor], Where | None], tracker: Tracker) -> Any:
     """Run a call over its keys: without sizes, then with sizes, and then by the steps.
 
-    `site` is its place in the program; None if the pass is audited.
+    `find_layout` says where the samples lie in an argument. `site` is the place of the call in the program; None if the
+    pass is audited.
     """
+    call = make_call(func, args, kwargs, tracker.batch, find_layout, tracker.counted)
     free: tuple[Key, int] | None = None
     if call.batch > 1 and call.func in SIZE_FREE:
         free = make_size_free_key(call, tracker.collector.parameters, tracker.is_inside, tracker.is_isolated)

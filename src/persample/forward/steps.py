@@ -1,7 +1,6 @@
 """The steps by which a call is followed that is like none before, in their order.
 
-Each step takes a call and the tracker, and returns the call's result, or `NEXT` if the call is not for it. A step may
-also replace the call for those that come after it.
+Each takes a call and the tracker, and returns the result, or `NEXT`. It may replace the call for those that come after.
 """
 
 from __future__ import annotations
@@ -199,9 +198,10 @@ def _follow_hook(followed: Followed, tracker: Tracker) -> Any:
             f"{get_op_name(call.func)} of a weight is called in {tracker.place()}: a recording keeps the gradients of "
             "weights per sample, and the hook would not run. Change the recorded gradients instead."
         )
-    if call.func is Tensor.register_hook and isinstance(call.where[0], Layout) and not tracker.is_coupled:
-        hook = follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker)
-        return call.func(call.args[0], hook)
+    if call.func is Tensor.register_hook and isinstance(call.where[0], Layout):
+        tracker.collector.retained.read_after_hooks(call.args[:1])
+        if not tracker.is_coupled:
+            return call.func(call.args[0], follow_tensor_hook(call.args[1], call.where[0], tracker.place(), tracker))
     return NEXT
 
 

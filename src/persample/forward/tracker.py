@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from persample import _torch
 from persample._internal import tracing
+from persample._internal.models import Members
 from persample.backward import Collector
 from persample.distributed import Processes
 from persample.errors import ELSEWHERE, Complain, find_place
@@ -71,7 +72,7 @@ class Tracker:
         is_isolated: whether nothing may depend on a coincidence, and nothing but the noisy sum may outlive the step.
         is_coupled: samples may influence each other; what the tracker follows is who owns each row.
         divisors: what is done with divisors of the loss that are counted over all samples.
-        modules: the modules of the model, if the caller has just searched it.
+        members: the members of the model, if the caller has just read them.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Tracker:
         is_isolated: bool = False,
         is_coupled: bool = False,
         divisors: DivisorMode = "refuse",
-        modules: list[nn.Module] | None = None,
+        members: Members | None = None,
     ) -> None:
         self.batch = batch
         self.collector = collector
@@ -106,7 +107,7 @@ class Tracker:
             divisors, self.path.program.scales, loss_reduction, None if outside is None else outside.is_held
         )
         self.known = KnownTensors()
-        self.mode = FollowMode(self, modules)
+        self.mode = FollowMode(self, members)
         for ask in self.detectors.start:
             ask(self)
 

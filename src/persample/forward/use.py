@@ -152,20 +152,17 @@ def repeat_use(
 
     `is_checkpointed` says whether hooks see the tensors that autograd saves.
     """
-    given, named = [*args], kwargs
-    weights: dict[int, Tensor] = {}
-    for position, index in plan.given_weights:
-        weights[position] = weight = given[index]
-        given[index] = weight.detach()
-    if plan.named_weights:
-        named = kwargs.copy()
-        for position, name in plan.named_weights:
-            weights[position] = weight = named[name]
-            named[name] = weight.detach()
-    result = plan.kernel(*given, **named) if plan.has_graph else plan.kernel(*args, **kwargs).detach()
-    saved = given if plan.has_tensors_only else [given[i] for i in plan.given_tensors]
-    if plan.named_tensors:
-        saved += [named[name] for name in plan.named_tensors]
+    given, weights = [*args, *kwargs.values()], {}
+    for position, at in plan.weights_at:
+        weights[position] = weight = given[at]
+        given[at] = weight.detach()
+    if not plan.has_graph:
+        result = plan.kernel(*args, **kwargs).detach()
+    elif kwargs:
+        result = plan.kernel(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+    else:
+        result = plan.kernel(*given)
+    saved = [given[at] for at in plan.tensors_at]
     collector, base = forward.collector, result._base
     chosen = result if base is None else _find_base(result)
     if get_backward_pass() < 0:  # else it is a recomputation
@@ -173,7 +170,7 @@ def repeat_use(
         uses.parameters += weights.values()
         can_retain = retained.is_open and plan.has_graph and (chosen is not result or base is None)
         if can_retain and not is_checkpointed and result.numel() <= MAX_ENTRIES:
-            retained.add(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen.grad_fn))
+            retained.add(RetainedUse(plan, saved, weights, forward.batch, result.shape, chosen, retained.carrier))
             return result
         if uses.early:
             uses.factor_bytes += sum([t.nbytes for i, t in enumerate(saved) if i not in weights], result.nbytes)
@@ -189,13 +186,6 @@ def _can_repeat_later(call: Call, result: Any, weights: dict[int, Tensor], plan:
     possible_weights = {i for i, t in enumerate(call.tensors) if t.requires_grad and call.where[i] is None}
     is_plain = plan.rule is not None and not plan.rule.whole and not call.is_inplace and isinstance(result, Tensor)
     return is_plain and bool(plan.tapped) and len(plan.weights_at) == len(weights) and possible_weights == {*weights}
-
-
-def _find_arguments(call: Call) -> list[int | str]:
-    """For each tensor: its argument's position or name; empty if one is nested."""
-    given: list[tuple[int | str, Any]] = [*enumerate(call.args), *call.kwargs.items()]
-    arguments = [key for key, arg in given if isinstance(arg, Tensor)]
-    return arguments if len(arguments) == len(call.tensors) else []
 
 
 def _make_plan(
@@ -219,7 +209,9 @@ def _make_plan(
         )
     where = tuple(w if isinstance(w, Layout) else None for w in motion.results)
     with_graph = [i for i, t in enumerate(call.tensors) if t.requires_grad and i not in weights]
-    tensors_at = _find_arguments(call)
+    tensors_at = [at for at, value in enumerate((*call.args, *call.kwargs.values())) if isinstance(value, Tensor)]
+    if len(tensors_at) != len(call.tensors):
+        tensors_at = []
     return Plan(
         func=call.func,
         arguments=arguments,

@@ -13,9 +13,8 @@ from persample._internal.memory import find_free_memory
 from persample.errors import PerSampleError
 from persample.gradients.clipping import Bound, compute_clip_factors
 from persample.gradients.intake import RecordedBatch
-from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.squared_norms import NOT_FINITE, SquaredNorms, compact_stack, measure_stacks
-from persample.gradients.stack import Stack
+from persample.gradients.stack import JoinedRows, SmallStacks, Stack
 from persample.gradients.streamed_norms import Streamed
 
 # Bytes of factors that one pass may always keep, and that it may keep if the free memory is not known.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from persample import _torch
-from persample._internal.precision import in_full_precision, widen
+from persample._internal.precision import widen
 from persample.errors import PerSampleError
 from persample.gradients.explanation import TriedFunctions
 from persample.gradients.rows import BatchRows, LossReduction, NotRecorded
@@ -189,7 +189,6 @@ class Intake(ABC):
     def receive_rows(self, name: str, term: Term) -> None:
         """Take the rows of a parameter."""
 
-    @in_full_precision
     def receive_stack(self, parameters: Sequence[Tensor], term: Term) -> None:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
         found = self._names

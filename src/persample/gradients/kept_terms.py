@@ -12,7 +12,6 @@ from persample._internal.precision import widen
 from persample.errors import PerSampleError
 from persample.gradients.curvature import has_both_sides
 from persample.gradients.intake import Intake, RecordedBatch, add_all_over_processes
-from persample.gradients.joined import JoinedRows, SmallStacks
 from persample.gradients.squared_norms import (
     SquaredNorms,
     check_finite,
@@ -20,7 +19,7 @@ from persample.gradients.squared_norms import (
     find_true,
     measure_stacks,
 )
-from persample.gradients.stack import Stack
+from persample.gradients.stack import JoinedRows, SmallStacks, Stack
 from persample.terms import Dense, Term, add_samples, add_terms, find_factors, make_groups, merge_samples
 
 

@@ -15,8 +15,7 @@ from persample._internal import host
 from persample._internal.precision import widen
 from persample.errors import PerSampleError
 from persample.gradients.clipping import bound_inverse_norms
-from persample.gradients.joined import JoinedRows
-from persample.gradients.stack import Stack
+from persample.gradients.stack import JoinedRows, Stack
 from persample.terms import Dense, Outer, Patches, Term, add_lost_squares, compute_row_norms
 
 # What happens to samples whose gradient is not finite.

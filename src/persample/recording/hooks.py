@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
-from persample._internal.models import read_model
+from persample._internal.models import Members, read_model
 from persample.distributed import Processes
 from persample.errors import ROWS_ADVICE, Complain, PerSampleError, raise_or_complain
 from persample.forward import LAYERS
@@ -164,6 +164,7 @@ class Calls(ABC):
     def __init__(self) -> None:
         self.entry: ref[nn.Module] | None = None
         self._hooks: list[RemovableHandle] = []
+        self._parts: _torch.PreHook | None = None
 
     @abstractmethod
     def start_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -182,19 +183,25 @@ class Calls(ABC):
         """The recording of the current step."""
 
     @skip_compilation(with_callees=True)
-    def add_hooks(self, model: nn.Module, recorded: Set[int]) -> None:
-        """Add the hooks. Parts are not reported if they have none of the parameters with these ids."""
+    def add_hooks(self, model: nn.Module, recorded: Set[int], members: Members | None = None) -> None:
+        """Add the hooks. Parts are not reported if they have none of the parameters with these ids.
+
+        `members`: those of the model, if they have just been read.
+        """
         self._hooks = [
             model.register_forward_pre_hook(ModuleHook(self.before_model), with_kwargs=True, prepend=True),
             model.register_forward_hook(ModuleHook(self._after), always_call=True),
         ]
-        self._hooks.append(_torch.add_pre_hook(find_parts(model, recorded), PartHook(self)))
+        self._parts = _torch.PreHook(find_parts(model, recorded, members))
+        self._parts.add(PartHook(self))
 
     def remove_hooks(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        if self._parts is not None:
+            self._parts.remove()
+        self._hooks, self._parts = [], None
 
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report a call of the model that is about to run."""
@@ -206,7 +213,8 @@ class Calls(ABC):
                     recording.verifier.note_nested_call()
                 return
             self.interrupt_call()
-        self._enter(module, args, kwargs)
+        if self._enter(module, args, kwargs) and self._parts is not None:
+            self._parts.pause()  # until the end of the call: calls inside of it are not reported
 
     def before_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Report a call of a part that is about to run."""
@@ -226,6 +234,8 @@ class Calls(ABC):
     def leave(self) -> None:
         """Note that no call is running."""
         self.entry = None
+        if self._parts is not None:
+            self._parts.add(PartHook(self))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self.start_call(module, args, kwargs):
@@ -250,22 +260,12 @@ class Calls(ABC):
         return recording is not None and recording.verifier.is_running
 
 
-def find_parts(model: nn.Module, recorded: Set[int]) -> list[nn.Module]:
+def find_parts(model: nn.Module, recorded: Set[int], members: Members | None = None) -> list[nn.Module]:
     """The submodules that may be called in place of the model: those with parameters of these ids."""
     if isinstance(model, DistributedDataParallel) or _torch.get_fsdp_states(model):
         return []
-    # A scripted module takes no hooks.
-    modules = [module for module in read_model(model)[0] if not isinstance(module, torch.jit.ScriptModule)]
-    members = _torch.list_members(modules)
+    members = members or read_model(model)
     # Torch runs layers on a fast path in eval(), unless they or their submodules have hooks.
-    fast = {m for root in modules if isinstance(root, LAYERS) and not root.training for m in root.modules()}
-    found: list[nn.Module] = []
-    having: set[int] = set()  # the ids of the modules that have recorded parameters
-    pairs = zip(modules, members[: len(modules)], members[len(modules) :], strict=True)
-    for module, parameters, children in reversed(list(pairs)):  # a module comes before its children
-        own = [*map(id, parameters.values())]
-        if not (recorded.isdisjoint(own) and having.isdisjoint(map(id, children.values()))):
-            having.add(id(module))
-            if module is not model and module not in fast:
-                found.append(module)
-    return found
+    layers = [module for module in members.modules if isinstance(module, LAYERS) and not module.training]
+    fast = {module for layer in layers for module in layer.modules()}
+    return [module for module in members.find_owners(recorded) if module is not model and module not in fast]

@@ -90,7 +90,7 @@ class SampleFinder:
     def _start_batch(self, arguments: Arguments, batch_size: int, module: nn.Module) -> None:
         if self._outside.early is not None and arguments.reading is not None and arguments.reading.is_structural:
             self._outside.early.forget()
-        self._set_batch(batch_size, arguments.iterate_tensors())
+        self._set_batch(batch_size, arguments.tensors)
         if module is not self._model() and arguments.has_known(self._tracker):
             arguments.add_unknown_to(self._tracker)  # made of tensors from outside, inside the block
         else:
@@ -184,7 +184,7 @@ class SampleFinder:
         given = self._options.batch_dim
         constants = tuple(self._options.list_constants())
         arguments = Arguments(_take_samples, (data,), {}, given if isinstance(given, int) else 0, constants)
-        batch = self._set_batch(self._find_batch_size(arguments), arguments.iterate_tensors())
+        batch = self._set_batch(self._find_batch_size(arguments), arguments.tensors)
         arguments.add_to(self._tracker, search=False)
         self._note_rows(arguments.list_rows(batch), range(batch))
 
@@ -215,6 +215,7 @@ class SampleFinder:
     def _set_batch(self, batch_size: int, tensors: Iterable[Tensor]) -> int:
         self._processes.start_forward()
         self.batch = self._batch_rows.start(batch_size)
+        self._collector.start_batch(self.batch)
         has_units = self._options.units is not None and not (self._is_isolated or self._options.coupled)
         self._tracker.start_batch(batch_size, tensors, self._batch_rows.make_sample_units() if has_units else None)
         return self.batch
@@ -241,7 +242,7 @@ class SampleFinder:
             found = {*error.sizes}
         if self._outside.early is None:
             return found
-        return found.union(*map(self._outside.early.find_sizes, arguments.iterate_tensors()))
+        return found.union(*map(self._outside.early.find_sizes, arguments.tensors))
 
     def _make_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None) -> Arguments:
         called = part or self._get_model()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
 from persample._internal.memory import keep_freed_memory
-from persample._internal.models import combine_models
+from persample._internal.models import Members, combine_models, read_model
 from persample._internal.options import make_options, show_options
 from persample._internal.tree import find_tensors
 from persample.errors import Complain, PerSampleError
@@ -30,7 +30,7 @@ from persample.recording.wiring import make_wiring
 # ---- backward passes ----
 
 
-_SIGNATURES = {func: inspect.signature(func) for func in (Tensor.backward, torch.autograd.backward)}
+_NAMES = {func: [*inspect.signature(func).parameters] for func in (Tensor.backward, torch.autograd.backward)}
 
 
 class BackwardCall:
@@ -43,7 +43,7 @@ class BackwardCall:
 
     def __init__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._func, self.is_of_tensor = func, func is Tensor.backward
-        self.given = dict(_SIGNATURES[func].bind(*args, **kwargs).arguments)
+        self.given = {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
         self.roots = self.given.pop("self" if self.is_of_tensor else "tensors")
 
     def run(self, **changed: Any) -> None:
@@ -103,6 +103,7 @@ class Recording:
         has_hooks: hooks of the caller refuse gradients from uses that were not recorded (`refuse_unrecorded`).
         complain: takes refusals in place of raising them. Then the recording is of no use, but `keep_grad` still adds
             the gradients of all uses to `grad`. Not available under several processes.
+        members: the members of the model, if the caller has just read them.
 
     Attributes:
         grads: what is recorded.
@@ -120,9 +121,10 @@ class Recording:
         failed: Callable[[BaseException], None] = _do_nothing,
         has_hooks: bool = False,
         complain: Complain | None = None,
+        members: Members | None = None,
     ) -> None:
         _refuse_nesting()
-        wiring = make_wiring(model, options, ended, has_hooks, complain)
+        wiring = make_wiring(model, options, ended, has_hooks, complain, members or read_model(model))
         self._model, self.processes, self.grads = wiring.model, wiring.processes, wiring.grads
         self.recorded = wiring.batch.parameters
         self.collector, self.tracker = wiring.collector, wiring.tracker
@@ -174,6 +176,7 @@ class Recording:
                 "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
                 " Call backward() without inputs, and name the parameters that count in record(parameters=[...])."
             )
+        collector.retained.read_after_hooks(inputs)
         is_graph_kept = True  # if the pass fails: the user may try again
         try:
             for ask in self.tracker.detectors.before_backward:
@@ -223,8 +226,9 @@ class Recording:
 
 def _refuse_nesting() -> None:
     leave_ended_modes()
-    if is_recording():
-        gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
+    if not is_recording():
+        return
+    gc.collect()  # a dropped model with reference cycles is alive, and so is the step that it was called for
     if is_recording():
         raise PerSampleError(
             "Recordings cannot be nested: leave one block before you enter the next. The step of a watched model "
@@ -310,11 +314,12 @@ def record(model: Model, **options: Any) -> AbstractContextManager[Any]:
 def _record(model: Model, options: Options) -> Iterator[Any]:
     model = combine_models(model)
     refuse_scripted(model)
-    recording = Recording(model, options)
+    members = read_model(model)
+    recording = Recording(model, options, members=members)
 
     collector, recorded = recording.collector, recording.recorded
     calls = _BlockCalls(recording)
-    calls.add_hooks(model, {*map(id, recorded.values())})
+    calls.add_hooks(model, {*map(id, recorded.values())}, members)
     refusals = []
     if recording.needs_hooks:
         refusals = refuse_unrecorded(recorded, recording.processes, lambda: collector.is_pulling_back)

@@ -20,6 +20,7 @@ from persample.forward import CONTRIBUTIONS
 from persample.recording.verification import (
     NOT_REPEATABLE,
     NotVerified,
+    RowCheck,
     Verification,
     describe,
     describe_environment,
@@ -40,7 +41,9 @@ class Verifier:
         self.is_running = False
         self.rng_state = torch.get_rng_state()
         self._options, self._processes, self._notes = wiring.options, wiring.processes, wiring.batch.notes
-        self._tracker, self._collector, self._row_check = wiring.tracker, wiring.collector, wiring.row_check
+        self._tracker, self._collector, self._delivery = wiring.tracker, wiring.collector, wiring.delivery
+        self._recorded = wiring.batch.parameters
+        self._row_check: RowCheck | None = None  # if a call was verified
         self._verification: Verification | None = None  # of the running call
         # The module of the running call, its arguments and environment, if calls like it were verified.
         self._verified_before: tuple[nn.Module, Arguments, Hashable] | None = None
@@ -55,9 +58,8 @@ class Verifier:
         if self._options.coupled is not None:  # samples alone differ from those of the batch
             self.note_status(CONTRIBUTIONS)
             return
-        with self._tracker.pause():
-            environment = describe_environment(called, self._options, arguments)
-            found = start_verification(called, self._options, self._processes, self._tracker, arguments, environment)
+        environment = describe_environment(called, self._options, arguments)
+        found = start_verification(called, self._options, self._processes, self._tracker, arguments, environment)
         if isinstance(found, str):
             self._verification = None
             self._verified_before = (called, _copy(arguments), environment) if found.startswith("verified") else None
@@ -87,6 +89,9 @@ class Verifier:
                 self.note_status(verification.finish(output, has_row))
             self._notes.note_row_verification(verification.no_row)
             if verification.row is not None:
+                if self._row_check is None:
+                    self._row_check = RowCheck(self._recorded)
+                    self._delivery.show_rows_to(self._row_check)
                 self._row_check.add(verification.row)
         if self._options.is_isolated and self._tracker.batch > 1 and (verification is None or verification.is_telling):
             self._refuse_unverified(has_reads)
@@ -175,35 +180,36 @@ class Verifier:
     def compare_row(self, roots: Any, inputs: list[Tensor]) -> Iterator[None]:
         """Inside the block a backward pass runs. At its end, compare a row if calls were verified."""
         check = self._row_check
-        if not check.calls or check.is_noting:  # the latter: a pass inside of a pass
+        if check is None or not check.calls or check.is_noting:  # the latter: a pass inside of a pass
             yield
             return
         uses = {retained.node_number for retained in self._collector.retained.list_alive()}
-        with self._note_row():
+        with self._note_row(check):
             if inputs:
                 raise NotVerified("the backward pass has inputs=")
             check.begin(find_tensors(roots), self._collector.anchor_node, uses)
         yield
         try:
             if check.is_noting:
-                with self._note_row(), self._run(), self._collector.pull_back():
+                with self._note_row(check), self._run(), self._collector.pull_back():
                     self._notes.note_row_verification(check.compare())
                     check.end()
         finally:
             check.forget()
 
     @contextmanager
-    def _note_row(self) -> Iterator[None]:
+    def _note_row(self, check: RowCheck) -> Iterator[None]:
         """Note why no row can be compared, if that is what the block finds; calls like these are not tried again."""
         try:
             yield
         except NotVerified as reason:
             self._notes.note_row_verification(f"no row was compared: {reason}")
-            self._row_check.end()
+            check.end()
 
     def close(self) -> None:
         """Forget the graphs of verified calls."""
-        self._row_check.forget()
+        if self._row_check is not None:
+            self._row_check.forget()
 
 
 def _copy(arguments: Arguments) -> Arguments:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from persample._internal import tracing
 from persample._internal.graph import refuse_parameter_hooks
-from persample._internal.models import read_model
-from persample._internal.precision import in_full_precision
+from persample._internal.models import Members
 from persample.backward import Collector, PositionSplitter, Receiver, group_by_rows
 from persample.distributed import Processes, find_processes
 from persample.errors import Complain, PerSampleError, raise_or_complain
@@ -48,7 +47,6 @@ class Delivery(Receiver):
     Args:
         intakes: what the recording fills: with several losses, each backward pass fills the next one.
         complain: takes refusals in place of raising them; sums are added to `p.grad` all the same.
-        row_check: compares a row of what is delivered; it holds nodes of the graph, and is not kept.
         recorded: the recorded parameters. A gradient of one that arrives by itself came from a use that was not seen.
         ended: called at the end of a backward pass.
     """
@@ -59,7 +57,6 @@ class Delivery(Receiver):
         processes: Processes,
         options: Options,
         complain: Complain | None,
-        row_check: RowCheck,
         recorded: Mapping[str, Tensor],
         ended: Callable[[], None],
     ) -> None:
@@ -67,7 +64,7 @@ class Delivery(Receiver):
         self._intakes, self._processes, self._keep_grad = intakes, processes, options.keep_grad
         self._losses, self._has_positions = options.losses, options.positions is not None
         self._passes = 0  # that have ended
-        self._row_check = ref(row_check)
+        self._row_check: ref[RowCheck] | None = None
         self._first_loss = FirstLoss(options.loss_reduction) if options.coupled else None
         self.unrecorded, self._ended = UnrecordedGradients(recorded), ended
         self._is_waiting = False
@@ -112,7 +109,6 @@ class Delivery(Receiver):
             run(retain_graph=True, inputs=[anchor])
         run()
 
-    @in_full_precision
     def deliver(self, parameter: Tensor, terms: Sequence[Term]) -> None:
         self._note_row([parameter], terms)
         for group in group_by_rows(terms) if self._has_positions else [terms]:
@@ -126,8 +122,13 @@ class Delivery(Receiver):
         self._intake.receive_stack(parameters, term)
 
     def _note_row(self, parameters: Sequence[Tensor], terms: Sequence[Term]) -> None:
-        if (check := self._row_check()) is not None and check.is_noting:
+        check = None if self._row_check is None else self._row_check()
+        if check is not None and check.is_noting:
             check.note(parameters, terms)
+
+    def show_rows_to(self, check: RowCheck) -> None:
+        """Show all that is delivered to the comparison of a row, which is not kept: it holds nodes of the graph."""
+        self._row_check = ref(check)
 
     def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
         if not self._intake.is_first_of_two:
@@ -148,7 +149,6 @@ class Delivery(Receiver):
     def note_tried(self, func: Callable[..., Any], place: str) -> None:
         self._intakes[0].notes.tried.add(func, place)
 
-    @in_full_precision
     def finish(self) -> None:
         """Note that a pass, or a pass inside it, has ended."""
         self.unrecorded.check()
@@ -201,7 +201,6 @@ class Wiring:
     batch: RecordedBatch
     grads: Gradients
     delivery: Delivery
-    row_check: RowCheck
     collector: Collector
     outside: OutsideTensors
     tracker: Tracker
@@ -219,16 +218,17 @@ def make_wiring(
     ended: Callable[[], None],
     is_watched: bool,
     complain: Complain | None,
+    members: Members,
 ) -> Wiring:
     """Make the parts of a recording; see `Recording` for the arguments."""
-    processes, (modules, parameters) = find_processes(model), read_model(model)
-    trainable = select_trainable(parameters)
+    processes = find_processes(model)
+    trainable = select_trainable(members.parameters)
     recorded = options.select(trainable)
     _check_parameters(trainable, trainable if options.keep_grad else recorded, is_watched)
-    (batch, intakes, grads), row_check = _make_gradients(options, recorded, processes), RowCheck(recorded)
+    batch, intakes, grads = _make_gradients(options, recorded, processes)
     is_alone, is_traced = type(processes) is Processes, tracing.get_trace() is not None
     is_coupled, complain = options.coupled is not None, complain if is_alone else None
-    delivery = Delivery(intakes, processes, options, complain, row_check, recorded, ended)
+    delivery = Delivery(intakes, processes, options, complain, recorded, ended)
     collector = Collector(
         trainable.values() if is_alone else map(processes.get_used, trainable.values()),
         delivery,
@@ -236,7 +236,6 @@ def make_wiring(
         # FSDP frees weights, a traced step has no values, and uses that are computed as one have no positions.
         can_retain=is_alone and not is_traced and options.positions is None,
     )
-    _watch_empty_batches(collector, batch.rows)
     is_exact = options.is_isolated or is_traced  # sizes decide alone, and `coupled` is no option
     outside = _make_outside(model, options, is_watched, remembers=not is_exact)
     tracker = Tracker(
@@ -250,21 +249,10 @@ def make_wiring(
         is_isolated=options.is_isolated,
         is_coupled=is_coupled,
         divisors=options.divisor_mode,
-        modules=modules,
+        members=members,
     )
-    parts = batch, grads, delivery, row_check, collector, outside, tracker
+    parts = batch, grads, delivery, collector, outside, tracker
     return Wiring(options, ref(model), processes, *parts, is_watched)
-
-
-def _watch_empty_batches(collector: Collector, rows: BatchRows) -> None:
-    """End backward passes of an empty batch as well: no term arrives, but each pass runs the anchor's node."""
-    found = ref(collector)  # the node of the anchor keeps the function
-
-    def note(_: Any) -> None:
-        if not rows.batch_size and (own := found()) is not None:
-            own.note_pass()
-
-    collector.anchor_node.register_prehook(note)
 
 
 def _check_parameters(trainable: Mapping[str, Tensor], used: Mapping[str, Tensor], is_watched: bool) -> None:

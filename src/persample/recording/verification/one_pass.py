@@ -233,7 +233,8 @@ def start_verification(
     except NotVerified as reason:
         return describe(reason, options)
     try:
-        return Verification(model, options, tracker, arguments, environment)
+        with tracker.pause():
+            return Verification(model, options, tracker, arguments, environment)
     except NotVerified as reason:
         known[environment] = describe(reason, options)
         return known[environment]
@@ -251,6 +252,6 @@ def describe_environment(called: nn.Module, options: Options, arguments: Argumen
     devices = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     call = ref(called), called.training, len(arguments.args), *arguments.kwargs
     graph = torch.is_grad_enabled()  # without, no row is compared
-    dtypes = tuple([tensor.dtype for tensor in arguments.iterate_tensors()])
+    dtypes = tuple([tensor.dtype for tensor in arguments.tensors])
     sizes = options.is_isolated and tracing.get_trace() is None and has_unequal_sizes(arguments)
     return options.verify, graph, call, repr(options.batch_dim), options.batch_size is None, *devices, dtypes, sizes
