@@ -128,6 +128,7 @@ class FollowMode(TorchFunctionMode):
             if func in _WITHOUT_TENSORS:
                 return func(*args, **kwargs)
             if tracker.collector.receiver.complain is None and func not in _DIFFERENTIATING:
+                tracker.counted.read_last, self._sizes_read = self._sizes_read, _NOTHING_READ
                 return run_call(func, args, kwargs, tracker)
         return self._run(func, args, kwargs, tracker)
 
