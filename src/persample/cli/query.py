@@ -107,26 +107,22 @@ def _run(args: Namespace) -> int:
     with redirect_user_output(args), convert_scan_errors(args.directory):
         if args.question != "issues" and (args.subject is None) == (args.question in _SUBJECTS):
             raise UsageError(f"{args.question} takes {_SUBJECTS.get(args.question, 'no subject')}")
-        rows = _QUESTIONS[args.question](args, scanning)
+        rows = _QUESTIONS[args.question](args, scanning.Scan(args.directory))
     print(format_json(rows) if args.json else _format_result(rows))
     return 0
 
 
-def _find_top(args: Namespace, scanning: Any) -> Rows:
-    scan = scanning.Scan(args.directory)
+def _find_top(args: Namespace, scan: Scan) -> Rows:
     by = args.by or scan.default_ranking
-    return _make_rows(scan, scan.ranked(by, args.k), by)
+    return _make_rows(scan, scan.ranked(by, args.k), str(by))
 
 
-def _compare_rankings(args: Namespace, scanning: Any) -> Rows:
-    scan = scanning.Scan(args.directory)
+def _compare_rankings(args: Namespace, scan: Scan) -> Rows:
     return [{"ranking": name, "shared": share} for name, share in scan.compare_rankings().items()]
 
 
-def _find_neighbours(args: Namespace, scanning: Any) -> Rows:
-    i = _parse_example(args)
-    scan = scanning.Scan(args.directory)
-    return _make_rows(scan, scan.neighbours(i, args.k), "cosine")
+def _find_neighbours(args: Namespace, scan: Scan) -> Rows:
+    return _make_rows(scan, scan.neighbours(_parse_example(args), args.k), "cosine")
 
 
 def _parse_example(args: Namespace) -> int:
@@ -136,24 +132,22 @@ def _parse_example(args: Namespace) -> int:
     return int(args.subject)
 
 
-def _find_outliers(args: Namespace, scanning: Any) -> Rows:
-    scan = scanning.Scan(args.directory)
+def _find_outliers(args: Namespace, scan: Scan) -> Rows:
     return _make_rows(scan, scan.outliers(args.k, args.damping), "leverage")
 
 
-def _find_self_influence(args: Namespace, scanning: Any) -> Rows:
-    scan = scanning.Scan(args.directory)
+def _find_self_influence(args: Namespace, scan: Scan) -> Rows:
     return _make_rows(scan, scan.self_influence(args.method, args.k, args.damping), "self-influence")
 
 
-def _find_duplicates(args: Namespace, scanning: Any) -> Rows:
-    groups = scanning.Scan(args.directory).duplicates(args.tolerance, progress=True)
+def _find_duplicates(args: Namespace, scan: Scan) -> Rows:
+    groups = scan.duplicates(args.tolerance, progress=True)
     return [{"size": len(group), "examples": group} for group in groups[: args.k]]
 
 
-def _find_issues(args: Namespace, scanning: Any) -> Rows:
+def _find_issues(args: Namespace, scan: Scan) -> Rows:
     with ExitStack() as stack:
-        contents = load_contents(args, scanning, stack)
+        contents = load_contents(args, import_scanning(), stack)
         found = contents.scan.find_issues(contents.data)
     if contents.note:
         print(f"persample query: issues of the inputs were not looked for: {contents.note}", file=sys.stderr)
@@ -165,8 +159,7 @@ def _find_issues(args: Namespace, scanning: Any) -> Rows:
     return [{"example": i, "score": float(issue.scores[i]), **_select(example)} for i, example in known]
 
 
-def _find_influence(args: Namespace, scanning: Any) -> Rows:
-    found = scanning.Scan(args.directory)
+def _find_influence(args: Namespace, found: Scan) -> Rows:
     origin = read_origin(found)
     if origin is None:
         raise UsageError(
@@ -180,7 +173,7 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
     with explain_folder(origin):
         model, loss_fn = load_model_and_loss({**origin, "target": args.module})
     batch = call_target(args.subject)
-    scan = scanning.Scan(args.directory, model, loss_fn, origin["checkpoints"])
+    scan = type(found)(found.store, model, loss_fn, origin["checkpoints"])
     patterns = args.parameters
     answer = scan.influence(
         batch,
@@ -194,16 +187,15 @@ def _find_influence(args: Namespace, scanning: Any) -> Rows:
     return rows
 
 
-def _find_tokens(args: Namespace, scanning: Any) -> Rows:
+def _find_tokens(args: Namespace, found: Scan) -> Rows:
     i = _parse_example(args)
-    found = scanning.Scan(args.directory)
     found.describe([i])  # raises if there is no such example
     if not args.module:
         raise UsageError("tokens calls the function of the scan again for the model: add --module module:function")
     task = load_scanned_task(found, args.module)
     if task.marker is None:
         raise UsageError("tokens needs a scan of texts, with a saved tokenizer that knows where its tokens are")
-    with scanning.Scan(args.directory, task.model, task.loss_fn, task.origin["checkpoints"]).load_model():
+    with type(found)(found.store, task.model, task.loss_fn, task.origin["checkpoints"]).load_model():
         tokens = task.marker.measure(task.data[i])
     if tokens.reason:
         print(f"persample query: no parts of the gradient: {tokens.reason}", file=sys.stderr)
@@ -221,7 +213,7 @@ def _find_tokens(args: Namespace, scanning: Any) -> Rows:
     return sorted(rows, key=lambda row: -math.inf if row[by] is None else row[by], reverse=True)[: args.k]
 
 
-_QUESTIONS: dict[str, Callable[[Namespace, Any], Rows]] = {
+_QUESTIONS: dict[str, Callable[[Namespace, Scan], Rows]] = {
     "top": _find_top,
     "neighbours": _find_neighbours,
     "duplicates": _find_duplicates,

@@ -202,30 +202,23 @@ def _run(args: Namespace) -> int:
     return 1 if found.skipped else 0
 
 
+_PASSED = (
+    "batch_size", "shard_size", "project", "projection", "dtype", "checkpoints", "learning_rates", "loss_reduction",
+    "coupled", "nonfinite", "skip_bad", "engine", "device", "out",
+)  # fmt: skip
+
+
 def _scan(args: Namespace, scanning: Any, task: Task) -> Any:
     return scanning.scan(
         task.model,
         task.loss_fn,
         task.data,
-        out=args.out,
-        batch_size=args.batch_size,
-        shard_size=args.shard_size,
-        project=args.project,
-        projection=args.projection,
-        dtype=args.dtype,
-        checkpoints=args.checkpoints,
-        learning_rates=args.learning_rates,
-        loss_reduction=args.loss_reduction,
         table=args.table_format,
-        coupled=args.coupled,
-        nonfinite=args.nonfinite,
-        skip_bad=args.skip_bad,
-        engine=args.engine,
-        device=args.device,
         resume=not args.restart,
         collate=task.collate,
         progress=False if args.quiet else None,
         quantities=args.quantities.split(",") if args.quantities else scanning.QUANTITIES,
+        **{name: getattr(args, name) for name in _PASSED},
     )
 
 
