@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import persample
 from persample import PerSampleError
@@ -349,7 +350,7 @@ def test_a_call_without_a_backward_pass_is_given_up() -> None:
 
 
 def test_what_cannot_be_computed_at_once_is_computed_from_the_next_step_on() -> None:
-    """Adam needs the gradient of a penalty, which arrives last; the terms of reentrant checkpoints arrive in parts."""
+    """Adam needs the gradient of a penalty, which arrives last."""
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     with persample.value(model, validation=validate, optimizer=optimizer) as values:
@@ -357,6 +358,26 @@ def test_what_cannot_be_computed_at_once_is_computed_from_the_next_step_on() -> 
             optimizer.zero_grad()
             (F.cross_entropy(model(x), y) + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
     assert values.latest is not None and values.latest.step == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reentrant_checkpoints_are_valued_from_the_second_step_on() -> None:
+    class Checkpointed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = super().forward
+            return checkpoint(hidden, x, use_reentrant=True) if self.training else hidden(x)
+
+    model = nn.Sequential(nn.Linear(4, 8), Checkpointed(nn.Linear(8, CLASSES), nn.Tanh())).double()
+    found = []
+    with persample.value(model, validation=validate) as values:
+        for x, y in make_batches(3):
+            model.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            change = float(differentiate(model.eval()) @ flatten(p.grad for p in model.parameters()))
+            model.train()
+            found.append((None if values.latest is None else float(values.latest.values.sum()), change))
+    assert found[0][0] is None
+    assert [one for one, _ in found[1:]] == pytest.approx([change for _, change in found[1:]], rel=1e-6)
 
 
 def test_a_value_is_zero_without_a_finite_gradient() -> None:

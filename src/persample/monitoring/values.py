@@ -229,7 +229,11 @@ class Values(MeasuredSteps[StepValues]):
         valuation = self._valuation
         if isinstance(grads, ReducedTerms):
             if grads.has_shared and valuation.update.needs_grads:
-                raise PerSampleError("The loss has a part that belongs to no sample, which the optimizer needs first.")
+                raise PerSampleError(
+                    "The loss has a part that belongs to no sample, such as a penalty, which arrives after the values "
+                    "that need it. Use the weight decay of the optimizer, or a function as validation, with which the "
+                    "next steps are measured."
+                )
             parts, count = list(grads.found.values()), grads.row_count - valuation.held_out
             found = torch.stack(parts).sum(0, dtype=torch.float64) if parts else torch.zeros(count).double()
         elif self.is_strict or not isinstance(grads, PerSampleGradients) or not {*attempt.names} <= {*grads.names}:
