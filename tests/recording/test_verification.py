@@ -879,6 +879,45 @@ def test_what_is_kept_of_passes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0 < len(kept.statuses) <= 3 and 0 < len(kept.environments) <= 3
 
 
+def test_with_an_output_that_cannot_be_compared_it_is_not_verified() -> None:
+    """Each row of the second output has the size of the batch."""
+
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.linear(x)
+            return h, h[:, :1] * torch.from_numpy(h.detach().numpy()[:, 0].copy())
+
+    found = record_output(TwoOutputs(), torch.randn(B, D)).verification
+    assert found == f"not verified: an output of shape ({B}, {B}) has another form if a sample is alone"
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_with_an_output_that_depends_on_samples_out_of_sight_it_is_not_verified(is_equal: bool) -> None:
+    def function(model: Any, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return h, model.linear.weight.detach() if is_equal else torch.from_numpy(h.detach().numpy().mean(0))
+
+    expected = "verified with 2 samples" if is_equal else f"not verified: an output of shape ({D},) depends on samples"
+    assert record_output(Around(function), torch.randn(B, D)).verification.startswith(expected)
+
+
+def test_an_output_that_is_padded_to_the_longest_sample_is_compared() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(D, D, batch_first=True)
+
+        def forward(self, packed: Any) -> Any:
+            output, (h, _) = self.lstm(packed)
+            return nn.utils.rnn.pad_packed_sequence(output, batch_first=True)[0], h
+
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 4, D), torch.tensor([4, 3, 2]), batch_first=True)
+    assert record_output(Recurrent(), packed).verification == "verified with 2 samples"
+
+
 def test_a_pass_with_new_decisions_is_verified_however_many_there_were() -> None:
     """The model takes seven decisions, which in the last pass one sample takes for all others."""
 

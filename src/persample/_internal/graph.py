@@ -14,7 +14,12 @@ from persample.errors import PerSampleError
 
 def find_nodes(tensor: Tensor) -> Iterator[Any]:
     """Every node that a backward pass from `tensor` would reach."""
-    seen = {_torch.find_node(tensor)} - {None}
+    return walk([_torch.find_node(tensor)])
+
+
+def walk(nodes: Iterable[Any]) -> Iterator[Any]:
+    """These nodes, and every node behind them."""
+    seen = {*nodes} - {None}
     todo = [*seen]
     while todo:
         node = todo.pop()

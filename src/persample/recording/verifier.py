@@ -102,10 +102,10 @@ class Verifier:
         known, self._verified_before = self._verified_before, None
         if known is not None and output is not None:
             status = self._tracker.path.find_status(known[-1])
-            if status is None or self._options.is_tried_again(status):
-                verification = self._start_late_verification(*known)
-            else:
+            if status is not None and not self._options.is_tried_again(status):
                 self.note_status(status)
+            elif self._tracker.batch > 1:  # else there is nothing to mix with
+                verification = self._start_late_verification(*known)
         if self._units_have_met and not self._had_met:
             self.note_status(describe(NotVerified("the model combines samples of one unit"), self._options))
             return None
@@ -149,8 +149,6 @@ class Verifier:
         self, called: nn.Module, arguments: Arguments, environment: Hashable
     ) -> Verification | None:
         """Prepare the verification of a call that has just run and may have done something new."""
-        if self._tracker.batch < 2:  # nothing to mix with
-            return None
         with _torch.DisableTorchFunction():
             is_random = torch.cuda.is_initialized() or not torch.equal(torch.get_rng_state(), self.rng_state)
             try:

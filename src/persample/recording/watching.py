@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary, ref
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
@@ -112,7 +112,9 @@ class Watch(Calls):
             self.declared = made.guard.batches
         recorded = made.select(get_trainable(model))
         self.names = list(recorded)  # of the parameters that are recorded
-        self._refusals = self._refuse_unrecorded(model, recorded)
+        link, processes = _Link(self), find_processes(model)
+        give_up = link.give_up if self.is_lenient and type(processes) is Processes else None
+        self._refusals = refuse_unrecorded(recorded, processes, link.is_pulling_back, give_up)
         self.add_hooks(model, {id(p) for p in recorded.values()})
         _WATCHES[model] = ref(self)
 
@@ -325,21 +327,6 @@ class Watch(Calls):
             for receive, _ in self._listeners:
                 receive(grads)
 
-    def _refuse_unrecorded(self, model: nn.Module, recorded: Mapping[str, Tensor]) -> list[RemovableHandle]:
-        watched = ref(self)
-
-        def is_pulling_back() -> bool:
-            own = watched()
-            return own is not None and own._step is not None and own._step.collector.is_pulling_back
-
-        def give_up(error: PerSampleError) -> None:
-            if (own := watched()) is not None:
-                own.give_up(error)
-
-        processes = find_processes(model)
-        complain = give_up if self.is_lenient and type(processes) is Processes else None
-        return refuse_unrecorded(recorded, processes, is_pulling_back, complain)
-
 
 def find_watch(model: nn.Module) -> Watch | None:
     """What records the steps of a model at present, None if nothing does."""
@@ -349,7 +336,7 @@ def find_watch(model: nn.Module) -> Watch | None:
 
 
 class _Link:
-    """Identifies a step of a watch, and passes on what happens in its backward passes. It does not keep the watch."""
+    """Passes on to a watch what happens in the backward passes of a step, which it identifies. It does not keep it."""
 
     def __init__(self, watched: Watch) -> None:
         self._watch = ref(watched)
@@ -369,6 +356,12 @@ class _Link:
     def give_up(self, error: PerSampleError) -> None:
         if (watched := self._watch()) is not None:
             watched.give_up(error)
+
+    def is_pulling_back(self) -> bool:
+        """Whether gradients of the current step are being pulled back to the parameters."""
+        watched = self._watch()
+        step = None if watched is None else watched.find_recording()
+        return step is not None and step.collector.is_pulling_back
 
 
 def _make_error_of_other_step() -> PerSampleError:

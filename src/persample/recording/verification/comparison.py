@@ -14,7 +14,16 @@ from persample._internal.rng import RngState
 from persample._internal.tree import iterate_tensors
 from persample.errors import SamplesMixed, refuse_state
 from persample.layouts import has_equal_shares, take_sample
-from persample.recording.verification.differences import Difference, Part, find_difference, make_part, match_any_layout
+from persample.recording.verification.differences import (
+    Difference,
+    Part,
+    compute_difference,
+    find_difference,
+    find_other_form,
+    find_scale,
+    make_part,
+    match_any_layout,
+)
 from persample.recording.verification.runs import NOT_REPEATABLE, NotVerified, Runs, shorten
 from persample.recording.verification.sample_calls import Call
 
@@ -33,6 +42,8 @@ class Comparison:
         self.verification, self.runs, self.parts, self._outputs = verification, runs, parts, outputs
         self.batch, self._calls = verification.tracker.batch, verification.calls
         self._needs_copies = False  # a sample alone raises
+        self._not_compared = ""  # why an output could not be compared
+        self._constants: dict[int, Tensor] = {}  # outputs of a sample alone in which no samples are known
         self._row_sample = verification.row_sample if has_row and not runs.is_random else None
         self.row: dict[int, Tensor] = {}  # the outputs of that sample alone, with their graph
         self.row_inputs: list[Tensor] = []  # the leaves of that graph that are no parameters
@@ -49,8 +60,7 @@ class Comparison:
             found = self._compare_alone(sample, call)
             if self.verification.checks_places and not self._needs_copies:
                 buffers = _compare_buffers(self.verification, buffers, sample)
-            if random is not None:
-                self._check_numbers(random)
+            self._check_numbers(random)
             compared |= found is not None
             if found is not None and found.relative > self._tight:
                 self._judge(sample, call, found)
@@ -59,6 +69,8 @@ class Comparison:
         if not compared:
             self.verification.is_telling = self._is_finite()
             raise NotVerified("the outputs of a sample alone have another form, or are not finite")
+        if self._not_compared:
+            raise NotVerified(self._not_compared)
         if self.verification.checks_places:
             self._compare_rotated()
             self.verification.is_telling = not self._calls.are_samples_equal()
@@ -66,9 +78,9 @@ class Comparison:
 
     def compare_sums(self, sums: dict[int, Tensor]) -> str:
         """Compare sums over the samples with those of two other batches, which together have each sample twice."""
-        whole = self._run_batch() if self.runs.is_random else sums
-        random = self.runs.read_random_state()
+        whole, random = sums, None
         if self.runs.is_random:  # numbers of each sample belong to its place, and would not move with it
+            whole, random = self._run_batch(), self.runs.read_random_state()
             self._compare_alone(*next(iter(self.verification.samples.items())))
             if self._needs_copies:
                 raise NotVerified("the forward pass draws random numbers and does not run on one sample")
@@ -77,8 +89,7 @@ class Comparison:
         middle = [half] * (self.batch % 2)
         first, last = list(range(half)), list(range(self.batch - half, self.batch))
         found = [self._run_replaced([*part, *middle, *part]) for part in (first, last)]
-        if self.runs.is_random:
-            self._check_numbers(random)
+        self._check_numbers(random)
         for position in sums:
             totals = [float(outputs[position]) for outputs in (whole, *found) if position in outputs]
             if len(totals) < 3 or not all(map(math.isfinite, totals)):
@@ -88,9 +99,9 @@ class Comparison:
                 self._refuse_sum(position, totals)
         return "verified with two other batches"
 
-    def _check_numbers(self, after_batch: RngState) -> None:
+    def _check_numbers(self, after_batch: RngState | None) -> None:
         """Check that the last run has drawn as many random numbers as the batch: none belongs to one sample."""
-        if not self.runs.can_repeat(after_batch):
+        if after_batch is not None and not self.runs.can_repeat(after_batch):
             raise NotVerified("the forward pass draws random numbers other than those of dropout")
 
     def _run_replaced(self, samples: list[int]) -> dict[int, Tensor]:
@@ -101,7 +112,8 @@ class Comparison:
         return self._run(call, "a batch of some samples twice")
 
     def _refuse_sum(self, position: int, totals: list[float]) -> None:
-        self._check_divided()
+        if undivided := self._calls.find_undivided():
+            raise NotVerified(undivided)
         again = self._run_batch().get(position)
         if again is None or abs(float(again) - totals[0]) > self._tight * abs(totals[0]):
             raise NotVerified(NOT_REPEATABLE)
@@ -155,7 +167,19 @@ class Comparison:
         if len(outputs) != self._outputs:
             return None
         with _torch.DisableTorchFunction():
+            self._check_compared(outputs, sample)
             return find_difference(self.parts, outputs, sample, self.batch, crop=self.verification.checks_places)
+
+    def _check_compared(self, outputs: dict[int, Tensor], sample: int) -> None:
+        """Note an output that has another form in the batch, or that samples change although none are known in it."""
+        if (shape := find_other_form(self.parts, outputs, sample, self.batch, self._tight)) is not None:
+            self._not_compared = f"an output of shape {shape} has another form if a sample is alone"
+        for position in self.verification.constants & outputs.keys():
+            own, other = outputs[position], self._constants.setdefault(position, outputs[position])
+            if own.shape == other.shape and compute_difference(own, other, find_scale(own))[0] > self._tight:
+                self._not_compared = (
+                    f"an output of shape {tuple(own.shape)} depends on samples, and on which is not known"
+                )
 
     def _run_batch(self) -> dict[int, Tensor]:
         if self._calls.has_changed:
@@ -184,7 +208,8 @@ class Comparison:
 
     def _judge(self, sample: int, call: Call, found: Difference) -> None:
         """Find out whether a difference is more than rounding; if so, raise."""
-        self._check_divided()
+        if undivided := self._calls.find_undivided():
+            raise NotVerified(undivided)
         if self._calls.has_changed:
             if found.relative > self._loose:
                 self._refuse(sample, found, "depends on the other samples, or on its place among them")
@@ -199,11 +224,6 @@ class Comparison:
             self._refuse(sample, found, "changes with the other samples of the batch", call)
         if found.relative > self._loose:
             self._refuse(sample, found, "depends on its place in the batch, or on the size of the batch", call)
-
-    def _check_divided(self) -> None:
-        """Raise if an argument may hold several samples and was not divided among them."""
-        if found := self._calls.find_undivided():
-            raise NotVerified(found)
 
     def _compare_batch(self, sample: int, outputs: dict[int, Tensor]) -> Difference | None:
         """The difference of a sample's rows between the batch and another run with as many samples; None if unknown."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +34,11 @@ class Difference:
     Attributes:
         relative: the difference, relative to the entry and the scale of the output.
         absolute: the difference itself.
-        position: which of the tensors in the output has it.
         shape: the shape of that tensor in the batch.
     """
 
     relative: float
     absolute: float
-    position: int
     shape: tuple[int, ...]
 
 
@@ -75,17 +73,35 @@ def find_difference(
     is padded to the longest sample of the batch, is compared with the first or the last entries in the batch.
     """
     found: Difference | None = None
+    for part, own, alone in _take_rows(parts, outputs, sample, batch):
+        candidates = [own] if own.numel() == alone.numel() else list_crops(own, alone.shape) if crop else []
+        if candidates:
+            relative, absolute = min(compute_difference(each, alone, part.scale) for each in candidates)
+            if found is None or relative > found.relative:
+                found = Difference(relative, absolute, tuple(part.tensor.shape))
+    return found
+
+
+def find_other_form(
+    parts: Iterable[Part], outputs: Mapping[int, Tensor], sample: int, batch: int, tolerance: float
+) -> tuple[int, ...] | None:
+    """The shape of an output that is left out, unless it agrees with the first or last entries in the batch."""
+    for part, own, alone in _take_rows(parts, outputs, sample, batch):
+        crops = list_crops(own, alone.shape)
+        is_close = any(compute_difference(crop, alone, part.scale)[0] <= tolerance for crop in crops)
+        if own.numel() != alone.numel() and not is_close:
+            return tuple(part.tensor.shape)
+    return None
+
+
+def _take_rows(
+    parts: Iterable[Part], outputs: Mapping[int, Tensor], sample: int, batch: int
+) -> Iterator[tuple[Part, Tensor, Tensor]]:
+    """Each output with a sample's rows in a batch, some of which are finite, and its output by position."""
     for part in parts:
         own, alone = take_sample(part.tensor, part.layout, sample, batch), outputs.get(part.position)
-        if alone is None or not alone.numel() or not own.isfinite().any():
-            continue
-        candidates = [own] if own.numel() == alone.numel() else list_crops(own, alone.shape) if crop else []
-        if not candidates:
-            continue
-        relative, absolute = min(compute_difference(each, alone, part.scale) for each in candidates)
-        if found is None or relative > found.relative:
-            found = Difference(relative, absolute, part.position, tuple(part.tensor.shape))
-    return found
+        if alone is not None and own.isfinite().any():
+            yield part, own, alone
 
 
 def list_crops(tensor: Tensor, shape: Sequence[int]) -> list[Tensor]:
@@ -95,7 +111,7 @@ def list_crops(tensor: Tensor, shape: Sequence[int]) -> list[Tensor]:
     [[[1, 2]], [[2, 3]]]
     """
     dims = [d for d, (size, other) in enumerate(zip(tensor.shape, shape, strict=False)) if size != other]
-    if tensor.dim() != len(shape) or len(dims) != 1 or tensor.shape[dims[0]] < shape[dims[0]]:
+    if 0 in shape or tensor.dim() != len(shape) or len(dims) != 1 or tensor.shape[dims[0]] < shape[dims[0]]:
         return []
     (dim,) = dims
     length = shape[dim]

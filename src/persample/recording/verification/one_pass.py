@@ -80,25 +80,22 @@ class Verification:
         except CannotCopy as error:
             raise NotVerified(f"among the arguments, {error}") from error
         self.is_telling, self.no_row = True, ""
+        self.checks_places = tracker.is_isolated  # whether a sample's number in the batch must not count
         self.row: VerifiedCall | None = None
         self.samples: dict[int, Call] = {}  # that are run alone
+        self.constants: set[int] = set()  # positions of outputs in which no samples are known
         batch, self.draws_samples = tracker.batch, options.verifies_again
         self._numbers = [0, batch - 1, *range(0, batch, -(-batch // _MAX_SAMPLES))]
         if self.draws_samples:
             self._numbers = SystemRandom().sample(range(batch), min(batch, 2 + _MAX_SAMPLES))
         self._add_samples(self._numbers[:2])
         try:
-            self._before = ModuleState(model)
+            before = ModuleState(model)
         except Exception as error:
             raise NotVerified(f"the state of the model cannot be copied: {shorten(error)}") from error
-        if self._before.handle is not None:
-            raise NotVerified(f"the model holds an object of type {self._before.handle}, which cannot be restored")
-        self._random_before = RngState(self._before.generators)
-
-    @property
-    def checks_places(self) -> bool:
-        """Whether a sample's number in the batch must not count."""
-        return self.tracker.is_isolated
+        if before.handle is not None:
+            raise NotVerified(f"the model holds an object of type {before.handle}, which cannot be restored")
+        self._before = before, RngState(before.generators)
 
     @property
     def row_sample(self) -> int:
@@ -132,8 +129,7 @@ class Verification:
                 # Each sample may take another branch.
                 if self.tracker.path.has_read_samples and not self.calls.has_changed:
                     self._add_samples(self._numbers[2:])
-            before = self._before, self._random_before
-            with open_extra_passes(self.model, before, bool(self._is_random)) as runs:
+            with open_extra_passes(self.model, self._before, bool(self._is_random)) as runs:
                 comparison = Comparison(self, runs, parts, len(list(iterate_tensors(output))), has_row)
                 status = comparison.run() if parts else comparison.compare_sums(sums)
                 self._keep_row(comparison, output, runs)
@@ -177,16 +173,18 @@ class Verification:
         )
 
     def _find_parts(self, output: Any) -> list[Part]:
-        """The outputs in which the samples lie in known places."""
+        """The outputs in which the samples lie in known places; others without samples are noted in `constants`."""
         parts = []
         for position, tensor in enumerate(iterate_tensors(output)):
-            if tensor.dim() and tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
                 try:
                     layout = self.tracker.find_layout(tensor)
                 except PerSampleError:  # refused when it is used
                     continue
                 if isinstance(layout, Layout):
                     parts.append(make_part(position, tensor, layout))
+                elif layout is None and not (tensor.requires_grad or self.checks_places):
+                    self.constants.add(position)
         return parts
 
     def _find_sums(self, output: Any) -> dict[int, Tensor]:
@@ -224,7 +222,10 @@ def start_verification(
             raise NotVerified("several processes share the batch")
         known = tracker.path.program.environments
         status = None if options.verify == "always" else known.get(environment)
-        if status is not None and not _is_due(status, environment, options, tracker):
+        if status is not None and not (
+            isinstance(options.verify, int)
+            and (tracker.path.program.is_due(environment, options.verify) or options.is_tried_again(status))
+        ):
             return status
         if options.verify is None:
             check_unnoticed_by_modes()
@@ -238,13 +239,6 @@ def start_verification(
     except NotVerified as reason:
         known[environment] = describe(reason, options)
         return known[environment]
-
-
-def _is_due(status: str, environment: Hashable, options: Options, tracker: Tracker) -> bool:
-    """Whether a pass in an environment with this status is to be verified again."""
-    if not isinstance(options.verify, int):
-        return False
-    return tracker.path.program.is_due(environment, options.verify) or options.is_tried_again(status)
 
 
 def describe_environment(called: nn.Module, options: Options, arguments: Arguments) -> Hashable:

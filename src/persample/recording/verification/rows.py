@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
+from persample._internal.graph import walk
 from persample._internal.precision import to_double
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
@@ -316,19 +317,8 @@ def make_outputs(found: Iterable[tuple[Tensor, Layout, Tensor, int]]) -> dict[Ed
         key = edge.node, edge.output_nr
         _torch.forget_gradient_hooks(alone)  # those of the model's own code have run when the gradient is kept
         outputs.setdefault(key, Output(layout, alone, position))
-    for key in _find_inner(outputs) if len(outputs) > 1 else ():
-        outputs[key].is_inner = True
+    if len(outputs) > 1:
+        behind = {edge for node in walk(node for node, _ in outputs) for edge in node.next_functions}
+        for key in behind & outputs.keys():
+            outputs[key].is_inner = True
     return outputs
-
-
-def _find_inner(outputs: Iterable[Edge]) -> set[Edge]:
-    """The edges behind other ones."""
-    edges = {*outputs}
-    waiting, seen, found = [node for node, _ in edges], set(), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            found |= edges.intersection(node.next_functions)
-            waiting += [following for following, _ in node.next_functions if following is not None]
-    return found

@@ -99,7 +99,19 @@ class Runs:
 
     def run(self, call: Call, hook: Callable[..., None] | None = None) -> dict[int, Tensor]:
         """The tensors in the output of a call, by position. `hook` is called after the forward of each submodule."""
-        return {position: tensor.detach() for position, tensor in self._run_without_graph(call, hook).items()}
+        found, hooks = None, _NoSavedTensors()
+        if not self._keeps_saved:
+            try:
+                with hooks:
+                    found = self._run(call, hook)
+            except Exception as error:
+                if not (hooks.was_needed or "saved tensor hooks" in str(error)):
+                    raise
+            self._keeps_saved = found is None or hooks.was_needed  # the model may have caught the error
+        if self._keeps_saved:
+            found = self._run(call, hook)
+        assert found is not None
+        return {position: tensor.detach() for position, tensor in found.items()}
 
     def run_with_graph(self, call: Call) -> dict[int, Tensor]:
         """The tensors in the output of a call, by position, with a graph that can be used after the extra passes."""
@@ -134,20 +146,6 @@ class Runs:
 
         return torch.autograd.graph.saved_tensors_hooks(save, return_same)
 
-    def _run_without_graph(self, call: Call, hook: Callable[..., None] | None) -> dict[int, Tensor]:
-        if not self._keeps_saved:
-            hooks = _NoSavedTensors()
-            try:
-                with hooks:
-                    found = self._run(call, hook)
-                if not hooks.was_needed:  # else the model has caught the error
-                    return found
-            except Exception as error:
-                if not (hooks.was_needed or "saved tensor hooks" in str(error)):
-                    raise
-            self._keeps_saved = True
-        return self._run(call, hook)
-
     def _run(
         self, call: Call, hook: Callable[..., None] | None, weights: dict[str, Tensor] | None = None
     ) -> dict[int, Tensor]:
@@ -156,7 +154,7 @@ class Runs:
         if self.is_random:
             self._random.restore()
         with ExitStack() as stack:
-            for device in get_autocast_devices() if self.convert else ():
+            for device in filter(torch.is_autocast_enabled, ("cpu", "cuda") if self.convert else ()):
                 stack.enter_context(torch.autocast(device, enabled=False))
             if self.is_random:
                 self._turn_off_dropout(stack)
@@ -253,8 +251,3 @@ def open_extra_passes(
         for now in (random_now, random_after):
             if not now.is_current():
                 now.restore()
-
-
-def get_autocast_devices() -> list[str]:
-    """The devices on which autocast is enabled."""
-    return [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]

@@ -68,33 +68,22 @@ class SampleCalls:
         """What is said of an argument that may hold several samples and was not divided among them; else ''."""
         if self.has_list():
             return "a list in the arguments may hold one item for each sample"
-        if (found := self._find_undivided_tensor()) is None:
+        if self._reading is not None and self._reading.can_cut:
             return ""
-        return (
-            f"an argument of shape {tuple(found.shape)} has no batch dimension and may hold ids of several samples; if "
-            "it is the same for all samples, pass it in constants="
-        )
+        leaves = [(leaf, dim) for leaf, dim in self._arguments.leaves if not isinstance(leaf, PackedSequence)]
+        for tensor, dim in ((t, dim) for leaf, dim in leaves if dim is not None for t in iterate_tensors(leaf)):
+            is_integer = tensor.dtype in (torch.int64, torch.int32) and tensor.dim() > dim
+            # Ids of several samples have another size, as those of bags do if the samples are offsets.
+            if is_integer and tensor.shape[dim] not in (1, self._batch) and self._find_layout(tensor) is None:
+                return (
+                    f"an argument of shape {tuple(tensor.shape)} has no batch dimension and may hold ids of several "
+                    "samples; if it is the same for all samples, pass it in constants="
+                )
+        return ""
 
     def has_list(self) -> bool:
         """Whether a list or array in the arguments has as many items as there are samples."""
         return _has_list(self.whole, self._batch)
-
-    def _find_undivided_tensor(self) -> Tensor | None:
-        """A tensor of integers that may hold ids of several samples, as those of bags do if the samples are offsets.
-
-        It has a size other than 1 and that of the batch in its batch dimension, and was not declared as a constant.
-        """
-        if self._reading is not None and self._reading.can_cut:
-            return None
-        for leaf, dim in self._arguments.leaves:
-            if dim is None or isinstance(leaf, PackedSequence):
-                continue
-            for tensor in iterate_tensors(leaf):
-                if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() <= dim:
-                    continue
-                if tensor.shape[dim] not in (1, self._batch) and self._find_layout(tensor) is None:
-                    return tensor
-        return None
 
     def _make(self, samples: Sequence[int], is_cut: bool) -> Call | None:
         """`is_cut`: the samples are cut to the only one of `samples`; else a PackedSequence cannot be replaced."""
