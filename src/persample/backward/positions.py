@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from persample._internal.tree import put_in_tensors
 from persample.layouts import Call, Layout, find_declared_motion
 from persample.terms import Slices, Term
+
+if TYPE_CHECKING:
+    from persample.backward.recorded_use import Plan
 
 # Computes the terms of a rule from the gradient and the tensors of the arguments, with the samples in front.
 ApplyRule = Callable[[Tensor, Sequence[Tensor]], dict[int, Term]]
@@ -37,13 +40,7 @@ class PositionSplitter:
         self.count = count
 
     def compute_terms(
-        self,
-        func: Callable[..., Any],
-        arguments: tuple[Any, Any],
-        tensors: Sequence[Tensor],
-        is_batched: Sequence[bool],
-        grad: Tensor,
-        apply_rule: ApplyRule,
+        self, plan: Plan, tensors: Sequence[Tensor], grad: Tensor, apply_rule: ApplyRule
     ) -> dict[int, Term] | None:
         """Terms with a row for each sample and position, the positions of a sample side by side.
 
@@ -51,23 +48,21 @@ class PositionSplitter:
         position, or more than one.
 
         Args:
-            func: the function of the use.
-            arguments: its arguments without their tensors.
-            tensors: the tensors; those that are batched have the samples in front.
-            is_batched: of each tensor, whether it depends on the batch.
+            plan: the plan of the use.
+            tensors: the tensors of its arguments; those that depend on the batch have the samples in front.
             grad: the gradient of the result, with the samples in front.
             apply_rule: computes the terms.
         """
-        if sum(is_batched) != 1:
+        batched = [i for i, layout in enumerate(plan.layouts) if layout is not None]
+        if len(batched) != 1:
             return None
-        position = list(is_batched).index(True)
+        (position,) = batched
         if self.count == 1:
             return apply_rule(grad, tensors)
         places = [
             place
             for dim, size in enumerate(tensors[position].shape[1:])
-            if size == self.count
-            and (place := self._find_place(func, arguments, tensors, position, dim, grad)) is not None
+            if size == self.count and (place := self._find_place(plan, tensors, position, dim, grad)) is not None
         ]
         if len(places) != 1:
             return None
@@ -80,21 +75,15 @@ class PositionSplitter:
         return apply_rule(_move_to_batch(grad, place.result), moved)
 
     def _find_place(
-        self,
-        func: Callable[..., Any],
-        arguments: tuple[Any, Any],
-        tensors: Sequence[Tensor],
-        position: int,
-        dim: int,
-        grad: Tensor,
+        self, plan: Plan, tensors: Sequence[Tensor], position: int, dim: int, grad: Tensor
     ) -> _Place | None:
         """Where the positions lie, if the function computes each position of dimension `dim` on its own."""
         one = [tensor.to("meta") for tensor in tensors]
         one[position] = one[position][0]
         where = [Layout(dim) if i == position else None for i in range(len(tensors))]
-        args, kwargs = put_in_tensors(arguments, one)
+        args, kwargs = put_in_tensors(plan.arguments, one)
         result = grad[0].to("meta")
-        motion = find_declared_motion(Call(func, args, kwargs, tuple(one), tuple(where), self.count), [result])
+        motion = find_declared_motion(Call(plan.func, args, kwargs, tuple(one), tuple(where), self.count), [result])
         if motion is None or len(motion.results) != 1:
             return None
         (found,) = motion.results

@@ -203,15 +203,8 @@ class RecordedUse:
         has_weights_of_samples = any(plan.layouts[position] is not None for position in self.weights)
         if plan.rule.whole or len(grads) != 1 or grads[0] is None or has_weights_of_samples:
             return None
-        rule, is_batched = plan.rule, [layout is not None for layout in plan.layouts]
-        return splitter.compute_terms(
-            plan.func,
-            plan.arguments,
-            rows,
-            is_batched,
-            grads[0],
-            lambda grad, given: self._apply_rule(rule, [grad], given),
-        )
+        rule = plan.rule
+        return splitter.compute_terms(plan, rows, grads[0], lambda grad, given: self._apply_rule(rule, [grad], given))
 
     def _apply_rule(self, rule: Rule, given: Sequence[Any], tensors: Sequence[Tensor]) -> dict[int, Term]:
         """The terms that a rule returns for these gradients and arguments, by the positions of the arguments."""
