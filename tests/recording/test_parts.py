@@ -685,5 +685,7 @@ def test_the_state_of_a_model_does_not_hold_the_recording() -> None:
     with record(model):
         inside = ModuleState(model)
     hooks = 10 * sum(1 for _ in model.modules())  # the dicts of hooks, with what is in them
-    assert len(inside._containers) <= len(plain._containers) + hooks
-    assert not any(isinstance(content, dict) and "collector" in content for _, content in inside._containers)
+    assert len(inside._undo) <= len(plain._undo) + hooks
+    contents = [undo.args[1] for undo in inside._undo]  # type: ignore[attr-defined]
+    assert any(isinstance(content, dict) and "training" in content for content in contents)
+    assert not any(isinstance(content, dict) and "collector" in content for content in contents)
