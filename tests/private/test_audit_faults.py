@@ -19,6 +19,8 @@ from persample.private import AuditRun, PrivacyEngine, audit
 from persample.private.auditing import accounting_tests, noise_tests, sampling_tests
 from persample.private.auditing.direct import NotTested
 from persample.private.auditing.watching import StepWatch
+from persample.private.errors import PrivateTrainingError
+from persample.private.handed_out import HandedOut
 from tests.support.audited import ADAPTIVE, Training, draw_training
 from tests.support.planted_faults import FAULTS
 
@@ -66,9 +68,12 @@ def halve_noise(optimizer: Any) -> int:
 NOISES = cycle([1.0, 0.5])
 
 
-def test_faults_of_the_loop_are_found() -> None:
+def test_faults_of_the_loop_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     train = WithLoop(seed_noise, options={"noise_generator": torch.Generator()})
     assert [test.name for test in audit(train).failed] == ["noise over steps"]
+    with pytest.raises(PrivateTrainingError, match="used for a step before"):
+        audit(WithLoop(lambda optimizer: 2))
+    monkeypatch.setattr(HandedOut, "check_unused", lambda *args: None)
     assert [test.name for test in audit(WithLoop(lambda optimizer: 2)).failed] == ["repeated samples"]
     assert not audit(WithLoop(halve_noise)).exceeds, "the accountant counts both"
 
