@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from persample import _torch
 from persample._internal.text import describe_value
-from persample.distributed import Processes, find_processes
+from persample.distributed import Processes
 from persample.errors import PerSampleError
 from persample.gradients import PerSampleGradients
 from persample.monitoring.inner_products import add_rows, make_dense_if_cheap, multiply_with_sum
@@ -54,7 +54,7 @@ class Valuation:
         self._failure = None
         try:
             if not self.held_out:
-                self._find_gradient(model)
+                self._find_gradient(model, Processes())
         except PerSampleError as error:
             self._failure = error
 
@@ -83,7 +83,7 @@ class Valuation:
         """`(batch,)`: the values of the rows, from all terms."""
         self._read(model)
         parameters = {name: self._parameters[name] for name in names}
-        gradient, count = self._find_gradient(model), _count_mean(grads)
+        gradient, count = self._find_gradient(model, grads.processes), _count_mean(grads)
         is_alone = type(grads.processes) is Processes
         of_step: dict[str, Tensor] = {}
         if self._order == 2 or (self.update.needs_grads and not is_alone):
@@ -106,11 +106,10 @@ class Valuation:
     def _read(self, model: nn.Module) -> None:
         self._parameters, self._map = get_trainable(model), self.update.find_maps()
 
-    def _find_gradient(self, model: nn.Module) -> ValidationGradient:
+    def _find_gradient(self, model: nn.Module, processes: Processes) -> ValidationGradient:
         """The gradient of the validation loss, which serves `refresh` steps."""
         if self.gradient is None or self.age >= self._refresh:
             self.gradient, self.age = None, 0
-            processes = find_processes(model)
             self.gradient = ValidationGradient(model, self._validation, self._parameters, processes, self._order)
         self.age += 1
         return self.gradient
