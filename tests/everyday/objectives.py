@@ -491,6 +491,16 @@ def fgsm(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(adversarial), y)
 
 
+@losses("FGSM by backward(), x.grad and zero_grad()", classifier, labelled, front_ends=(RECORD,))
+def fgsm_by_backward(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch[0].clone().requires_grad_(), batch[1]
+    F.cross_entropy(model(x), y).backward()
+    assert x.grad is not None
+    adversarial = (x + 0.1 * x.grad.sign()).detach()
+    model.zero_grad()
+    return F.cross_entropy(model(adversarial), y)
+
+
 @losses("FGSM, clean and adversarial loss together", classifier, labelled, front_ends=(RECORD,))
 def fgsm_both(model: nn.Module, batch: Batch) -> Tensor:
     x, y = batch

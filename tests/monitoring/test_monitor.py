@@ -433,3 +433,32 @@ def test_monitors_of_other_parameters_take_turns() -> None:
             F.cross_entropy(model(x), y).backward()
         assert len(one.history) == len(other.history) == 3
         assert all(found.noise is not None for found in (*one.history, *other.history))
+
+
+class Rated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(5, 3), nn.Embedding(4, 3)
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        return (self.users(users) * self.items(items)).sum(-1)  # type: ignore[no-any-return]
+
+
+def test_parts_that_are_called_before_the_model() -> None:
+    """In all steps: a step begins with the part that was called first in the first step."""
+    torch.manual_seed(0)
+    model = Rated().double()
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        apart = 0.5 * model.users(batch[0]).square().sum(1).mean()
+        return apart + F.mse_loss(model(batch[0], batch[1]), batch[2])  # type: ignore[no-any-return]
+
+    with persample.monitor(model, every=1) as watching:
+        for step, size in enumerate((4, 3, 5)):
+            batch = torch.randint(5, (size,)), torch.randint(4, (size,)), torch.randn(size).double()
+            loss(model, batch).backward()
+            rows = loop_gradients(model, batch, loss)
+            norms = torch.cat([row.reshape(size, -1) for row in rows.values()], 1).norm(dim=1)
+            assert len(watching.history) == step + 1
+            assert watching.history[-1].norms["most"] == pytest.approx(float(norms.max()))
+            assert watching.history[-1].norms["least"] == pytest.approx(float(norms.min()))

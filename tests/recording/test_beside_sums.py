@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from persample import SamplesMixed, record
+from persample import PerSampleError, SamplesMixed, monitor, record
 from persample.testing.oracle import assert_rows_close, loop_gradients
 
 B, T, D, C = 4, 3, 3, 5
@@ -137,6 +137,69 @@ def test_rows_and_what_belongs_to_no_sample(name: str, size: int, options: dict[
     assert ("belongs to no sample" in repr(grads)) == any(bool(part.any()) for part in shared.values())
 
 
+def after_the_loss(loss: Tensor, apart: Tensor) -> None:
+    loss.backward()
+    apart.backward()
+
+
+def before_the_loss(loss: Tensor, apart: Tensor) -> None:
+    apart.backward(torch.tensor(1.0).double())
+    loss.backward()
+
+
+def as_two_roots(loss: Tensor, apart: Tensor) -> None:
+    torch.autograd.backward([loss, apart], [torch.tensor(1.0).double(), None])
+
+
+def added(loss: Tensor, apart: Tensor) -> None:
+    (loss + apart).backward()
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"keep_grad": True}, {"keep": "norms"}, CLIP, {**CLIP, "passes": 2}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("backward", [before_the_loss, after_the_loss, as_two_roots, added])
+def test_a_penalty_with_a_backward_of_its_own(backward: Any, is_early: bool, options: dict[str, Any]) -> None:
+    """Also with a leaf that is no parameter of the model: it gets its gradient as in plain training."""
+    model, strength = Model().double(), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def compute(model: Model) -> tuple[Tensor, Tensor]:
+        apart = strength.exp() * penalty(model) if is_early else None
+        loss = mse(model, BATCH)
+        return loss, strength.exp() * penalty(model) if apart is None else apart
+
+    backward(*compute(model))
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    for _ in range(2):
+        own, strength.grad = strength.grad, None
+        model.zero_grad()
+        with record(model, **options) as grads:
+            backward(*compute(model))
+        torch.testing.assert_close(strength.grad, own)
+    with record(model) as alone:
+        mse(model, BATCH).backward()
+    torch.testing.assert_close(grads.norms(), alone.norms())
+    shared, mean = grads.shared(), alone.mean()
+    torch.testing.assert_close({name: shared[name] + mean[name] for name in wanted}, wanted)
+    if options.get("keep_grad"):
+        torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, wanted)
+
+
+@pytest.mark.parametrize("backward", [before_the_loss, after_the_loss, as_two_roots])
+def test_a_monitor_beside_a_penalty(backward: Any) -> None:
+    model = Model().double()
+    backward(mse(model, BATCH), penalty(model))
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    with monitor(model, every=1) as watching:
+        for _ in range(2):
+            model.zero_grad()
+            backward(mse(model, BATCH), penalty(model))
+            torch.testing.assert_close({name: p.grad for name, p in model.named_parameters()}, wanted)
+    assert len(watching.history) == 2
+
+
 START = {name: torch.randn(p.shape).double() for name, p in Model().named_parameters()}
 
 
@@ -175,3 +238,5 @@ def test_without_divisors_they_are_refused(name: str) -> None:
     model = Model().double()
     with pytest.raises(SamplesMixed, match="belongs to no single sample"), record(model, divisor="refuse"):
         LOSSES[name][0](model, BATCH)
+    with pytest.raises(PerSampleError, match="not recorded"), record(model, divisor="refuse"):
+        after_the_loss(mse(model, BATCH), penalty(model))

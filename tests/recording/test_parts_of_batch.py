@@ -186,6 +186,145 @@ def test_accumulated_sums_over_the_size_of_the_whole(batch: int) -> None:
     assert_rows_close(grads.dense(), find_expected(model, x, y))
 
 
+def prepare_outside(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def prepare_inside(x: Tensor) -> Tensor:
+    return (x.float() - 0.5).double()
+
+
+ACCUMULATED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": lambda out, y: F.cross_entropy(out, y),
+    "sum over the batch size": lambda out, y: F.cross_entropy(out, y, reduction="none").sum() / len(y),
+    "own mean": lambda out, y: (out - F.one_hot(y, C)).square().sum(1).mean(0),
+    "sum": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (T, T, T), (3, 2), (1, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("prepare", [prepare_outside, prepare_inside])
+@pytest.mark.parametrize("loss", ACCUMULATED)
+@pytest.mark.parametrize("name", ["recurrent", "deep"])
+def test_accumulated_batches(name: str, loss: str, prepare: Any, sizes: tuple[int, ...]) -> None:
+    """New batches, each with a backward pass: as many rows as samples. A mean over one batch is a share of all."""
+    model, x, y = make(name, sum(sizes))
+    for _ in range(2):  # the first step is audited
+        batches = [(a.clone(), b.clone()) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
+        model.zero_grad()
+        with record(model, keep_grad=True) as grads:
+            for a, b in batches:
+                ACCUMULATED[loss](model(prepare(a)), b).backward(retain_graph=name == "deep")
+        is_sum = loss == "sum" or sizes == (1, 1)  # a batch of one sample does not show which
+        factors = [1.0 if is_sum else sum(sizes) / size for size in sizes for _ in range(size)]
+        shares = torch.tensor(factors, dtype=torch.float64)
+        alone = loop_gradients(
+            model, (prepare(x), y), lambda model, batch: ACCUMULATED[loss](model(batch[0]), batch[1])
+        )
+        expected = {key: rows * shares.view(-1, *[1] * (rows.dim() - 1)) for key, rows in alone.items()}
+        assert_rows_close(grads.dense(), expected)
+        total = grads.sum() if is_sum else grads.mean()
+        torch.testing.assert_close({key: p.grad for key, p in model.named_parameters()}, total)
+
+
+def test_accumulated_batches_of_parts() -> None:
+    """Parts of a model are called one after the other, each with tensors of the new batch."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(D, C), "b": nn.Linear(D, C), "place": nn.Embedding(3, C)}).double()
+    batches = [tuple(torch.randn(3, 3, D).double().unbind(1)) for _ in range(2)]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        a, b = batch[0].cos(), batch[1] + 1
+        return (
+            model["a"](a).tanh() * model["b"](b) + model["place"](torch.arange(3))[1] - batch[2].sum(1)[:, None]
+        ).sum()
+
+    with record(model) as grads:
+        for batch in batches:
+            loss(model, batch).backward()
+    whole = tuple(torch.cat(both) for both in zip(*batches, strict=True))
+    assert_rows_close(grads.dense(), loop_gradients(model, whole, loss))
+
+
+@pytest.mark.parametrize("again", [
+    lambda x: x, lambda x: x + 0.1, lambda x: x.detach().clone(), lambda x: torch.cat([x[1:], x[:1]])[[2, 0, 1]]
+])  # fmt: skip
+def test_passes_over_one_batch_are_added_up(again: Callable[[Tensor], Tensor]) -> None:
+    model, x, y = make("deep", 3)
+    with record(model) as grads:
+        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(again(x)), y).backward()
+    expected = find_expected(model, x, y), find_expected(model, again(x), y)
+    assert_rows_close(grads.dense(), {key: rows + expected[1][key] for key, rows in expected[0].items()})
+
+
+def test_other_tensors_of_the_same_samples() -> None:
+    """Two views that were made before the block: with `batch_size=` they are one batch."""
+    model, x, y = make("deep", 3)
+    views, labels = (x + 0.1, x - 0.1), (y.clone(), y.clone())
+    with record(model, batch_size=3) as grads:
+        for view, label in zip(views, labels, strict=True):
+            F.cross_entropy(model(view), label).backward()
+    first, second = find_expected(model, views[0], y), find_expected(model, views[1], y)
+    assert_rows_close(grads.dense(), {key: rows + second[key] for key, rows in first.items()})
+
+
+@pytest.mark.parametrize("options", [{}, {"keep_grad": True}, {"positions": T}], ids=str)
+@pytest.mark.parametrize("zero_grad", [
+    lambda model: model.zero_grad(),
+    lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
+    lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
+    lambda model: model.head.zero_grad(),
+])  # fmt: skip
+def test_rows_begin_anew_with_zero_grad(zero_grad: Callable[[Any], None], options: dict[str, Any]) -> None:
+    """As `p.grad`, for each parameter by itself. A last `zero_grad()` changes nothing."""
+    model, x, y = make("recurrent", 3)
+    is_whole = zero_grad.__code__.co_names[0] != "head"
+    with record(model, **options) as grads:
+        attacked = x.clone().requires_grad_()
+        F.cross_entropy(model(attacked), y, reduction="sum" if is_whole else "mean").backward()
+        adversarial = (attacked + 0.1 * attacked.grad.sign()).detach()
+        zero_grad(model)
+        F.cross_entropy(model(adversarial), y).backward()
+        if not options:
+            zero_grad(model)
+    expected, before = find_expected(model, adversarial, y), find_expected(model, x, y)
+    if not is_whole:
+        expected = {key: rows if "head" in key else rows + before[key] for key, rows in expected.items()}
+    assert_rows_close(grads.dense(), expected)
+    if "keep_grad" in options:
+        torch.testing.assert_close({key: p.grad for key, p in model.named_parameters()}, grads.mean())
+
+
+def test_steps_of_several_batches_are_refused() -> None:
+    model, x, y = make("deep", 3)
+    batches = x, x.clone()
+    with pytest.raises(PerSampleError, match="a recording for each batch"), record(model):
+        for batch in batches:
+            F.cross_entropy(model(batch), y).backward()
+            model.zero_grad()
+
+
+class TakesList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(D, C)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        return torch.stack([self.head(image).sum(0) for image in images])
+
+
+@pytest.mark.parametrize("make_options", [lambda: {}, lambda: {"coupled": "contributions"}])
+def test_accumulated_batches_without_rows_are_refused(make_options: Any) -> None:
+    options = make_options()
+    model, x, _ = make("deep", 3)
+    called = model if options else TakesList().double()
+    batches = [x, x.clone()] if options else [[x[0, :2], x[1]], [x[1].clone(), x[2, :2].clone()]]
+    with pytest.raises(PerSampleError, match=r"a recording for each batch.*batch_size="), record(called, **options):
+        for batch in batches:
+            called(batch).square().sum().backward()
+
+
 @pytest.mark.parametrize("batch", [2, D])
 def test_calls_without_a_batch_dimension(batch: int) -> None:
     """A sample has as many features as there are samples, or it has not: the features are no samples."""

@@ -31,6 +31,14 @@ def find_calling_frame() -> FrameType:
     return frame
 
 
+def is_called_by(name: str) -> bool:
+    """Whether the innermost function that is not of persample has this name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_PERSAMPLE, _DISPATCH)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == name
+
+
 def is_written_out(number: float) -> bool:
     """Whether a number of the code is an operand of what the calling frame runs: `x / 2`, `2 * x`, `x.div(2)`."""
     frame = find_calling_frame()
@@ -48,7 +56,7 @@ def _find_constants(code: CodeType, position: int) -> tuple[object, ...]:
     while before and depth < 1:  # the instructions that compute the last operand
         instruction = before.pop()
         depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
-    if before and before[-1].opname in _CONSTANTS:
+    if depth == 1 and before and before[-1].opname in _CONSTANTS:  # 2: one instruction has loaded both operands
         found.append(before[-1].argval)
     return tuple(found)
 

@@ -65,14 +65,17 @@ class Receiver:
         """Take one term for several parameters: the samples of each parameter after those of the last."""
         raise NotImplementedError
 
-    def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
-        """Take a gradient of a parameter that belongs to no sample."""
+    def deliver_shared(self, leaf: Tensor, shared: Tensor, is_parameter: bool) -> None:
+        """Take a gradient of a parameter, or of another leaf, that belongs to no sample."""
 
     def finish(self) -> None:
         """Note that a backward pass has ended."""
 
     def note_outside(self, tensor: Tensor) -> None:
         """Note a tensor of samples from outside: its memory may change without the recording noticing."""
+
+    def note_zeroed(self, parameter: Tensor) -> None:
+        """Note that `zero_grad()` was called for a parameter."""
 
     def note_tried(self, func: Callable[..., Any], place: str) -> None:
         """Note a function, called in a module (in words), whose motion was found by trial."""
@@ -256,11 +259,15 @@ class Collector:
     def _deliver_all_shared(self) -> None:
         shared, self._shared = self._shared, []
         for weight, grad in shared:
-            is_parameter = id(weight) in self.parameters
-            leaves = [weight] if is_parameter else [leaf for leaf in find_leaves(weight) if id(leaf) in self.parameters]
-            found = (grad,) if is_parameter else torch.autograd.grad(weight, leaves, grad, retain_graph=True)
-            for parameter, own in zip(leaves, found, strict=True):
-                self.receiver.deliver_shared(parameter, own)
+            self.deliver_shared(weight, grad)
+
+    def deliver_shared(self, weight: Tensor, grad: Tensor) -> None:
+        """Deliver a gradient that belongs to no sample to the leaves that a weight was computed from."""
+        is_leaf = id(weight) in self.parameters
+        leaves = [weight] if is_leaf else find_leaves(weight)
+        found = (grad,) if is_leaf else torch.autograd.grad(weight, leaves, grad, retain_graph=True)
+        for leaf, own in zip(leaves, found, strict=True):
+            self.receiver.deliver_shared(leaf, own, id(leaf) in self.parameters)
 
     def _pull_back(self, weight: Tensor, terms: Sequence[Term]) -> Iterable[tuple[Tensor, Term]]:
         if self.positions is None:

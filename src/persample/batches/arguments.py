@@ -185,7 +185,8 @@ class Arguments:
 
     def has_known(self, tracker: Tracker) -> bool:
         """Whether a tensor depends on samples that the tracker follows."""
-        return any([tracker.known.get_layout(tensor) is not None for tensor in self.tensors])
+        packed = [leaf.data for leaf, _ in self.leaves if isinstance(leaf, PackedSequence)]
+        return any([tracker.known.get_layout(tensor) is not None for tensor in (*packed, *self.tensors)])
 
     def has_rows(self, tracker: Tracker) -> bool:
         """Whether a tensor consists of rows of some samples that the tracker follows: `x[3]`."""

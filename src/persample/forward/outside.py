@@ -132,6 +132,7 @@ class OutsideTensors:
         self._drawn: TensorMap[bool] = TensorMap()  # random numbers, which may be the samples of a generator
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
+        self._newest = 0  # the size of the last batch of several, whose samples `_order` has
         self._counted: TensorMap[Lost] = TensorMap()  # tensors of numbers, which may have been counted among samples
         self.sizes: set[int] | None = set() if is_block else None  # that the code around the model has read
         self.has_reads = False  # whether the code around the model has read values of samples as numbers
@@ -142,7 +143,7 @@ class OutsideTensors:
         """Where the samples lie in a tensor from outside; None if it is a constant."""
         if tensor in self._constants:
             return None
-        dim = self.find_dim(tensor, batch)
+        dim = self.find_dim(tensor, self._newest or batch)
         if dim is None and self.remembered is not None and tensor.dim():
             self.remembered.note_constant(tensor)
         if dim is None or self.is_constant(tensor):
@@ -154,11 +155,16 @@ class OutsideTensors:
         self._taken[tensor] = True
         return self.reorder(Layout(dim))
 
+    def start_another(self, numbers: Iterable[int]) -> None:
+        """Take tensors from outside that are not known yet for those of another batch, with the last samples."""
+        self._order = tuple(numbers)
+        self._newest = len(self._order)
+
     def reorder(self, layout: Layout) -> Layout:
         """The layout of a tensor from outside, given the one that it would have if its row n were sample n's."""
         if self._order is None or layout.ids is not None or layout.inner != 1:
             return layout
-        return make_layout(layout.dim, self._order, len(self._order))
+        return make_layout(layout.dim, self._order, 1 + max(self._order))
 
     def read_class_weights(self, call: Call) -> Call:
         """The same call, in which a tensor from outside that has an entry for each class is a constant."""

@@ -32,6 +32,7 @@ class Stage(Enum):
     INSIDE = auto()  # a call of the model runs, as far as is known
     LOSS = auto()  # the code around the model runs after a call
     BACKWARD = auto()  # a backward pass runs
+    BETWEEN = auto()  # a backward pass has ended: the code around the model may prepare another batch
     ENDED = auto()  # nothing is followed any more, and the mode can be removed at any time
     GIVEN_UP = auto()  # the same, because the recording was refused: gradients that were recorded still arrive
 
@@ -57,6 +58,11 @@ class Progress:
     def has_ended(self) -> bool:
         """Whether nothing is followed any more."""
         return self.stage in _OVER
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a backward pass was the last that happened: a call that follows may have another batch."""
+        return self.stage is Stage.BETWEEN
 
     def enter_model(self) -> None:
         """Note that a call of the model begins."""
@@ -85,7 +91,7 @@ class Progress:
             yield
         finally:
             if self.stage is Stage.BACKWARD:
-                self._set(before)
+                self._set(Stage.BETWEEN if before is Stage.LOSS else before)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

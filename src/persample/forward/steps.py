@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from persample._internal import tracing
+from persample._internal.calling_code import is_called_by
 from persample._internal.functions import DROPPED, find_dropped, find_results
 from persample._internal.tree import find_tensors
 from persample.errors import PerSampleError, get_op_name
@@ -45,6 +46,8 @@ Step = Callable[["Followed", "Tracker"], Any]
 
 # What a step returns if a call is not for it, and if the call must be run again, because samples are known now.
 NEXT, AGAIN = object(), object()
+
+_GRAD: Any = Tensor.grad
 
 
 @dataclass
@@ -312,6 +315,8 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     with tracker.processes.saving_weights():
         result = _run(followed, tracker)
+    if followed.call.func == _GRAD.__get__ and is_called_by("zero_grad"):
+        tracker.collector.receiver.note_zeroed(followed.call.tensors[0])
     for made in find_tensors(result):
         if made.requires_grad and id(made) not in tracker.collector.parameters:
             tracker.set_layout(made, None)

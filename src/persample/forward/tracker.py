@@ -207,7 +207,7 @@ class Tracker:
         """The layout of a tensor that the code around the model uses, and that the tracker has not seen before."""
         assert self.outside is not None
         is_recomputation = _torch.get_backward_pass() >= 0
-        if not self.batch or tensor.requires_grad or is_recomputation:
+        if not self.batch or tensor.requires_grad or is_recomputation or self.progress.is_between:
             return None
         layout = self.outside.find_layout(tensor, self.batch)
         if layout is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,6 +132,7 @@ class Intake(ABC):
         keeps_rows: whether the rows are kept after a backward pass.
         parameters: the recorded parameters by name.
         shared: by name, the gradients that belong to no sample.
+        zeroed: parameters for which `zero_grad()` was called since the last backward pass.
     """
 
     is_early = False
@@ -142,6 +143,7 @@ class Intake(ABC):
         self.reduction = LossReduction(batch.loss_reduction, batch.owns_divisor)
         parameters, processes = batch.parameters, batch.rows.processes
         self.shared: dict[str, Tensor] = {}
+        self.zeroed: list[Tensor] = []
         self._held: dict[str, Term] = {}  # with a row for each sample: until the pass has ended, if units are split
         if self.rows.is_alone:
             self.parameters = dict(parameters)
@@ -251,6 +253,16 @@ class Intake(ABC):
     def is_complete(self) -> bool:
         """Whether a backward pass that has ended was the last one."""
         return True
+
+    def drop_zeroed(self) -> None:
+        """Forget what was found for parameters for which `zero_grad()` was called."""
+        zeroed, self.zeroed = self.zeroed, []
+        if zeroed:
+            self.drop(zeroed)
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Forget what was found for some parameters."""
+        return
 
     def needs_two_passes(self, factor_bytes: int) -> bool:
         """Whether two backward passes are needed; the terms of one pass would keep so many bytes."""

@@ -64,6 +64,12 @@ class StackTable:
             for name, term in stack.split():
                 self.add(Stack([name], term))
 
+    def remove(self, name: str) -> None:
+        """Forget what was found for a parameter."""
+        if self.find_term(name) is not None:
+            self._joined = None
+            del self._by_name[name]
+
     def find_term(self, name: str) -> Term | None:
         """What was found for a parameter so far, None if it was not used."""
         stack = self._by_name.get(name)
@@ -97,6 +103,11 @@ class PositionTerms:
         self.count = count
         self.parts: dict[str, Term] = {}
         self.rest: dict[str, Term] = {}
+
+    def remove(self, name: str) -> None:
+        """Forget the terms of a parameter."""
+        self.parts.pop(name, None)
+        self.rest.pop(name, None)
 
     def add(self, name: str, term: Term, batch_size: int) -> Term:
         """Keep a term; returns it with a row for each sample."""
@@ -162,6 +173,16 @@ class KeptTerms(Intake):
         """Forget what was found about samples: terms have arrived."""
         self._is_cleared = False
         self.exact.clear()
+
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        self._start_answers()
+        for name in filter(None, [self._names.get(id(parameter)) for parameter in parameters]):
+            self.stacks.remove(name)
+            self.shared.pop(name, None)
+            if self.positions is not None:
+                self.positions.remove(name)
+        if not self.stacks:
+            self.reduction.forget()
 
     def finish(self) -> None:
         super().finish()

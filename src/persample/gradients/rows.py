@@ -201,6 +201,10 @@ class LossReduction:
 
     # ---- backward passes ----
 
+    def forget(self) -> None:
+        """Forget what was found: no rows are left of earlier backward passes."""
+        self._found, self._divisors = None, ()
+
     def note_loss(self, loss: Reduced, rows: BatchRows, reaches_weights: bool = True) -> None:
         """Take how the loss that the running backward pass starts from combines the samples.
 

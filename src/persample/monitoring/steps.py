@@ -164,8 +164,12 @@ class MeasuredSteps(ABC, Generic[T]):
         is_training = (called.training or self.is_strict) and torch.is_grad_enabled()
         if not is_training or _torch.get_backward_pass() >= 0 or is_paused():  # or a recomputation, or a verification
             return
-        for module in [m for m in self._hooks if m is not called and m is not self._model()]:
-            self._hooks.pop(module).remove()
+        model = self._model()
+        if called is not model and any(module is model for module in _torch.iterate_running_modules()):
+            return
+        if not self.step and self._attempt is None:  # a loop that begins with this part does so in all steps
+            for module in [m for m in self._hooks if m is not called and m is not model]:
+                self._hooks.pop(module).remove()
         ids, self.ids = self.ids, None
         self.note_call(ids)
         if self._attempt is not None and (self._attempt.state is not State.WAITING or self._attempt.is_abandoned):
@@ -182,7 +186,7 @@ class MeasuredSteps(ABC, Generic[T]):
                 self._note_open_call(called)
         elif self._has_open_call and not is_given_up:  # this call may belong to the step of the last one
             self._note_open_call(called)
-        elif (model := self._model()) is not None and self._can_measure(model):
+        elif model is not None and self._can_measure(model):
             self._calls += 1
             self._attempt = self._try(model, step, ids)
             self._attempt.begin(called, args, kwargs)

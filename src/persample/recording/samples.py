@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 
 from persample import _torch
@@ -17,6 +16,7 @@ from persample.batches import Arguments, BatchSizesDiffer, NoSamplesFound
 from persample.errors import PerSampleError, get_op_name
 from persample.forward import CONTRIBUTIONS
 from persample.layouts import Call, Layout, make_layout
+from persample.recording.rows_in_memory import RowsInMemory
 from persample.recording.verifier import Verifier
 from persample.recording.wiring import Wiring
 
@@ -106,6 +106,7 @@ class SampleFinder:
         self._prepare_call(arguments, module)
 
     def _prepare_call(self, arguments: Arguments, module: nn.Module) -> None:
+        self._rows.called.add(id(module))
         self._tracker.counted.note_integers(arguments.iterate_integers())
         self._verifier.prepare(module, arguments)
 
@@ -115,7 +116,11 @@ class SampleFinder:
         The rows of one tensor are different samples. If the user gave the batch size, each call has a whole batch.
         """
         rows, numbers = self._find_part_of_batch(arguments)
-        if self.batch is None or numbers is None:
+        if self.batch is None:
+            return False
+        if numbers is None:
+            rows, numbers = self._find_another_batch(arguments.without_constants(self._tracker), module)
+        if numbers is None:
             return False
         if self._is_watched:
             raise PerSampleError(
@@ -133,8 +138,41 @@ class SampleFinder:
         for tensor, dim in rows:
             self._tracker.add_input(tensor, make_layout(dim, tuple(numbers), total))
         self._note_rows(rows, numbers)
+        self._rows.called.add(id(module))
         self._verifier.prepare(module, arguments)
         return True
+
+    def _find_another_batch(
+        self, arguments: Arguments, module: nn.Module
+    ) -> tuple[list[tuple[Tensor, int]], list[int] | None]:
+        """The tensors with samples, and their samples, if a call has another batch than the calls before.
+
+        So it is if the last batch was differentiated, and a module is called again with tensors that were not computed
+        from it: accumulated gradients. Further calls with other tensors then belong to the last batch.
+        """
+        options, is_new = self._options, self._tracker.progress.is_between and id(module) in self._rows.called
+        is_given = options.batch_size is not None or options.samples is not None
+        if is_given or self._is_isolated or self._is_watched or arguments.has_known(self._tracker):
+            return [], None
+        if not (is_new or self._rows.newest) or tracing.get_trace() is not None:
+            return [], None
+        try:
+            size = arguments.find_batch_size()
+        except (NoSamplesFound, BatchSizesDiffer):
+            return [], None
+        rows = arguments.list_rows(size)
+        if not is_new:
+            return rows, self._rows.newest if size == len(self._rows.newest or ()) else None
+        if options.coupled or not rows or self._delivery.has_zeroed:
+            raise PerSampleError(
+                f"After a backward pass, {type(module).__name__} is called with other tensors than before. If they are "
+                "another batch, use a recording for each batch; if they belong to the same samples, pass "
+                f"batch_size={self.batch}, and the rows of both passes are added up."
+            )
+        assert self.batch is not None
+        self._rows.newest = [*range(self.batch, self.batch + size)]
+        self._outside.start_another(self._rows.newest)
+        return rows, self._rows.newest
 
     def _find_part_of_batch(self, arguments: Arguments) -> tuple[list[tuple[Tensor, int]], list[int] | None]:
         """The tensors with samples in arguments, and the samples of their rows; None if they are no part of a batch."""
@@ -326,75 +364,3 @@ class Readings:
         if several:
             self._first = several[0], place
         return several[0] if several else None
-
-
-# Rows of one tensor have the same storage, shape and strides, and start at multiples of one stride.
-_Key = tuple[Any, ...]
-
-
-class RowsInMemory:
-    """The number of the sample in each row of the memory of a batch, by which a later part of it is found.
-
-    Two calls with disjoint slices of one tensor get different samples. Calls with tensors in other memory get whole
-    batches, whose rows are added up.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[_Key, dict[int, int]] = {}
-        self._tensors: list[Tensor] = []  # keeps the memory: another tensor must not get it
-
-    def add(self, tensors: Iterable[tuple[Tensor, int]], numbers: Sequence[int]) -> None:
-        """Note the sample of each index of some tensors along their batch dimensions."""
-        for tensor, dim in tensors:
-            found = _find_rows(tensor, dim)
-            if found is not None:
-                key, rows = found
-                self._numbers.setdefault(key, {}).update(zip(rows, numbers, strict=True))
-                self._tensors.append(tensor.detach())
-
-    def find(self, tensors: Iterable[tuple[Tensor, int]]) -> list[int] | None:
-        """The sample of each row of a call with these tensors, with the next numbers for new ones.
-
-        None if the tensors are in other memory than those of earlier calls.
-        """
-        answers: list[list[int]] = []
-        for tensor, dim in tensors:
-            found = _find_rows(tensor, dim)
-            if found is not None and found[0] in self._numbers:
-                answers.append(self._number(*found))
-        if not answers:
-            return None
-        if any(answer != answers[0] for answer in answers):
-            raise PerSampleError(
-                "Two arguments of the model are parts of tensors from earlier calls, but of different rows. Pass "
-                "samples= with the tensors that have one row for each sample."
-            )
-        return answers[0]
-
-    def _number(self, key: _Key, rows: Sequence[int]) -> list[int]:
-        known = self._numbers[key]
-        following = 1 + max(number for numbers in self._numbers.values() for number in numbers.values())
-        numbers = []
-        for row in rows:
-            if row not in known:
-                following += 1
-            numbers.append(known.get(row, following - 1))
-        return numbers
-
-
-def _find_rows(tensor: Tensor, dim: int) -> tuple[_Key, range] | None:
-    """The memory of a tensor and the numbers of its rows there; None if the rows have no memory of their own."""
-    storage = None if tensor.layout is not torch.strided or not tensor.numel() else _torch.find_storage(tensor)
-    if storage is None or not tensor.stride(dim):
-        return None
-    stride = tensor.stride(dim)
-    shape, strides = list(tensor.shape), list(tensor.stride())
-    del shape[dim], strides[dim]
-    first, place = int(tensor.storage_offset()), []
-    outer = [other for d, other in enumerate(strides) if other > stride or (other == stride and d < dim)]
-    for other in sorted(outer, reverse=True):  # slices along other dimensions have the same rows
-        index, first = divmod(first, other)
-        place.append(index)
-    first, rest = divmod(first, stride)
-    key = _torch.get_storage_key(storage), tensor.dtype, dim, stride, *place, rest, tuple(shape), tuple(strides)
-    return key, range(first, first + tensor.shape[dim])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from persample import _torch
 from persample._internal.dynamo import exclude_from_graph, skip_compilation
+from persample._internal.graph import find_nodes
 from persample._internal.memory import keep_freed_memory
 from persample._internal.models import Members, combine_models, read_model
 from persample._internal.options import make_options, show_options
@@ -50,10 +51,27 @@ class BackwardCall:
         """Run the call, with other values of some arguments."""
         self._func(self.roots, **{**self.given, **changed})
 
+    def take_roots(self, is_taken: Callable[[Tensor], bool]) -> list[tuple[Tensor, Tensor | None]]:
+        """Remove some roots; returns them, each with the gradient that is given for it."""
+        name = "gradient" if self.is_of_tensor else "grad_tensors"
+        roots, given = _make_list(self.roots), _make_list(self.given.get(name))
+        pairs = list(zip(roots, given or [None] * len(roots), strict=True))
+        is_chosen = [isinstance(root, Tensor) and is_taken(root) for root in roots]
+        if any(is_chosen):
+            rest = [pair for pair, chosen in zip(pairs, is_chosen, strict=True) if not chosen]
+            self.roots, grads = [root for root, _ in rest], [grad for _, grad in rest]
+            self.given[name] = grads if given else None
+        return [pair for pair, chosen in zip(pairs, is_chosen, strict=True) if chosen]
+
     def list_starts(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that the pass starts from, and the gradients of them that are given."""
         given = self.given.get("gradient", self.given.get("grad_tensors"))
         return list(find_tensors([self.roots])), list(find_tensors(given))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the pass is for all leaves of the graph, and makes no graph of its own."""
+        return self.given.get("inputs") is None and not self.given.get("create_graph")
 
     @property
     def is_graph_kept(self) -> bool:
@@ -62,8 +80,14 @@ class BackwardCall:
         return bool(creates_graph if kept is None else kept)
 
 
+def _make_list(given: Any) -> list[Any]:
+    return [] if given is None else [given] if isinstance(given, Tensor) else [*given]
+
+
 # ---- recordings ----
 
+
+_MADE_BY_CALL = "persample: made by a call of a module"
 
 keep_freed_memory()  # a recording allocates again what the one before it has freed
 
@@ -154,6 +178,9 @@ class Recording:
 
     def end_call(self, output: Any) -> None:
         """Note that the call of the model has ended, with None if it has failed, and verify its output."""
+        for made in filter(self.tracker.is_weight, find_tensors([output])):
+            if (node := _torch.find_node(made)) is not None:
+                node.metadata[_MADE_BY_CALL] = True
         for ask in self.tracker.detectors.end_call:
             ask(output is None, self.tracker)
         if output is not None and (mixed_use := self.tracker.path.take_mixed_use()) is not None:
@@ -176,6 +203,9 @@ class Recording:
                 "backward(inputs=...) asks for gradients of parameters inside a recording, which keeps them per sample."
                 " Call backward() without inputs, and name the parameters that count in record(parameters=[...])."
             )
+        self._delivery.drop_zeroed()
+        if self._differentiate_penalties(call):
+            return
         collector.retained.read_after_hooks(inputs)
         is_graph_kept = True  # if the pass fails: the user may try again
         try:
@@ -203,6 +233,20 @@ class Recording:
             raise
         finally:
             collector.retained.forget_gradients(is_graph_kept)
+
+    def _differentiate_penalties(self, call: BackwardCall) -> bool:
+        """Keep the gradients of roots that were computed from weights alone; returns whether there are no others."""
+        if not (call.is_plain and self._is_alone and self.tracker.counted.holds_divisors):
+            return False
+        penalties = call.take_roots(self._is_penalty)
+        with self.collector.pull_back(), _torch.DisableTorchFunction():
+            for root, grad in penalties:
+                self.collector.deliver_shared(root, torch.ones_like(root) if grad is None else grad)
+        return bool(penalties) and not call.roots
+
+    def _is_penalty(self, root: Tensor) -> bool:
+        """Whether a root was computed from weights alone, and not by a call of a module, whose input may be samples."""
+        return self.tracker.is_weight(root) and not any(_MADE_BY_CALL in node.metadata for node in find_nodes(root))
 
     def undo_forward(self) -> None:
         """Restore the model's buffers and the state of the random number generator."""
@@ -282,7 +326,7 @@ def record(model: Model, **options: Any) -> AbstractContextManager[Any]:
     such as `model.encode(x)`, and functions of the parameters themselves.
 
     Row n of the recorded gradients is the gradient of sample n's own loss. Several forward and backward passes in one
-    block add up, as they do in `p.grad`.
+    block add up, as they do in `p.grad`; another batch after a backward pass has rows of its own.
 
     Under DistributedDataParallel and FSDP2 the rows are those of this process's samples. Sums over samples are over all
     processes, which all have to ask for them.

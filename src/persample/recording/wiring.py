@@ -71,6 +71,16 @@ class Delivery(Receiver):
         self._has_ended = False
 
     @property
+    def has_zeroed(self) -> bool:
+        """Whether `zero_grad()` was called since the last backward pass."""
+        return bool(self._intakes[0].zeroed)
+
+    def drop_zeroed(self) -> None:
+        """Before a backward pass: begin the rows of some parameters anew, as their `grad`, after `zero_grad()`."""
+        if self._losses is None:
+            self._intakes[0].drop_zeroed()
+
+    @property
     def _intake(self) -> Intake:
         """What the running backward pass fills."""
         if self._losses is None:
@@ -130,11 +140,12 @@ class Delivery(Receiver):
         """Show all that is delivered to the comparison of a row, which is not kept: it holds nodes of the graph."""
         self._row_check = ref(check)
 
-    def deliver_shared(self, parameter: Tensor, shared: Tensor) -> None:
-        if not self._intake.is_first_of_two:
-            self._intake.receive_shared(parameter, shared)
-            if self._keep_grad:
-                self._processes.add_to_grad(parameter, shared)
+    def deliver_shared(self, leaf: Tensor, shared: Tensor, is_parameter: bool) -> None:
+        if self._is_waiting and self._intake.is_first_of_two:
+            return
+        self._intake.receive_shared(leaf, shared)
+        if self._keep_grad or not is_parameter:
+            self._processes.add_to_grad(leaf, shared)
 
     def note_loss(self, loss: Reduced, reaches_weights: bool = True) -> None:
         """Note the loss that the running backward pass starts from."""
@@ -145,6 +156,9 @@ class Delivery(Receiver):
     def note_outside(self, tensor: Tensor) -> None:
         if self._intakes[0].keeps_rows:
             self._intakes[0].notes.outside.add(tensor)
+
+    def note_zeroed(self, parameter: Tensor) -> None:
+        self._intakes[0].zeroed.append(parameter)
 
     def note_tried(self, func: Callable[..., Any], place: str) -> None:
         self._intakes[0].notes.tried.add(func, place)
