@@ -108,14 +108,16 @@ class RngState:
         numpy: Any = sys.modules.get("numpy.random")  # loading it takes a while
         of_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self.devices = [torch.get_rng_state(), *of_cuda]
-        shared = [random.getstate, *([numpy.get_state] if numpy else [])]  # methods of generators
-        self._given = generators
-        self._own = [(each, _read(each)) for each in (*(method.__self__ for method in shared), *generators)]
+        methods = [random.getstate, *([numpy.get_state] if numpy else [])]
+        self._shared = [(method.__self__, _read(method.__self__)) for method in methods]
+        self._given = [(each, _read(each)) for each in generators]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RngState):
             return NotImplemented
-        is_same = [state for _, state in self._own] == [state for _, state in other._own]
+        is_same = [state for _, state in self._given] == [state for _, state in other._given]
+        # One has no numpy if it was loaded in between, which draws nothing.
+        is_same = is_same and all(a == b for (_, a), (_, b) in zip(self._shared, other._shared, strict=False))
         is_same = is_same and len(self.devices) == len(other.devices)
         return is_same and all(map(torch.equal, self.devices, other.devices))
 
@@ -123,12 +125,12 @@ class RngState:
 
     def is_current(self) -> bool:
         """Whether the generators have these states now."""
-        return self == RngState(self._given)
+        return self == RngState([each for each, _ in self._given])
 
     def restore(self) -> None:
         """Set all generators to these states."""
         torch.set_rng_state(self.devices[0])
         if len(self.devices) > 1:
             torch.cuda.set_rng_state_all(self.devices[1:])
-        for generator, state in self._own:
+        for generator, state in (*self._shared, *self._given):
             _write(generator, state)

@@ -265,7 +265,7 @@ class Collector:
         """Deliver a gradient that belongs to no sample to the leaves that a weight was computed from."""
         is_leaf = id(weight) in self.parameters
         leaves = [weight] if is_leaf else find_leaves(weight)
-        found = (grad,) if is_leaf else torch.autograd.grad(weight, leaves, grad, retain_graph=True)
+        found = (grad,) if is_leaf else _torch.pull_back([weight], leaves, [grad], keep_graph=True)
         for leaf, own in zip(leaves, found, strict=True):
             self.receiver.deliver_shared(leaf, own, id(leaf) in self.parameters)
 

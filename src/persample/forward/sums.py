@@ -174,7 +174,7 @@ class _Product:
             weight = self.weight.detach().requires_grad_()
             tensors = (part, weight) if self.position else (weight, part)
             (result,) = self.call.run([tensor.clone() for tensor in tensors])  # it may change one in place
-            return torch.autograd.grad(result, weight, grad)[0]
+            return _torch.pull_back([result], [weight], [grad])[0]
 
 
 class _Factor(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from persample import _torch
 from persample._internal.functions import find_results, is_inplace
 from persample._internal.tree import put_in_tensors
 from persample.errors import ROWS_ADVICE, PerSampleError, get_op_name, raise_if_out_of_memory
@@ -104,5 +105,5 @@ def _loop_over_samples(
                 "weights cannot be computed per sample. Add a rule for it with persample.register_rule. "
                 f"{ROWS_ADVICE}"
             )
-        rows.append(torch.autograd.grad(results, leaves, sample_grads))
+        rows.append(_torch.pull_back(results, leaves, sample_grads))
     return [torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -96,7 +96,7 @@ class VerifiedCall:
                 if output.is_inner:
                     handles.append(tensor.register_hook(lambda _, own=gradient: own))
         try:
-            found = torch.autograd.grad(tensors, [*parameters.values(), *inputs], gradients, allow_unused=True)
+            found = _torch.pull_back(tensors, [*parameters.values(), *inputs], gradients, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
