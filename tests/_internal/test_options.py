@@ -83,7 +83,7 @@ def test_options_are_checked_by_name() -> None:
 
 
 DECLARED: list[tuple[Any, Any, set[str]]] = [
-    (Options, RecordOptions, {"guard", "keep_rows"}),
+    (Options, RecordOptions, {"guard", "keep_rows", "reduce"}),
     (EngineOptions, PrivateOptions, set()),
 ]
 FUNCTIONS = [
