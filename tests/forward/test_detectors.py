@@ -51,7 +51,11 @@ def test_events_come_in_the_order_of_the_interface() -> None:
     (found,) = train(nn.Linear(3, 2), (make_detector(seen, EVENTS),), seen, steps=1)
     first = [name for name in EVENTS if name in found]
     assert sorted(first, key=found.index) == first
-    assert {*EVENTS} - {*found} == {"restore", "check_function"}  # nothing was refused, and no custom function ran
+    assert {*EVENTS} - {*found} == {
+        "restore",
+        "check_function",
+        "note_error",
+    }  # nothing was refused, no custom function ran
 
 
 def test_a_refused_step_is_restored() -> None:
@@ -74,7 +78,7 @@ def test_the_hot_path_asks_no_detector() -> None:
 
 
 def test_a_detector_is_asked_for_its_own_events_alone() -> None:
-    events = set(EVENTS) - {"run_outside", "read_attribute"}  # of the one that wraps calls
+    events = set(EVENTS) - {"run_outside", "read_attribute", "note_error"}  # of the one that wraps calls
     none, seen = Detectors([Detector()]), list[str]()
     assert not any(getattr(none, name) for name in events)
     assert none.outer is None

@@ -94,12 +94,12 @@ class Detector:
     def check_function(self, tensor: Tensor, layout: Where, context: Context) -> None:
         """A tensor with samples was made by an `autograd.Function`."""
 
-    def end_call(self, has_failed: bool, context: Context) -> None:
-        """The call of the model has ended."""
-
     def read_attribute(self, func: Any, args: tuple[Any, ...], result: Any, context: Context) -> Any:
         """Return what the user gets who reads an attribute or a size of a tensor."""
         return result
+
+    def end_call(self, has_failed: bool, context: Context) -> None:
+        """The call of the model has ended."""
 
     def run_outside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], context: Context, run: Callable[..., Any]
