@@ -186,6 +186,28 @@ def test_accumulated_sums_over_the_size_of_the_whole(batch: int) -> None:
     assert_rows_close(grads.dense(), find_expected(model, x, y))
 
 
+@pytest.mark.parametrize("order", ["aba", "aab", "abab", "baab"])
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("name", ["recurrent", "deep"])
+def test_passes_over_graphs_in_turns(name: str, is_new: bool, order: str) -> None:
+    """A pass that frees its graph leaves the graphs of other calls, which earlier passes have reached, as they are."""
+    model, x, y = make(name, 4)
+    parts = {"a": (x[:2], y[:2]), "b": (x[2:], y[2:])}
+    if is_new:
+        parts = {key: (a.clone(), b.clone()) for key, (a, b) in parts.items()}
+    losses: dict[str, Tensor] = {}
+    with record(model) as grads:
+        for i, key in enumerate(order):
+            if key not in losses:  # the second call comes after a backward pass
+                a, b = parts[key]
+                losses[key] = F.cross_entropy(model(a), b, reduction="sum")
+            losses[key].backward(retain_graph=key in order[i + 1 :])
+    rows = {key: find_expected(model, *part) for key, part in parts.items()}
+    first, second = order[0], "b" if order[0] == "a" else "a"
+    expected = {key: torch.cat([rows[part][key] * order.count(part) for part in (first, second)]) for key in rows["a"]}
+    assert_rows_close(grads.dense(), expected)
+
+
 def prepare_outside(x: Tensor) -> Tensor:
     return x.clone()
 

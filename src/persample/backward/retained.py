@@ -54,7 +54,7 @@ class RetainedUse(list[Tensor | None]):
     ) -> None:
         self.plan, self.weights, self.batch, self.shape = plan, weights, batch, shape
         self.saved, self.versions = saved, [tensor._version for tensor in saved]
-        self.is_collected = False  # whether a backward pass for the weights has reached it
+        self.is_collected = False  # whether the running backward pass was for the weights and has reached it
         node, hooks = result.grad_fn, _torch.NodeHooks()
         self.node_number = _torch.get_node_number(node)
         hooks[0] = self.append
@@ -165,6 +165,7 @@ class RetainedUses:
             if retained.is_collected and not is_graph_kept:
                 retained.saved, retained.weights, retained.versions = (), {}, []  # the nodes can live longer
             else:  # other forward passes in the block have graphs of their own
+                retained.is_collected = False
                 kept.append(ref(retained))
         self._uses = kept
 
