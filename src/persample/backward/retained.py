@@ -20,6 +20,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from persample import _torch
 from persample.backward.recorded_use import Plan, RecordedUse
@@ -60,6 +61,7 @@ class RetainedUse(list[Tensor | None]):
         hooks[0] = self.append
         hooks.add_to(node, carrier)
         self.result, self._hooks = ref(result), ref(hooks)
+        self._prehook: RemovableHandle | None = None
 
     def make_use(self, collector: Collector) -> RecordedUse:
         """The use as a tap would have it."""
@@ -81,7 +83,9 @@ class RetainedUse(list[Tensor | None]):
         if hooks and node is not None and _torch.get_node_number(node) == self.node_number:
             moved = _torch.NodeHooks(hooks)
             hooks.clear()
-            node.register_prehook(lambda grads: moved[0](grads[0]))
+            if self._prehook is not None:  # moved once before: other hooks have come since
+                self._prehook.remove()
+            self._prehook = node.register_prehook(lambda grads: moved[0](grads[0]))
             self._hooks = ref(moved)
 
     def hook_node(self, collector: Collector) -> None:
