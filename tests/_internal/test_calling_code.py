@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from persample._internal.calling_code import _find_constants
+from persample._internal.calling_code import _find_constants, _is_written_out_first
 
 TWO = 2
 NUMBERS = {"two": 2}
@@ -82,4 +82,32 @@ def test_numbers_that_are_written_out(compute: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("compute", COMPUTED)
 def test_numbers_from_elsewhere(compute: Callable[[], Any]) -> None:
+    assert compute() is False
+
+
+def is_written_first(*args: Any, **kwargs: Any) -> bool:
+    frame = sys._getframe(1)
+    return _is_written_out_first(frame.f_code, frame.f_lasti)
+
+
+LITERALS: list[Callable[[], Any]] = [
+    lambda: is_written_first([0.5, -0.5]), lambda: is_written_first([0.5, 0.2, 0.1, 0.2]),
+    lambda: is_written_first((1, 2, 3)), lambda: is_written_first([[1, 2], [3, 4]], dtype=VALUE, device=NUMBERS),
+    lambda: is_written_first(7, other=TWO),
+]  # fmt: skip
+OTHERS: list[Callable[[], Any]] = [
+    lambda: is_written_first(NUMBERS), lambda: is_written_first([1, TWO, 3]), lambda: is_written_first([*NUMBERS, 1]),
+    lambda: is_written_first([1, 2] if VALUE else [3, 4]), lambda: is_written_first(TWO, [1, 2]),
+    lambda: is_written_first([n for n in (1, 2)]), lambda: is_written_first(*[1, 2]),
+    lambda: is_written_first(data=[1, 2, TWO]), lambda: is_written_first([1, 2] * TWO), lambda: is_written_first(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("compute", LITERALS)
+def test_first_arguments_that_are_written_out(compute: Callable[[], Any]) -> None:
+    assert compute() is True
+
+
+@pytest.mark.parametrize("compute", OTHERS)
+def test_first_arguments_from_elsewhere(compute: Callable[[], Any]) -> None:
     assert compute() is False

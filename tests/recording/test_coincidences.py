@@ -83,6 +83,56 @@ def test_an_earlier_step_of_another_size_decides(name: str) -> None:
         run_step(model, loss, batch, make_constants(batch))
 
 
+# Vectors that the loss writes out have one entry for each of T classes, also where there are T samples.
+WRITTEN_OUT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a prior": lambda out, y: F.cross_entropy(out + torch.tensor([0.5, 0.2, 0.1, 0.2]).log(), y),
+    "weights by label": lambda out, y: (
+        F.cross_entropy(out, y, reduction="none") * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=out.dtype)[y]
+    ).mean(),
+    "weights by label, gathered": lambda out, y: (
+        F.cross_entropy(out, y, reduction="none") * torch.tensor([1.0, 2.0, 3.0, 4.0]).gather(0, y)
+    ).mean(),
+    "margins": lambda out, y: F.cross_entropy(
+        out - torch.tensor([[0.1, 0.2, 0.3, 0.5]], dtype=out.dtype).matmul(F.one_hot(y, T).to(out).T).view(-1, 1), y
+    ),
+    "the value of each class": lambda out, y: (
+        (out.softmax(1) @ torch.tensor([1.0, 2.0, 4.0, 8.0], dtype=out.dtype) - y).square().mean()
+    ),
+    "after numbers were read": lambda out, y: F.cross_entropy(
+        out, torch.tensor(y.tolist()), torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=out.dtype), reduction="sum"
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", [(T, 3, T), (3, T, 5)])
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+def test_vectors_that_are_written_out(name: str, sizes: tuple[int, ...]) -> None:
+    model = make_mlp(D, T, is_last_tanh=True, seed=None)
+    perturb(model)
+    for batch in sizes:
+        x, y = torch.randn(batch, D).double(), torch.arange(batch) % T
+        with record(model) as grads:
+            WRITTEN_OUT[name](model(x), y).backward()
+        losses = (WRITTEN_OUT[name](model(x[n : n + 1]), y[n : n + 1]) for n in range(batch))
+        assert_rows_close(grads.dense(), stack_gradients(losses, dict(model.named_parameters())))
+
+
+def test_samples_that_are_written_out() -> None:
+    model = make_mlp(2, 1, seed=None)
+    perturb(model)
+
+    def compute_losses() -> Tensor:
+        x = torch.tensor([[1.0, 2.0], [3.0, -4.0], [5.0, 6.0]], dtype=torch.float64)
+        return (model(x / 2).squeeze(1) - torch.tensor([1.0, 2.0, 4.0])).square()
+
+    for _ in range(2):
+        with record(model) as grads:
+            compute_losses().mean().backward()
+        assert_rows_close(
+            grads.dense(), stack_gradients((compute_losses()[n] for n in range(3)), dict(model.named_parameters()))
+        )
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_where_nothing_is_known_both_readings_are_named(name: str) -> None:
     loss, make_constants = CASES[name]

@@ -57,6 +57,18 @@ FOUND: dict[str, tuple[str, Loss]] = {
     "sum over classes": ("sum", lambda m, b: F.cross_entropy(m(b[0]), b[2], reduction="sum")),
     "mean by hand": ("mean", lambda m, b: squares(m, b).mean()),
     "sum by hand": ("sum", lambda m, b: squares(m, b).sum()),
+    "square of a norm": ("mean", lambda m, b: m(b[0]).norm(2).pow(2) / len(b[0])),
+    "squares of norms by other names": (
+        "sum",
+        lambda m, b: (
+            0.1 * (m(b[0]).norm() ** 2 + torch.linalg.vector_norm(m(b[0])).square() + torch.norm(m(b[0])) ** 2)
+        ),
+    ),
+    "squares of Frobenius norms": (
+        "mean",
+        lambda m, b: (torch.linalg.matrix_norm(m(b[0])) ** 2 + torch.linalg.norm(m(b[0])).pow(2.0)) / len(b[0]),
+    ),
+    "squares of the norms of columns": ("sum", lambda m, b: (m(b[0]).norm(dim=0) ** 2).sum()),
     "mean over entries, sum over samples": ("sum", lambda m, b: squares(m, b).mean(1).sum()),
     "sum over entries, mean over samples": ("mean", lambda m, b: squares(m, b).sum(1).mean()),
     "sum over samples, mean over entries": ("sum", lambda m, b: squares(m, b).sum(0).mean()),
@@ -157,6 +169,27 @@ def test_given_reductions_must_agree(name: str) -> None:
     with record(model, loss_reduction=other) as grads:  # of one sample, the sum is the mean
         loss(model, one).backward()
     assert_rows_close(grads.dense(), loop_gradients(model, one, loss))
+
+
+ROOTS: dict[str, Loss] = {
+    "a norm": lambda m, b: m(b[0]).norm(),
+    "beside a sum": lambda m, b: m(b[0]).norm() + squares(m, b).sum(),
+    "the square of a sum of norms": lambda m, b: (m(b[0]).norm() + squares(m, b).norm()) ** 2,
+    "the product of two norms": lambda m, b: m(b[0]).norm() ** 2 + m(b[0]).norm() * squares(m, b).norm(),
+    "another power": lambda m, b: m(b[0]).norm() ** 3,
+    "as an exponent": lambda m, b: 2 ** m(b[0]).norm(),
+    "as a divisor": lambda m, b: (m(b[0]) / m(b[0]).norm()).sum(),
+    "the square of a spectral norm": lambda m, b: torch.linalg.norm(m(b[0]), ord=2) ** 2,
+    "the square of another norm": lambda m, b: m(b[0]).norm(3) ** 2,
+}
+
+
+@pytest.mark.parametrize("given", [None, "sum", "mean"])
+@pytest.mark.parametrize("name", ROOTS)
+def test_norms_of_the_batch_that_are_not_squared(name: str, given: Any) -> None:
+    model, batch = make_model(), (X, Y, LABELS)
+    with pytest.raises(SamplesMixed, match=r"root|combines samples"), record(model, loss_reduction=given):
+        ROOTS[name](model, batch).backward()
 
 
 UNCLEAR: dict[str, tuple[str, Loss]] = {

@@ -1,4 +1,4 @@
-"""The code that calls a function: its place, whether it writes a number out, and whether it only checks arguments."""
+"""The code that calls a function: its place, what it writes out, and whether it only checks arguments."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _DISPATCH = str(Path(torch.__file__).parent / "overrides.py")  # calls function 
 
 _BETWEEN = {"KW_NAMES", "PRECALL", "CACHE", "EXTENDED_ARG"}  # the last operand and the call that gets it
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
+_WRITTEN = {*_CONSTANTS, "BUILD_LIST", "BUILD_TUPLE", "LIST_EXTEND"}
 
 
 def find_calling_frame() -> FrameType:
@@ -49,16 +50,37 @@ def is_written_out(number: float) -> bool:
 def _find_constants(code: CodeType, position: int) -> tuple[object, ...]:
     """The constants that are loaded as the last operand of an instruction, or as the one before it."""
     before = [instruction for instruction in dis.get_instructions(code) if instruction.offset < position]
-    while before and before[-1].opname in _BETWEEN:
-        before.pop()
-    found = [before[-1].argval] if before and before[-1].opname in _CONSTANTS else []
-    depth = 0
-    while before and depth < 1:  # the instructions that compute the last operand
-        instruction = before.pop()
-        depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+    operand, depth = _pop_operand(before)
+    found = [operand[0].argval] if operand and operand[0].opname in _CONSTANTS else []
     if depth == 1 and before and before[-1].opname in _CONSTANTS:  # 2: one instruction has loaded both operands
         found.append(before[-1].argval)
     return tuple(found)
+
+
+def _pop_operand(before: list[dis.Instruction]) -> tuple[list[dis.Instruction], int]:
+    """Remove the instructions that compute the last operand; returns them, and how many operands they compute."""
+    operand: list[dis.Instruction] = []
+    depth = 0
+    while before and depth < 1:
+        if (instruction := before.pop()).opname not in _BETWEEN:
+            operand.append(instruction)
+            depth += dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
+    return operand, depth
+
+
+def is_first_argument_written_out() -> bool:
+    """Whether the first argument of the call that the calling frame makes is a literal: `torch.tensor([0.5, 0.2])`."""
+    frame = find_calling_frame()
+    return _is_written_out_first(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=256)
+def _is_written_out_first(code: CodeType, position: int) -> bool:
+    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset <= position]
+    call = before.pop()
+    count = {"CALL": call.arg or 0, "CALL_KW": 1 + (call.arg or 0)}.get(call.opname, 0)  # the names are one more
+    operands = [_pop_operand(before)[0] for _ in range(count)]
+    return count > 0 and all(each.opname in _WRITTEN and not each.is_jump_target for each in operands[-1])
 
 
 # ---- checks in the code of torch: decisions that decide about nothing but whether an error is raised ----

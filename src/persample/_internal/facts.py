@@ -60,6 +60,7 @@ class Facts:
     is_bilinear: bool = False  # is linear in one argument at a time
     is_additive: bool = False  # can reduce over the batch to a sum over the samples, or to a mean
     is_plain_sum: bool = False  # adds up entries or their products, and divides by no number of rows
+    norm_orders: tuple[Any, ...] = ()  # of a norm: those with which it is Euclidean; the last one is the default
     is_pointwise_loss: bool = False  # a loss with one entry for each entry of its arguments, which are broadcast
     has_entries: bool = False  # a loss that sums up, or averages, the entries that it returns without a reduction
     divides_by_weights: bool = False  # a loss whose mean is divided by the sum of the weights

@@ -205,7 +205,8 @@ def _use_batch_statistics(call: Call) -> Call:
 def _is_mixed(where: Where | None) -> bool:
     """Whether samples are mixed in a tensor. A list of values, or a size, that the samples share is no activation."""
     where = lose_entries(where) if isinstance(where, Crossed) else where
-    return type(where) is Lost and not (where.listing or where.sized)
+    is_root = isinstance(where, Reduced) and where.kind == "root"
+    return is_root or (type(where) is Lost and not (where.listing or where.sized))
 
 
 def _place(result: Tensor, where: Where | None, call: Call) -> Where | None:

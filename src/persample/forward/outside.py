@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from persample import _torch
+from persample._internal.calling_code import is_first_argument_written_out
 from persample._internal.precision import INDEX_DTYPES
 from persample._internal.tree import find_tensors
 from persample.forward.early import EarlyTensors, describe_readings
@@ -129,7 +130,7 @@ class OutsideTensors:
         for tensor in constants:
             self._constants[tensor] = True
         self._assumed: dict[tuple[tuple[int, ...], int], None] = {}  # shapes and dimensions, in order
-        self._drawn: TensorMap[bool] = TensorMap()  # random numbers, which may be the samples of a generator
+        self._drawn: TensorMap[bool] = TensorMap()  # random numbers and literals, which may be samples for the model
         self._taken: TensorMap[bool] = TensorMap()  # the tensors that were taken for samples
         self._order: tuple[int, ...] | None = None  # the sample of each row of a tensor from outside; None: row n is n
         self._newest = 0  # the size of the last batch of several, whose samples `_order` has
@@ -251,6 +252,8 @@ class OutsideTensors:
 
     def note_call(self, call: Call, result: Any, batch: int, is_inside: bool) -> None:
         """Note what a call without samples and weights makes."""
+        if call.facts.imports_data and not is_inside and is_first_argument_written_out():
+            self._drawn[result] = self._constants[result] = True
         if not batch:
             self.early = self.early or EarlyTensors()
             self.early.note_call(call, result, self)
@@ -270,7 +273,7 @@ class OutsideTensors:
 
         Class weights may be counted by Python code. One row per sample is taken for what each sample has itself.
         """
-        if not imported.dim():
+        if not imported.dim() or imported in self._constants:
             return None
         lost = Lost(
             f"a tensor of shape {tuple(imported.shape)} was made from Python numbers after values of the samples had "

@@ -11,7 +11,7 @@ from torch import Tensor
 from persample import _torch
 from persample._internal.host import check_conditions
 from persample.distributed import Processes
-from persample.errors import PerSampleError
+from persample.errors import PerSampleError, SamplesMixed
 from persample.gradients.split_units import SplitUnits, split_units
 from persample.gradients.units import UnitOptions, Units
 from persample.layouts import (
@@ -234,6 +234,8 @@ class LossReduction:
 
     def _take(self, loss: Reduced, rows: BatchRows) -> None:
         given, where = self.given, f"{loss.cause}, in {loss.place}"
+        if loss.kind == "root":
+            raise SamplesMixed(f"The back-propagated loss mixes the samples: {where}.")
         if not loss.is_clear and given is None:
             raise PerSampleError(
                 f"Whether the loss is a sum or a mean over the samples is not clear: {where}. Pass "

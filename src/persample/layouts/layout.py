@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from persample.layouts.divisors import Divisor
 
 # How a loss combines the samples.
-Reduction = Literal["sum", "mean", "unclear", "mixed"]
+Reduction = Literal["sum", "mean", "unclear", "mixed", "root"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Reduced:
         cause: the function that added up the samples, as part of an error message.
         place: the module where it happened, in words.
         kind: "sum", or "mean" if the sum was divided by the batch size; "unclear" if it may be either; "mixed" if it is
-            a sum in one part and a mean in another. `cause` says why.
+            a sum in one part and a mean in another; "root" if only its square is a sum: a norm. `cause` says why.
         is_assumed: the sum was scaled by a number of which nothing is known, so that other parts of the loss may show
             that `kind` is the other one.
         entries: the number of entries that were added up for each entry of the tensor, 0 if it is not known.

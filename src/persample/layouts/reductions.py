@@ -39,6 +39,18 @@ def make_reduced(call: Call, results: Sequence[Tensor] = (), reduction: str | No
     return Reduced(cause, kind=kind, entries=entries, sizes=sizes, uneven=uneven, counts=counts)
 
 
+def make_root(call: Call, results: Sequence[Tensor]) -> Reduced:
+    """The layout of a Euclidean norm of all samples: the square root of a sum over them."""
+    cause = f"{get_op_name(call.func)} is the square root of a sum over the samples, and only its square is one"
+    return replace(make_reduced(call, results), cause=cause, kind="root")
+
+
+def _is_square(call: Call) -> bool:
+    """Whether a call squares its only tensor."""
+    is_power = call.facts.operator == "pow" and call.numbers == [2] and isinstance(call.args[0], Tensor)
+    return len(call.tensors) == 1 and (is_power or call.facts.operator == "square")
+
+
 def find_uneven_rows(pairs: Sequence[tuple[Tensor, Where | None]], batch: int) -> tuple[tuple[int, ...], ...]:
     """The samples' numbers of rows and entries in a tensor in which they have different numbers of rows, or ()."""
     for tensor, where in pairs:
@@ -114,6 +126,8 @@ def find_motion_after_reduction(call: Call, results: Sequence[Tensor]) -> Motion
     """The motion of a call with a sum over the samples among its arguments."""
     sums = [where for where in call.where if isinstance(where, Reduced)]
     has_samples = any(isinstance(where, Layout) and t.dim() for t, where in call.pairs)
+    if any(where.kind == "root" for where in sums):
+        return make_uniform_motion(replace(sums[0], kind="sum") if _is_square(call) else Lost(sums[0].cause), results)
     if call.counted.holds_divisors and not has_samples and any(where.counts for where in sums):
         held = _combine_counts(call, sums)
         if held is not None:

@@ -27,7 +27,7 @@ from persample.layouts.algebra.engine import (
 from persample.layouts.call import Call
 from persample.layouts.layout import Layout
 from persample.layouts.motion import Motion, make_uniform_motion
-from persample.layouts.reductions import make_reduced
+from persample.layouts.reductions import make_reduced, make_root
 
 # ---- one tensor ----
 
@@ -43,6 +43,8 @@ def _combine(call: Call, results: Sequence[Tensor], dims: Any) -> Motion | None:
             return None
         if call.facts.is_additive:
             return make_uniform_motion(make_reduced(call, results), results)
+        if (orders := call.facts.norm_orders) and get_argument(call, 1, "p", "ord", default=orders[-1]) in orders:
+            return make_uniform_motion(make_root(call, results), results)
         return lose(call, results, f"of shape {tuple(tensor.shape)} combines samples along dimension {where.dim}")
     dropped = sum(dim < where.dim for dim in combined)
     dims_dropped = [where.dim if result.dim() == tensor.dim() else where.dim - dropped for result in results]
@@ -78,7 +80,7 @@ _declare_along("prod all any amax amin argmax argmin aminmax var std var_mean st
 _declare_along("nanmean median nanmedian logcumsumexp cummax cummin", 1, is_size_free=False)
 _declare_along("cumprod", 1)
 _declare_along("mode", 1, -1, is_size_free=False)
-_declare_along("norm", 2)
+_declare_along("norm", 2, norm_orders=(2, "fro"))
 _declare_along("softmax log_softmax softmin", 1, "implicit")
 _declare_along("sort argsort", 1, -1, sorts=True)
 _declare_along("msort", _BY_KEYWORD, 0, is_size_free=False)
@@ -87,9 +89,9 @@ _declare_along("kthvalue", 2, -1, is_size_free=False)
 _declare_along("glu", 1, -1)
 _declare_along("", 2, 1, F.normalize)
 _declare_along("gumbel_softmax", 4, -1, is_random=True, is_size_free=False)
-_declare_along("", 2, None, torch.linalg.vector_norm)
-_declare_along("", 2, None, torch.linalg.norm, is_size_free=False)
-_declare_along("", 2, (-2, -1), torch.linalg.matrix_norm, is_size_free=False)
+_declare_along("", 2, None, torch.linalg.vector_norm, norm_orders=(2,))
+_declare_along("", 2, None, torch.linalg.norm, is_size_free=False, norm_orders=("fro", None))
+_declare_along("", 2, (-2, -1), torch.linalg.matrix_norm, is_size_free=False, norm_orders=("fro",))
 _declare_along("", _BY_KEYWORD, None, torch.gradient, is_size_free=False)
 
 _TRANSFORMS: list[tuple[str, Any]] = [
