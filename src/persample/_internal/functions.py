@@ -40,7 +40,7 @@ describe(
     T.type, T.cpu, T.cuda, T.float, T.double, T.half, T.bfloat16, T.int, T.long, T.short, T.bool, T.char, T.byte,
     T.cfloat, T.cdouble, T.chalf, T.to, T.pin_memory, "xpu", "mtia", "ipu", casts=True, is_size_free=True,
 )  # fmt: skip
-describe("tensor", "as_tensor", "asarray", casts=True, imports_data=True)
+describe("tensor", "as_tensor", "asarray", casts=True, is_size_free=True, imports_data=True)
 describe("zeros_like", "ones_like", "empty_like", "full_like", makes_like=True, is_size_free=True)
 describe("rand_like", "randn_like", "randint_like", makes_like=True, is_size_free=True, is_random=True)
 describe("new_zeros", "new_ones", "new_empty", makes_new=True, makes_sized=True)

@@ -107,6 +107,8 @@ def _look_up(call: Call, key: Key, contents: int, site: Site, tracker: Tracker) 
         return _repeat(func, call.args, call.kwargs, effect, tracker)
     if contents or is_inplace(func) or (tracker.is_isolated and facts(func).is_random):
         return NEXT
+    if not tracker.is_inside and facts(func).imports_data:  # which may be a literal
+        return NEXT
     return func(*call.args, **call.kwargs)  # of constants alone
 
 
