@@ -415,6 +415,18 @@ def test_checkpoints_do_not_see_the_extra_passes(reentrant: bool) -> None:
     torch.testing.assert_close(grads.norms(), expected)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_beside_other_parts(reentrant: bool) -> None:
+    """The row of a part that was verified is not compared where a reentrant checkpoint hides the other parts."""
+    model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 2)).double()
+    x = torch.randn(B, D, dtype=torch.float64, requires_grad=True)
+    with record(model) as grads:
+        h = checkpoint(model[0], x, use_reentrant=reentrant)
+        model[2](checkpoint(model[1], h, use_reentrant=reentrant)).square().sum().backward()
+    losses = (model(x[n]).square().sum() for n in range(B))
+    assert_rows_close(grads.dense(), stack_gradients(losses, dict(model.named_parameters())))
+
+
 def differentiate(model: Any, h: Tensor, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
     return h + gradient

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from persample import _torch
-from persample._internal.graph import walk
+from persample._internal.graph import is_reentrant, walk
 from persample._internal.precision import to_double
 from persample.errors import SamplesMixed
 from persample.layouts import Layout, take_sample
@@ -296,14 +296,14 @@ def _add(rows: Iterable[Row]) -> Row:
 
 
 def _reaches(ends: Iterable[Edge], anchor: Any, uses: set[int], stops: set[Edge]) -> bool:
-    """Whether a graph, searched from `ends` but not behind `stops`, has the anchor, or a use."""
+    """Whether a graph, searched from `ends` but not behind `stops`, has the anchor, a use or a reentrant checkpoint."""
     waiting, seen = [edge for edge in ends if edge not in stops], set()
     while waiting:
         node, _ = waiting.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node is anchor or _torch.get_node_number(node) in uses or len(seen) > _MOST_NODES:
+        if node is anchor or is_reentrant(node) or _torch.get_node_number(node) in uses or len(seen) > _MOST_NODES:
             return True
         waiting += [edge for edge in node.next_functions if edge[0] is not None and edge not in stops]
     return False
