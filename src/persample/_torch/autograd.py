@@ -58,10 +58,7 @@ def pull_back(
     keep_graph: bool = False,
     allow_unused: bool = False,
 ) -> tuple[Any, ...]:
-    """`torch.autograd.grad` with the gradients of the outputs, of their shapes.
-
-    Torch's own function imports `sympy` when it first gets such gradients, which takes some 0.3 s.
-    """
+    """`torch.autograd.grad`, without the import of `sympy` that gradients of the outputs cause there (some 0.3 s)."""
     found: tuple[Any, ...] = _engine.run_backward(
         tuple(outputs), tuple(gradients), keep_graph, False, tuple(inputs), allow_unused, accumulate_grad=False
     )
