@@ -76,8 +76,7 @@ def is_first_argument_written_out() -> bool:
 
 @lru_cache(maxsize=256)
 def _is_written_out_first(code: CodeType, position: int) -> bool:
-    before = [instruction for instruction in dis.get_instructions(code) if instruction.offset <= position]
-    call = before.pop()
+    *before, call = [instruction for instruction in dis.get_instructions(code) if instruction.offset <= position]
     count = {"CALL": call.arg or 0, "CALL_KW": 1 + (call.arg or 0)}.get(call.opname, 0)  # the names are one more
     operands = [_pop_operand(before)[0] for _ in range(count)]
     return count > 0 and all(each.opname in _WRITTEN and not each.is_jump_target for each in operands[-1])

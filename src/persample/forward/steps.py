@@ -332,10 +332,9 @@ def _combine_constants(followed: Followed, tracker: Tracker) -> Any:
         for weight in followed.weights.values():  # in a pass without gradients, before the model is called
             outside.add_constant(weight)
         outside.note_call(call, result, tracker.batch, tracker.is_inside)
-        if outside.has_reads and call.facts.imports_data and not tracker.is_inside and tracker.batch > 1:
-            lost = outside.judge_import(result, tracker.batch)
-            if lost is not None:
-                tracker.set_layout(result, lost)
+        is_judged = outside.has_reads and call.facts.imports_data and not tracker.is_inside and tracker.batch > 1
+        if is_judged and (lost := outside.judge_import(result, tracker.batch)) is not None:
+            tracker.set_layout(result, lost)
     return result
 
 
