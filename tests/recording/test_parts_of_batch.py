@@ -318,6 +318,43 @@ def test_rows_begin_anew_with_zero_grad(zero_grad: Callable[[Any], None], option
         torch.testing.assert_close({key: p.grad for key, p in model.named_parameters()}, grads.mean())
 
 
+class WithMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, C, dtype=torch.float64))
+
+    def score(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh().sum(1)
+
+    forward = score
+
+
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_accumulated_batches_by_a_method(size: int) -> None:
+    """A method that uses weights by itself may get another batch after a backward pass, which is refused."""
+    model, x, _ = WithMethod(), *make("deep", 3 + size)[1:]
+    first, second = x[:3].clone(), x[3:].clone()
+    for call in (model, model.score):
+        with pytest.raises(PerSampleError, match=r"a recording for each batch.*constants="), record(model):
+            call(first).square().sum().backward()
+            model.score(second).square().sum().backward()
+    with record(model) as grads:
+        model.score(first).square().sum().backward()
+        model(second).square().sum().backward()
+    assert_rows_close(grads.dense(), loop_gradients(model, x, lambda model, x: model(x).square().sum()))
+    with record(model, constants=[second]) as grads:
+        model(first).square().sum().backward()
+        model.score(second).square().sum().backward()
+    torch.testing.assert_close(
+        grads.shared()["weight"], loop_gradients(model, second, lambda m, x: m(x).square().sum())["weight"].sum(0)
+    )
+    with record(model, batch_size=3) as grads:
+        model.score(first).square().sum().backward()
+        model.score(first + 1).square().sum().backward()
+        model.score(first.clone()).square().sum().backward()
+    assert grads.batch_size == 3
+
+
 def test_steps_of_several_batches_are_refused() -> None:
     model, x, y = make("deep", 3)
     batches = x, x.clone()

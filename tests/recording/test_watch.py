@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from textwrap import dedent
 from typing import Any
 from weakref import ref
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from persample import PerSampleError, SamplesMixed, Watch, record
 from persample import watch as watch_
-from persample.testing.oracle import assert_rows_close, compute_test_loss
+from persample.testing.oracle import assert_rows_close, compute_test_loss, loop_gradients
 from tests.support.case import Case
 from tests.support.cases import CASES, B, Calls, D
 from tests.support.modules import read_state
@@ -300,3 +300,53 @@ def test_refused_step_restores_buffers_and_rng() -> None:
     with pytest.raises(SamplesMixed):
         (out - out.mean(0)).square().sum().backward()
     assert torch.equal(model.count, before) and torch.equal(torch.get_rng_state(), numbers)
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.layer, self.head = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).tanh())  # type: ignore[no-any-return]
+
+
+OLD = torch.rand(5, 4).double()
+
+EARLY_PENALTIES: dict[str, Callable[[Any], Tensor]] = {
+    "L2": lambda m: m.layer.weight.square().sum() + m.items.weight.abs().sum(),
+    "pretrained weights": lambda m: (OLD * (m.layer.weight - OLD) ** 2).sum() + (m.layer.weight - OLD).norm(),
+    "orthogonal": lambda m: (m.layer.weight.T @ m.layer.weight - torch.eye(4).double()).square().sum(),
+    "found in weights": lambda m: m.layer.weight.max(0)[0].sum() + m.layer.weight.topk(2, 0)[0].sum(),
+    "masks of weights": lambda m: m.layer.weight.relu().sum() + m.layer.weight.where(m.layer.weight > 0, 0).sum(),
+    "logsumexp": lambda m: m.layer.weight.exp().logsumexp(0).sum() + torch.linalg.matrix_norm(m.layer.weight, 2),
+}
+EARLY_LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linear": lambda m, x: F.linear(x, m.layer.weight).square().sum(),
+    "transposed": lambda m, x: (m.layer.weight @ x.T).square().sum(),
+    "embedding": lambda m, x: F.embedding((x[:, 0] > 0).long(), m.items.weight).sum(),
+    "index": lambda m, x: m.items.weight[(x[:, 0] > 0).long()].square().mean(),
+    "product": lambda m, x: (x[:, :1] * m.head.weight[0]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5])
+def test_what_uses_weights_before_the_first_call(batch: int) -> None:
+    """A penalty on the weights belongs to no sample. What was computed from samples has rows that nobody saw."""
+    model, x = Recommender().double(), torch.randn(batch, 4).double()
+    found: list[Any] = []
+    expected = loop_gradients(model, x, lambda model, x: model(x).square().sum())
+    expected["items.weight"] = torch.zeros(batch, 7, 4).double()
+    with watch(model, found.append):
+        for compute in EARLY_PENALTIES.values():
+            early = compute(model)
+            (model(x).square().sum() + early).backward()
+            assert_rows_close({"items.weight": expected["items.weight"], **found[-1].dense()}, expected)
+            torch.testing.assert_close(
+                found[-1].shared()["layer.weight"], torch.autograd.grad(compute(model), model.layer.weight)[0]
+            )
+    for compute_loss in EARLY_LOSSES.values():
+        with watch(model, found.append), pytest.raises(PerSampleError, match="has the size of the batch"):
+            early = compute_loss(model, x)
+            (model(x).square().sum() + early).backward()
+    assert len(found) == len(EARLY_PENALTIES)

@@ -83,15 +83,16 @@ class Progress:
         self._set(Stage.GIVEN_UP)
 
     @contextmanager
-    def differentiate(self) -> Iterator[None]:
-        """Inside the block, a backward pass runs."""
+    def differentiate(self, has_other_batches: bool) -> Iterator[None]:
+        """Inside the block, a backward pass runs. After it, there may be another batch."""
         before = self.stage
         self._set(Stage.BACKWARD)
         try:
             yield
         finally:
             if self.stage is Stage.BACKWARD:
-                self._set(Stage.BETWEEN if before is Stage.LOSS else before)
+                is_outside = before is not Stage.INSIDE
+                self._set(Stage.BETWEEN if has_other_batches and is_outside else before)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from persample import _torch
 from persample._internal.graph import find_leaves, find_nodes
 from persample._internal.tree import find_tensors
 from persample.backward import is_tap
@@ -15,6 +16,15 @@ from persample.forward.checkpointing import prepare_reentrant
 from persample.forward.detectors import Context
 from persample.forward.gradient_hooks import check_custom_backward
 from persample.layouts import Layout, Lost, Where
+
+# Nodes of functions that combine a weight with another tensor entry by entry, or with a mask that they may have drawn.
+_BY_ENTRY = {"MulBackward0", "DivBackward0", "WhereBackward0", "MaskedFillBackward0", "NativeDropoutBackward0"}
+
+# Nodes that keep the indices that the function has found in its argument.
+_MAKES_INDICES = {
+    f"{name}Backward0"
+    for name in ("Sort", "Topk", "Max", "Min", "Median", "Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin")
+}
 
 
 def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
@@ -26,6 +36,7 @@ def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
         context.set_layout(tensor, lost)
         return lost
     if has_parameters_behind(tensor, context):
+        _refuse_samples_behind(tensor, context)
         context.processes.check_saved(tensor)
         context.set_layout(tensor, None)
     else:
@@ -78,6 +89,25 @@ def refuse_nested(place: str) -> NoReturn:
         f"A nested tensor is used in {place}. Samples in nested tensors are not followed. Use padded tensors with a "
         f"mask, or packed sequences. {ROWS_ADVICE}"
     )
+
+
+def _refuse_samples_behind(tensor: Tensor, context: Context) -> None:
+    """Refuse a part of the loss that looks as if weights were combined with samples before the step began."""
+    if context.is_inside or context.outside is None or not context.batch:
+        return
+    shapes = {parameter.shape for parameter in context.collector.parameters.values()}
+    for node in find_nodes(tensor):
+        for saved in () if type(node).__name__ in _MAKES_INDICES else _torch.list_saved(node):
+            if saved.requires_grad or context.batch not in saved.shape or context.outside.is_constant(saved):
+                continue
+            if saved.shape in shapes and type(node).__name__ in _BY_ENTRY:  # pretrained weights, a running average
+                continue
+            raise PerSampleError(
+                f"A tensor of shape {tuple(tensor.shape)} that the loss depends on was computed from weights and a tensor "
+                f"of shape {tuple(saved.shape)}, which has the size of the batch, where samples are not followed: before "
+                "the block, or before the first call in a step of a watched model. Compute it inside the block, or after "
+                "that call. If the second tensor is the same for all samples, name it in constants=."
+            )
 
 
 def has_parameters_behind(tensor: Tensor, context: Context) -> bool:

@@ -31,6 +31,7 @@ class SampleFinder:
 
     Attributes:
         batch: the number of samples, as soon as it is known.
+        can_have_others: whether a backward pass may be followed by another batch.
     """
 
     def __init__(self, wiring: Wiring, verifier: Verifier) -> None:
@@ -42,6 +43,9 @@ class SampleFinder:
         self._is_isolated = wiring.options.is_isolated
         self._readings = Readings(wiring.options.batch_size)
         self._rows = RowsInMemory()
+        is_given = wiring.options.batch_size is not None or wiring.options.samples is not None
+        is_one = is_given or wiring.is_watched or self._is_isolated or tracing.get_trace() is not None
+        self.can_have_others = not is_one
         if wiring.options.samples is not None:
             self._declare(wiring.options.samples)
 
@@ -150,11 +154,8 @@ class SampleFinder:
         So it is if the last batch was differentiated, and a module is called again with tensors that were not computed
         from it: accumulated gradients. Further calls with other tensors then belong to the last batch.
         """
-        options, is_new = self._options, self._tracker.progress.is_between and id(module) in self._rows.called
-        is_given = options.batch_size is not None or options.samples is not None
-        if is_given or self._is_isolated or self._is_watched or arguments.has_known(self._tracker):
-            return [], None
-        if not (is_new or self._rows.newest) or tracing.get_trace() is not None:
+        is_new = self._tracker.progress.is_between and id(module) in self._rows.called
+        if not (is_new or self._rows.newest) or arguments.has_known(self._tracker):
             return [], None
         try:
             size = arguments.find_batch_size()
@@ -163,16 +164,19 @@ class SampleFinder:
         rows = arguments.list_rows(size)
         if not is_new:
             return rows, self._rows.newest if size == len(self._rows.newest or ()) else None
-        if options.coupled or not rows or self._delivery.has_zeroed:
-            raise PerSampleError(
-                f"After a backward pass, {type(module).__name__} is called with other tensors than before. If they are "
-                "another batch, use a recording for each batch; if they belong to the same samples, pass "
-                f"batch_size={self.batch}, and the rows of both passes are added up."
-            )
+        if self._options.coupled or not rows or self._delivery.has_zeroed:
+            raise self._make_error_of_another_batch(type(module).__name__)
         assert self.batch is not None
         self._rows.newest = [*range(self.batch, self.batch + size)]
         self._outside.start_another(self._rows.newest)
         return rows, self._rows.newest
+
+    def _make_error_of_another_batch(self, called: str) -> PerSampleError:
+        return PerSampleError(
+            f"After a backward pass, {called} is called with other tensors than before. If they are another batch, use "
+            f"a recording for each batch; if they belong to the same samples, pass batch_size={self.batch}, and the "
+            "rows of both passes are added up; if they are the same for all samples, name them in constants=."
+        )
 
     def _find_part_of_batch(self, arguments: Arguments) -> tuple[list[tuple[Tensor, int]], list[int] | None]:
         """The tensors with samples in arguments, and the samples of their rows; None if they are no part of a batch."""
@@ -193,6 +197,8 @@ class SampleFinder:
         with _torch.DisableTorchFunction():
             found = self._outside.find_sizes(call.tensors)
             place = f"{get_op_name(call.func)} with weights, outside of calls of modules"
+            if found and self.batch is not None and self._tracker.progress.is_between:
+                raise self._make_error_of_another_batch(f"{place},")
             batch = self._readings.choose(found, self.batch, lambda: place) if found else None
             if batch is None:
                 return False
@@ -209,6 +215,7 @@ class SampleFinder:
                 )
             if self.batch is None:
                 self._set_batch(batch, call.tensors)
+                self._rows.called.add(id(self._get_model()))  # a method of the model may run the same code
             for tensor in call.tensors:
                 if (dim := self._outside.find_dim(tensor, batch)) is not None and not self._tracker.is_constant(tensor):
                     self._tracker.add_input(tensor, Layout(dim))
