@@ -54,6 +54,40 @@ def test_input_changed_in_place_raises(module: nn.Module, shape: tuple[int, ...]
         (output[0] if isinstance(output, tuple) else output).sum().backward()
 
 
+def add_and_remove(h: Tensor) -> None:
+    handle = h.register_hook(lambda grad: grad * 2)
+    h.register_hook(lambda grad: grad * 3)
+    handle.remove()
+
+
+HOOKS: dict[str, Any] = {
+    "two": lambda h: (h.register_hook(lambda grad: grad * 2), h.register_hook(lambda grad: grad + 1)),
+    "three": lambda h: [h.register_hook(lambda grad, i=i: grad * i + 1) for i in range(3)],
+    "one is removed": add_and_remove,
+    "beside retain_grad": lambda h: (h.retain_grad(), h.register_hook(lambda grad: grad * 2), h.retain_grad()),
+    "before and after a change": lambda h: (
+        h.register_hook(lambda grad: grad * 2), h.add_(1), h.register_hook(lambda grad: grad + 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_one_result(name: str) -> None:
+    """Each changes the gradient that the weights before it get."""
+
+    def forward(module: Any, x: Tensor) -> Tensor:
+        h = module.b(module.a(x).tanh())
+        HOOKS[name](h)
+        return module.c(h.tanh())  # type: ignore[no-any-return]
+
+    layers = {"a": nn.Linear(D, D), "b": nn.Linear(D, D), "c": nn.Linear(D, 2)}
+    module, x = Calls(forward, **layers).double(), torch.randn(B, D).double()
+    for _ in range(3):
+        with record(module) as grads:
+            compute_test_loss(module(x), 0).backward()
+        assert_rows_close(grads.dense(), loop_gradients(module, x))
+
+
 def test_gradient_penalty_is_refused() -> None:
     module = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, 1))
     x = torch.randn(B, D, requires_grad=True)

@@ -337,14 +337,13 @@ def test_what_uses_weights_before_the_first_call(batch: int) -> None:
     found: list[Any] = []
     expected = loop_gradients(model, x, lambda model, x: model(x).square().sum())
     expected["items.weight"] = torch.zeros(batch, 7, 4).double()
-    with watch(model, found.append):
-        for compute in EARLY_PENALTIES.values():
+    for compute in EARLY_PENALTIES.values():
+        (shared,) = torch.autograd.grad(compute(model), model.layer.weight)
+        with watch(model, found.append):
             early = compute(model)
             (model(x).square().sum() + early).backward()
-            assert_rows_close({"items.weight": expected["items.weight"], **found[-1].dense()}, expected)
-            torch.testing.assert_close(
-                found[-1].shared()["layer.weight"], torch.autograd.grad(compute(model), model.layer.weight)[0]
-            )
+        assert_rows_close({"items.weight": expected["items.weight"], **found[-1].dense()}, expected)
+        torch.testing.assert_close(found[-1].shared()["layer.weight"], shared)
     for compute_loss in EARLY_LOSSES.values():
         with watch(model, found.append), pytest.raises(PerSampleError, match="has the size of the batch"):
             early = compute_loss(model, x)

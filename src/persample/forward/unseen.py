@@ -103,10 +103,10 @@ def _refuse_samples_behind(tensor: Tensor, context: Context) -> None:
             if saved.shape in shapes and type(node).__name__ in _BY_ENTRY:  # pretrained weights, a running average
                 continue
             raise PerSampleError(
-                f"A tensor of shape {tuple(tensor.shape)} that the loss depends on was computed from weights and a tensor "
-                f"of shape {tuple(saved.shape)}, which has the size of the batch, where samples are not followed: before "
-                "the block, or before the first call in a step of a watched model. Compute it inside the block, or after "
-                "that call. If the second tensor is the same for all samples, name it in constants=."
+                f"A tensor of shape {tuple(tensor.shape)} that the loss depends on was computed from weights, and from "
+                f"a tensor of shape {tuple(saved.shape)} that has the size of the batch, where samples are not "
+                "followed: before the block, or before the first call in a step of a watched model. Compute it inside "
+                "the block, or after that call. If that tensor is the same for all samples, name it in constants=."
             )
 
 
