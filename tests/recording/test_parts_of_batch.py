@@ -280,6 +280,18 @@ def test_passes_over_one_batch_are_added_up(again: Callable[[Tensor], Tensor]) -
     assert_rows_close(grads.dense(), {key: rows + expected[1][key] for key, rows in expected[0].items()})
 
 
+def test_a_pass_for_inputs_alone_ends_no_batch() -> None:
+    """Adversarial examples that come from NumPy, which the recording does not see, are the same samples."""
+    model, x, y = make("recurrent", 3)
+    x.requires_grad_()
+    with record(model) as grads:
+        F.cross_entropy(model(x), y).backward(inputs=[x])
+        assert x.grad is not None
+        adversarial = torch.from_numpy((x + 0.1 * x.grad.sign()).detach().numpy())
+        F.cross_entropy(model(adversarial), y).backward()
+    assert_rows_close(grads.dense(), find_expected(model, adversarial, y))
+
+
 def test_other_tensors_of_the_same_samples() -> None:
     """Two views that were made before the block: with `batch_size=` they are one batch."""
     model, x, y = make("deep", 3)
@@ -291,8 +303,14 @@ def test_other_tensors_of_the_same_samples() -> None:
     assert_rows_close(grads.dense(), {key: rows + second[key] for key, rows in first.items()})
 
 
+def clear_gradients(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
 @pytest.mark.parametrize("options", [{}, {"keep_grad": True}, {"positions": T}], ids=str)
 @pytest.mark.parametrize("zero_grad", [
+    clear_gradients,
     lambda model: model.zero_grad(),
     lambda model: torch.optim.SGD(model.parameters()).zero_grad(),
     lambda model: torch.optim.SGD(model.parameters()).zero_grad(set_to_none=False),
@@ -301,7 +319,7 @@ def test_other_tensors_of_the_same_samples() -> None:
 def test_rows_begin_anew_with_zero_grad(zero_grad: Callable[[Any], None], options: dict[str, Any]) -> None:
     """As `p.grad`, for each parameter by itself. A last `zero_grad()` changes nothing."""
     model, x, y = make("recurrent", 3)
-    is_whole = zero_grad.__code__.co_names[0] != "head"
+    is_whole = "head" not in zero_grad.__code__.co_names
     with record(model, **options) as grads:
         attacked = x.clone().requires_grad_()
         F.cross_entropy(model(attacked), y, reduction="sum" if is_whole else "mean").backward()

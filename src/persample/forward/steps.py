@@ -315,7 +315,7 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     with tracker.processes.saving_weights():
         result = _run(followed, tracker)
-    if followed.call.func == _GRAD.__get__ and is_called_by("zero_grad"):
+    if _clears_gradient(followed.call):
         tracker.collector.receiver.note_zeroed(followed.call.tensors[0])
     for made in find_tensors(result):
         if made.requires_grad and id(made) not in tracker.collector.parameters:
@@ -323,6 +323,13 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
         elif tracker.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
             tracker.outside.add_constant(made)
     return result
+
+
+def _clears_gradient(call: Call) -> bool:
+    """Whether a call is `p.grad = None`, or reads `p.grad` in a `zero_grad()`."""
+    if call.func == _GRAD.__set__:
+        return call.args[1] is None
+    return call.func == _GRAD.__get__ and is_called_by("zero_grad")
 
 
 def _combine_constants(followed: Followed, tracker: Tracker) -> Any:

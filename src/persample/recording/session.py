@@ -215,7 +215,7 @@ class Recording:
             for tensor in find_tensors(call.given):  # the gradient of the output, if it is given
                 collector.receiver.note_outside(tensor)
             with (
-                self.tracker.progress.differentiate(self.samples.can_have_others),
+                self.tracker.progress.differentiate(self.samples.can_have_others and not inputs),
                 self._delivery.wait(),
                 self._unrecorded,
                 self.verifier.compare_row(call.roots, inputs),
