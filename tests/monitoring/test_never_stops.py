@@ -169,6 +169,8 @@ CASES: dict[str, tuple[Callable[[Any, Tensor], Tensor], Step]] = {
     "functional_call": (lambda model, h: model.middle(h), call_with_other_weights),
     "parameter hook": (lambda model, h: model.middle(h), hook_parameters),
     "no samples": (lambda model, h: model.middle(h), call_without_samples),
+    "layer as a function before the call": (lambda model, h: model.middle(h), use_a_layer_as_function),
+    "checkpoint and layer as a function": (checkpoint_layer, use_a_layer_as_function),
 }
 
 
@@ -207,9 +209,7 @@ def test_steps_that_cannot_be_measured_are_skipped(case: str, every: int, caplog
 
 
 @pytest.mark.parametrize("between", [lambda model, h: model.middle(h), checkpoint_layer])
-@pytest.mark.parametrize(
-    "step", [add_penalty_in_its_own_pass, add_penalty, compute_gradients, use_a_layer_as_function, divide_by_a_count]
-)
+@pytest.mark.parametrize("step", [add_penalty_in_its_own_pass, add_penalty, compute_gradients, divide_by_a_count])
 def test_steps_that_can_be_measured(step: Step, between: Callable[[Any, Tensor], Tensor]) -> None:
     expected = train(make_model(between), step)
     model = make_model(between)
