@@ -120,13 +120,11 @@ def read_saved(node: Any, name: str) -> Any:
     return read(node, f"_saved_{name}", "A weight that is used through a view or a transpose")
 
 
-def list_saved(node: Any) -> list[Tensor]:
+def list_saved(node: Any) -> list[Any]:
     """The arguments and results of an op that its autograd node keeps; none if they were freed."""
     with suppress(RuntimeError):
         names = [name for name in dir(node) if name.startswith("_saved_")]
-        saved = [getattr(node, name) for name in names] + [*getattr(node, "saved_tensors", ())]
-        lists = [each if isinstance(each, (tuple, list)) else [each] for each in saved]
-        return [each for some in lists for each in some if isinstance(each, Tensor)]
+        return [getattr(node, name) for name in names] + [*getattr(node, "saved_tensors", ())]
     return []
 
 

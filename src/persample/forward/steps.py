@@ -315,21 +315,15 @@ def _combine_weights(followed: Followed, tracker: Tracker) -> Any:
         return NEXT
     with tracker.processes.saving_weights():
         result = _run(followed, tracker)
-    if _clears_gradient(followed.call):
-        tracker.collector.receiver.note_zeroed(followed.call.tensors[0])
+    func, args = followed.call.func, followed.call.args
+    if (func == _GRAD.__set__ and args[1] is None) or (func == _GRAD.__get__ and is_called_by("zero_grad")):
+        tracker.collector.receiver.note_zeroed(args[0])
     for made in find_tensors(result):
         if made.requires_grad and id(made) not in tracker.collector.parameters:
             tracker.set_layout(made, None)
         elif tracker.outside is not None and not made.requires_grad:  # as by detach(): no samples, of any size
             tracker.outside.add_constant(made)
     return result
-
-
-def _clears_gradient(call: Call) -> bool:
-    """Whether a call is `p.grad = None`, or reads `p.grad` in a `zero_grad()`."""
-    if call.func == _GRAD.__set__:
-        return call.args[1] is None
-    return call.func == _GRAD.__get__ and is_called_by("zero_grad")
 
 
 def _combine_constants(followed: Followed, tracker: Tracker) -> Any:

@@ -17,14 +17,11 @@ from persample.forward.detectors import Context
 from persample.forward.gradient_hooks import check_custom_backward
 from persample.layouts import Layout, Lost, Where
 
-# Nodes of functions that combine a weight with another tensor entry by entry, or with a mask that they may have drawn.
+# Nodes of functions that combine a weight entry by entry with another tensor, such as pretrained weights or a mask.
 _BY_ENTRY = {"MulBackward0", "DivBackward0", "WhereBackward0", "MaskedFillBackward0", "NativeDropoutBackward0"}
 
-# Nodes that keep the indices that the function has found in its argument.
-_MAKES_INDICES = {
-    f"{name}Backward0"
-    for name in ("Sort", "Topk", "Max", "Min", "Median", "Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin")
-}
+# The beginnings of the names of nodes that keep indices which the function has found in its argument.
+_FINDS_INDICES = ("Sort", "Topk", "MaxB", "MinB", "Median", "Nanmedian", "Kthvalue", "Mode", "Cummax", "Cummin")
 
 
 def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
@@ -97,16 +94,16 @@ def _refuse_samples_behind(tensor: Tensor, context: Context) -> None:
         return
     shapes = {parameter.shape for parameter in context.collector.parameters.values()}
     for node in find_nodes(tensor):
-        for saved in () if type(node).__name__ in _MAKES_INDICES else _torch.list_saved(node):
-            if saved.requires_grad or context.batch not in saved.shape or context.outside.is_constant(saved):
-                continue
-            if saved.shape in shapes and type(node).__name__ in _BY_ENTRY:  # pretrained weights, a running average
+        kind = type(node).__name__
+        for saved in () if kind.startswith(_FINDS_INDICES) else find_tensors(_torch.list_saved(node)):
+            is_of_weights = saved.requires_grad or (kind in _BY_ENTRY and saved.shape in shapes)
+            if is_of_weights or context.batch not in saved.shape or context.outside.is_constant(saved):
                 continue
             raise PerSampleError(
-                f"A tensor of shape {tuple(tensor.shape)} that the loss depends on was computed from weights, and from "
-                f"a tensor of shape {tuple(saved.shape)} that has the size of the batch, where samples are not "
-                "followed: before the block, or before the first call in a step of a watched model. Compute it inside "
-                "the block, or after that call. If that tensor is the same for all samples, name it in constants=."
+                "The loss depends on a tensor that was computed from weights and from a tensor of shape "
+                f"{tuple(saved.shape)}, which has the size of the batch, before the block or the first call in a "
+                "step of a watched model: samples are not followed there. Compute it inside the block, or after that "
+                "call. If that tensor is the same for all samples, name it in constants=."
             )
 
 

@@ -142,8 +142,7 @@ class SampleFinder:
         for tensor, dim in rows:
             self._tracker.add_input(tensor, make_layout(dim, tuple(numbers), total))
         self._note_rows(rows, numbers)
-        self._rows.called.add(id(module))
-        self._verifier.prepare(module, arguments)
+        self._prepare_call(arguments, module)
         return True
 
     def _find_another_batch(

@@ -55,13 +55,14 @@ class BackwardCall:
         """Remove some roots; returns them, each with the gradient that is given for it."""
         name = "gradient" if self.is_of_tensor else "grad_tensors"
         roots, given = _make_list(self.roots), _make_list(self.given.get(name))
-        pairs = list(zip(roots, given or [None] * len(roots), strict=True))
-        is_chosen = [isinstance(root, Tensor) and is_taken(root) for root in roots]
-        if any(is_chosen):
-            rest = [pair for pair, chosen in zip(pairs, is_chosen, strict=True) if not chosen]
-            self.roots, grads = [root for root, _ in rest], [grad for _, grad in rest]
-            self.given[name] = grads if given else None
-        return [pair for pair, chosen in zip(pairs, is_chosen, strict=True) if chosen]
+        taken: list[tuple[Tensor, Tensor | None]] = []
+        rest: list[tuple[Tensor, Tensor | None]] = []
+        for root, grad in zip(roots, given or [None] * len(roots), strict=True):
+            (taken if isinstance(root, Tensor) and is_taken(root) else rest).append((root, grad))
+        if taken:
+            self.roots = [root for root, _ in rest]
+            self.given[name] = [grad for _, grad in rest] if given else None
+        return taken
 
     def list_starts(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that the pass starts from, and the gradients of them that are given."""
