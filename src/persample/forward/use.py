@@ -138,7 +138,9 @@ def _tap(
     if plan.rule is not None and plan.rule.whole:
         saved += results
     chosen = [results[i] if call.is_inplace else _find_base(results[i]) for i in plan.tapped]
-    shared = plan.moves and any(_shares_memory(c, w) for c in chosen for w in weights.values())
+    shared = plan.moves and not {*map(_torch.get_storage_id, chosen)}.isdisjoint(
+        map(_torch.get_storage_id, weights.values())
+    )
     copy = not call.is_inplace and (plan.reads_result or shared or any(c._base is not None for c in chosen))
     tapped = Tap.apply(use, saved, copy, *chosen, *(call.tensors[i] for i in plan.inputs), collector.anchor)
     pairs = zip(plan.tapped, tapped, strict=True)
@@ -198,7 +200,8 @@ def _make_plan(
 ) -> Plan:
     tapped = tuple(i for i, r in enumerate(results) if r.is_floating_point() or r.is_complex())
     _check_results(call, [motion.results[i] for i in tapped], forward)
-    layouts = tuple(motion.get_aligned(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(call.where))
+    aligned = dict(motion.aligned)
+    layouts = tuple(aligned.get(i) or (w if isinstance(w, Layout) else None) for i, w in enumerate(call.where))
     arguments = take_out_tensors((call.args, call.kwargs))
     # In an empty batch, layouts are not known and make no difference.
     rule = next((r for r in rules if not forward.batch or _is_for(r, call, arguments, layouts, weights)), None)
@@ -250,10 +253,6 @@ def _is_random(call: Call, rng_state: Tensor | None) -> bool:
     args, kwargs = call.fill([t.detach().clone() for t in call.tensors])
     with torch.no_grad(), _torch.DisableTorchFunction(), fork_rng():
         return _torch.draws_random_numbers(lambda: call.func(*args, **kwargs))
-
-
-def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    return _torch.get_storage_id(a) == _torch.get_storage_id(b)
 
 
 def _find_base(result: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -251,10 +251,6 @@ _INDEXING_NAMES = re.compile(
 _LOOKUPS = {"embedding", "embedding_bag"}
 
 
-def _has_indexing_name(func: Callable[..., Any]) -> bool:
-    return _INDEXING_NAMES.search(get_op_name(func)) is not None
-
-
 def _has_deciding_index(call: Call) -> bool:
     return any(
         t.dtype in INDEX_DTYPES and (where is None or call.facts.operator not in _LOOKUPS) for t, where in call.pairs
@@ -263,7 +259,8 @@ def _has_deciding_index(call: Call) -> bool:
 
 def _find_memo_key(call: Call) -> Key | None:
     """The key of a call, None if its motion depends on values or if the key is unhashable."""
-    if (_has_indexing_name(call.func) or call.facts.moves_entries) and _has_deciding_index(call):
+    has_indexing_name = _INDEXING_NAMES.search(get_op_name(call.func)) is not None
+    if (has_indexing_name or call.facts.moves_entries) and _has_deciding_index(call):
         return None
     if any(isinstance(where, Reduced) for where in call.where):
         return None  # what was counted in the same pass decides

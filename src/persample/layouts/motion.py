@@ -31,10 +31,6 @@ class Motion:
     depends_on_values: bool = False
     is_tried: bool = False
 
-    def get_aligned(self, position: int) -> Layout | None:
-        """The layout of an argument in `aligned`, None if it is not there."""
-        return dict(self.aligned).get(position)
-
 
 def make_uniform_motion(where: Where | None, results: Sequence[Tensor]) -> Motion:
     """The motion with the same layout for each of the results."""

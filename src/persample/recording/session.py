@@ -55,24 +55,17 @@ class BackwardCall:
         """Remove some roots; returns them, each with the gradient that is given for it."""
         name = "gradient" if self.is_of_tensor else "grad_tensors"
         roots, given = _make_list(self.roots), _make_list(self.given.get(name))
-        taken: list[tuple[Tensor, Tensor | None]] = []
-        rest: list[tuple[Tensor, Tensor | None]] = []
-        for root, grad in zip(roots, given or [None] * len(roots), strict=True):
-            (taken if isinstance(root, Tensor) and is_taken(root) else rest).append((root, grad))
+        pairs = list(zip(roots, given or [None] * len(roots), strict=True))
+        taken = {id(root) for root in roots if isinstance(root, Tensor) and is_taken(root)}
         if taken:
-            self.roots = [root for root, _ in rest]
-            self.given[name] = [grad for _, grad in rest] if given else None
-        return taken
+            self.roots = [root for root in roots if id(root) not in taken]
+            self.given[name] = [grad for root, grad in pairs if id(root) not in taken] if given else None
+        return [pair for pair in pairs if id(pair[0]) in taken]
 
     def list_starts(self) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors that the pass starts from, and the gradients of them that are given."""
         given = self.given.get("gradient", self.given.get("grad_tensors"))
         return list(find_tensors([self.roots])), list(find_tensors(given))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the pass is for all leaves of the graph, and makes no graph of its own."""
-        return self.given.get("inputs") is None and not self.given.get("create_graph")
 
     @property
     def is_graph_kept(self) -> bool:
@@ -236,18 +229,22 @@ class Recording:
             collector.retained.forget_gradients(is_graph_kept)
 
     def _differentiate_penalties(self, call: BackwardCall) -> bool:
-        """Keep the gradients of roots that were computed from weights alone; returns whether there are no others."""
-        if not (call.is_plain and self._is_alone and self.tracker.counted.holds_divisors):
+        """Keep the gradients of roots that were computed from weights alone; returns whether there are no others.
+
+        What a call of a module has made is no penalty: its input may be samples.
+        """
+
+        def is_penalty(root: Tensor) -> bool:
+            return self.tracker.is_weight(root) and not any(_MADE_BY_CALL in node.metadata for node in find_nodes(root))
+
+        is_plain = call.given.get("inputs") is None and not call.given.get("create_graph")
+        if not (is_plain and self._is_alone and self.tracker.counted.holds_divisors):
             return False
-        penalties = call.take_roots(self._is_penalty)
+        penalties = call.take_roots(is_penalty)
         with self.collector.pull_back(), _torch.DisableTorchFunction():
             for root, grad in penalties:
                 self.collector.deliver_shared(root, torch.ones_like(root) if grad is None else grad)
         return bool(penalties) and not call.roots
-
-    def _is_penalty(self, root: Tensor) -> bool:
-        """Whether a root was computed from weights alone, and not by a call of a module, whose input may be samples."""
-        return self.tracker.is_weight(root) and not any(_MADE_BY_CALL in node.metadata for node in find_nodes(root))
 
     def undo_forward(self) -> None:
         """Restore the model's buffers and the state of the random number generator."""
