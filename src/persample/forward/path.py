@@ -91,8 +91,7 @@ class Progress:
             yield
         finally:
             if self.stage is Stage.BACKWARD:
-                is_outside = before is not Stage.INSIDE
-                self._set(Stage.BETWEEN if has_other_batches and is_outside else before)
+                self._set(Stage.BETWEEN if has_other_batches and before is not Stage.INSIDE else before)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

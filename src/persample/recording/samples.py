@@ -44,8 +44,8 @@ class SampleFinder:
         self._readings = Readings(wiring.options.batch_size)
         self._rows = RowsInMemory()
         is_given = wiring.options.batch_size is not None or wiring.options.samples is not None
-        is_one = is_given or wiring.is_watched or self._is_isolated or tracing.get_trace() is not None
-        self.can_have_others = not is_one
+        is_traced = tracing.get_trace() is not None
+        self.can_have_others = not (is_given or wiring.is_watched or self._is_isolated or is_traced)
         if wiring.options.samples is not None:
             self._declare(wiring.options.samples)
 
@@ -214,7 +214,7 @@ class SampleFinder:
                 )
             if self.batch is None:
                 self._set_batch(batch, call.tensors)
-                self._rows.called.add(id(self._get_model()))  # a method of the model may run the same code
+                self._rows.called.add(id(self._get_model()))  # it may run the same code
             for tensor in call.tensors:
                 if (dim := self._outside.find_dim(tensor, batch)) is not None and not self._tracker.is_constant(tensor):
                     self._tracker.add_input(tensor, Layout(dim))
