@@ -228,6 +228,11 @@ def sort_losses(losses: Tensor, y: Tensor) -> Tensor:
     return torch.where(losses > threshold, -losses, losses)
 
 
+def scale_by_size(losses: Tensor, y: Tensor) -> Tensor:
+    size = losses.shape[0]
+    return losses * 1e-3 * (size if losses.max().item() > 20 else 1 / size)
+
+
 def mix_before(change: Callable[[Tensor], Tensor]) -> Attack:
     def step(t: Training, x: Tensor, y: Tensor) -> None:
         t.losses(change(x), y).sum().backward()
@@ -420,6 +425,7 @@ CHANGES: dict[str, Change] = {
     "scale by a count": scale(lambda losses, y: 0.5 - int((losses > 20).sum())),
     "scale by a number of classes": scale(lambda losses, y: 3.5 - len(y.unique())),
     "scale by the length of a list": scale(lambda losses, y: 0.5 - len([v for v in y.tolist() if v > 5])),
+    "scale by the size or its inverse": scale_by_size,
     "scale by a sorted list": sort_losses,
     "fill_": fill_number,
     "a Function that keeps a number": lambda losses, y: CountingCopy.apply(losses),
@@ -600,6 +606,8 @@ HARMLESS: dict[str, Attack] = {
         (t.losses((2 * x) / 2 + 0, y.double().float()) * 0.5).clamp(max=1e6).sum().backward()
     ),
     "item": log(lambda losses, y: losses.mean().item()),
+    "per cent": log(lambda losses, y: (losses.sum().item(), (losses > y).float().sum().mul_(100 / len(y)).item())),
+    "a constant that is the size of a batch": log(lambda losses, y: (losses.sum().item(), losses.detach() * B)),
     "a list": log(lambda losses, y: sorted(losses.tolist())),
     "numpy": log(lambda losses, y: losses.detach().numpy().mean()),
     "a count": log(lambda losses, y: int((losses > y).sum())),

@@ -169,6 +169,16 @@ def test_two_batches_in_one_loss_are_refused() -> None:
     optimizer.release()
 
 
+def test_copies_are_refused_if_a_larger_batch_was_handed_out_as_well() -> None:
+    model, optimizer, _ = make_private()
+    small, large = torch.randn(2, D), torch.randn(8, D)
+    optimizer.add_samples([small])
+    optimizer.add_samples([large])
+    with pytest.raises(PerSampleError, match="loader has 2"):
+        train(model, optimizer, torch.cat([small, small]))
+    optimizer.release()
+
+
 def test_several_calls_with_the_tensors_of_one_batch() -> None:
     dataset = TensorDataset(torch.randn(N, D), torch.randn(N, D))
     model, optimizer, loader = make_private(dataset)
@@ -241,6 +251,30 @@ def look_at(loader: Any, step: Callable[[Any], None]) -> None:
         step(batch)
 
 
+def evaluate_in_between(loader: Any, step: Callable[[Any], None]) -> None:
+    for batch in loader:
+        for _ in range(5):
+            list(loader)
+        step(batch)
+
+
+def leave_out_and_evaluate(loader: Any, step: Callable[[Any], None]) -> None:
+    for i, batch in enumerate(loader):
+        list(loader)
+        if i != 1:
+            step(batch)
+
+
+def use_the_first_again_later(loader: Any, step: Callable[[Any], None]) -> None:
+    first = next(iter(loader))
+    step(first)
+    for _ in range(4):
+        for batch in loader:
+            step(batch)
+    next(iter(loader))
+    step(first)
+
+
 # The errors with independent and with correlated noise.
 LOOPS: dict[Callable[..., None], tuple[str | None, str | None]] = {
     keep_first: ("used for a step before", "used for a step before"),
@@ -249,6 +283,9 @@ LOOPS: dict[Callable[..., None], tuple[str | None, str | None]] = {
     take_in_advance: (None, "The batch was drawn for step"),
     begin_again: (None, None),
     look_at: (None, "The batch was drawn for step"),
+    evaluate_in_between: (None, "The batch was drawn for step|No batch of the loader was handed out"),
+    leave_out_and_evaluate: ("left out", "The batch was drawn for step|No batch of the loader was handed out"),
+    use_the_first_again_later: ("used for a step before", "used for a step before|The batch was drawn for step"),
 }
 
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from persample import PerSampleError, SamplesMixed
 from persample.private import BatchMemoryManager, PrivacyEngine, PrivateOptimizer, Step
+from persample.private.loader import hand_out_batches
 from persample.private.noise import add_noise_of
 from tests.private.test_attacks import ALLOWED, BOUND, CHANGES, B, Model, make_data
 
@@ -224,6 +225,20 @@ def test_trains_as_the_loop_does(options: dict[str, Any]) -> None:
     other, _, expected = train(False, **options)
     torch.testing.assert_close(flatten(model.parameters()), flatten(expected.parameters()), rtol=1e-9, atol=1e-12)
     assert engine.get_epsilon(1e-5) == other.get_epsilon(1e-5) > 0
+
+
+def test_a_step_goes_on_where_a_loop_has_ended() -> None:
+    _, optimizer, model = train(False, epochs=1)
+    step, loader = Step(model, cross_entropy, optimizer), start_loader(optimizer)
+    before = flatten(model.parameters()).clone()
+    for batch in loader:
+        step(batch)
+    assert not torch.equal(flatten(model.parameters()), before)
+
+
+def start_loader(optimizer: Any) -> Any:
+    x, y = make_batch(48)
+    return hand_out_batches(DataLoader(TensorDataset(x, y), batch_size=4), optimizer)
 
 
 def test_adaptive_bounds_follow_the_step() -> None:
@@ -584,10 +599,10 @@ def test_a_loss_of_one_sample_gives_the_same_step() -> None:
         ),
         make_step(models[1], cross_entropy),
     ]
-    for seed in range(3):
-        losses = [step(make_batch(seed=seed)) for step in steps]
+    for count in (1, 6, 1, 6):
+        losses = [step(make_batch(count, seed=count)) for step in steps]
         torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*[list(model.parameters()) for model in models])
+        torch.testing.assert_close(*[list(model.parameters()) for model in models])
     with pytest.raises(PerSampleError, match="returns one number"):
         Step(models[0], lambda model, sample: model(sample[0]), start(models[0]), per_sample=True)(make_batch())
 

@@ -219,7 +219,7 @@ class LossCode(Detector):
         if type(value) is int and (facts(func).reshapes or (facts(func).makes_sized and _is_size(value, context))):
             return "size"
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return "batch" if value in (context.batch, 1 / max(1, context.batch)) else repr(value)
+            return Number(value, context.batch)
         return value if isinstance(value, (bool, str, complex, type(None), torch.dtype)) else type(value).__name__
 
     def _describe_tensor(self, tensor: Tensor, context: Context) -> Any:
@@ -232,6 +232,26 @@ class LossCode(Detector):
         if (number is None or is_drawn) and where is None and not tensor.requires_grad:
             return _describe_values(tensor)
         return "result", number, type(where).__name__, tensor.dtype, tensor.requires_grad
+
+
+class Number:
+    """A number in the calls of a step: equal to one of another step if both can be the same function of the batch size.
+
+    >>> Number(0.25, 4) == Number(0.5, 2), Number(4, 4) == Number(4, 2), Number(100 / 3, 3) == Number(50.0, 2)
+    (True, True, True)
+    >>> Number(0.25, 4) == Number(2, 2)
+    False
+    """
+
+    def __init__(self, value: float, batch: int) -> None:
+        meanings = {"batch": batch, "1 / batch": 1 / max(1, batch), "100 / batch": 100 / max(1, batch)}
+        self._meanings = {repr(value), *(name for name, meant in meanings.items() if value == meant)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Number) and not self._meanings.isdisjoint(other._meanings)
+
+    def __hash__(self) -> int:
+        return hash(Number)
 
 
 def _describe_values(tensor: Tensor) -> Any:

@@ -33,7 +33,8 @@ _ADVICE = (
     "A sample's number in the batch must not influence its result: in private training the bound of a sample would not "
     "hold. Positions belong to another dimension than the batch dimension (batch_first, batch_dim); constants must be "
     "the same for all samples; random numbers must be drawn in the step by a function of torch; a tensor of the data "
-    "must be an argument of the model; a mask by lengths is `torch.arange(T) < lengths[:, None]`."
+    "must be an argument of the model, or be declared by add_samples; a mask by lengths is "
+    "`torch.arange(T) < lengths[:, None]`."
 )
 
 

@@ -6,7 +6,7 @@ which: to give it to its unit, and to see that samples were mixed or that argume
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,9 @@ from persample.isolation.exposed import ExposedMemory
 from persample.layouts import Layout, Lost, Where, find_motion, make_call, make_layout
 from persample.recording import DeclaredBatches
 
-_MOST_BATCHES = 16  # that are followed at a time
+_FEW_BATCHES = 16  # that are followed without a look whether a program still has tensors of them
+_MOST_BATCHES = 1024  # that are followed at a time
+_MOST_TENSORS = 4096  # of one batch
 
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -61,6 +63,7 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
     Attributes:
         number: of the batch that was declared last.
         rows: what the rows of the arguments of the last call are, as far as that is known.
+        is_following: whether a loader has handed out batches whose rows can be followed.
     """
 
     def __init__(self, exposed: ExposedMemory) -> None:
@@ -69,9 +72,11 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
         self._exposed = exposed
         self.number = 0
         self.rows: Rows | None = None
+        self.is_following = False
         self._found: Rows | None = None  # the same, if the call begins a step
         self._is_paused = False  # as a loader prepares other data
         self._followed: dict[int, FollowedBatch] = {}  # by the number of the batch
+        self._limit = _FEW_BATCHES
         self._count = 0
         self._used = 0
 
@@ -86,19 +91,29 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
         before = self.find_batches(given)
         if len(before) == 1 and (number := before.pop()):
             return number  # it is declared again
+        if len(self._followed) >= self._limit:
+            self._forget()
         self._count += 1
         for each in (dim, 0):
             layouts = [Layout(each if t.dim() > each else 0) for t in given]
             sizes = {t.shape[where.dim] for t, where in zip(given, layouts, strict=True)}
             if len(sizes) == 1:
                 self._followed[self._count] = followed = FollowedBatch(sizes.pop())
+                self.is_following = True
                 for tensor, where in zip(given, layouts, strict=True):
                     self._exposed.watch(tensor)
                     followed[tensor] = where
                 break
-        self._followed.pop(self._count - _MOST_BATCHES, None)
         self.enter()
         return self._count
+
+    def _forget(self) -> None:
+        """Forget batches of which the program has no tensor any more."""
+        for followed in self._followed.values():
+            followed.keep_last(_MOST_TENSORS)
+        alive = [(number, followed) for number, followed in self._followed.items() if followed]
+        self._followed = dict(alive[-_MOST_BATCHES:])
+        self._limit = max(_FEW_BATCHES, 2 * len(self._followed))  # a program may keep many, such as all labels
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -133,9 +148,9 @@ class RowsBefore(TorchFunctionMode, DeclaredBatches):
             self.enter()
 
     @property
-    def is_following(self) -> bool:
-        """Whether a loader has handed out batches whose rows can be followed."""
-        return bool(self._followed)
+    def followed(self) -> Collection[int]:
+        """The numbers of the batches that may still come to the model."""
+        return self._followed.keys()
 
     def find_batches(self, tensors: Iterable[Tensor]) -> set[int]:
         """The numbers of the batches that tensors belong to, or were computed from; 0 for other tensors."""

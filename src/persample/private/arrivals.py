@@ -87,6 +87,7 @@ class Arrivals:
         self._bounds.rename(around)
         self._admit, self._recording["verify"] = admit, verify
         self.isolation = Isolation()
+        self.handed_out.restart()
         self.watch = self._begin(around)
         return self.watch
 
@@ -127,24 +128,27 @@ class Arrivals:
     def add_samples(self, batch: Any, batch_dim: int | None = None) -> None:
         """Declare the tensors of a batch of data; see `PrivateOptimizer.add_samples`."""
         batch_dim = self.batch_dim if batch_dim is None else batch_dim
+        if self.watch.is_retired:
+            return
+        self.watch.add_samples(get_content(batch), batch_dim)
+        number = self.isolation.rows.number
+        self._units.add(batch, number)
         if isinstance(self._recording.get("batch_dim", 0), int) and "units" not in self._recording:
-            self.handed_out.add(batch, batch_dim)
-        if not self.watch.is_retired:
-            self.watch.add_samples(get_content(batch), batch_dim)
-            self._units.add(batch, self.isolation.rows.number)
+            self.handed_out.add(batch, batch_dim, number)
 
-    def load(self, batches: Iterator[Any], loop: Turn | Pace | None = None) -> Any:
+    def load(self, batches: Iterator[Any], loop: Turn | Pace | None, is_part: bool = False) -> Any:
         """The next batch of a loader. Its tensors are declared as samples; how they are loaded is no part of a step.
 
         Args:
             batches: the loader's iterator.
-            loop: the loop that takes the batch; None for a further part of the same batch.
+            loop: the loop that takes the batch.
+            is_part: whether it is a further part of the batch before.
         """
         with self.watch.pause():
             batch = next(batches)
         self.add_samples(batch)
         if loop is not None:
-            self.handed_out.take(loop)
+            self.handed_out.take(loop, self.isolation.rows.number, is_part)
         return get_content(batch)
 
     # ---- backward passes ----
@@ -155,7 +159,7 @@ class Arrivals:
         params = self._optimizer.params
         self._check(grads, params)
         clipped = grads.clip(own=not self._optimizer.releaser.shards)
-        if self.isolation.loss_code.is_first:
+        if self.isolation.loss_code.is_first and self._admit is None:  # else no code of the user is around the model
             self._leave_out()
             return
         self._count(grads)
@@ -216,6 +220,12 @@ class Arrivals:
             before = getattr(p, "grad_sample", None)
             shown = rows if before is None else [*(before if isinstance(before, list) else [before]), rows]
             p.grad_sample = shown
+
+    def note_step(self) -> None:
+        """Note that a step is made; raise if a batch before it has made none."""
+        if self._optimizer.poisson_sampling:
+            self.handed_out.note_step()
+        self.handed_out.forget_others(self.isolation.rows.followed)
 
     def check_complete(self) -> None:
         """Raise if the model was called for this step, and no backward pass has followed."""

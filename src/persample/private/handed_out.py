@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,8 +13,6 @@ from persample._internal.tree import has_attributes
 from persample.isolation import Rows
 from persample.private.errors import PrivateTrainingError
 from persample.private.turns import Pace, Turn, Turns
-
-_MOST_BATCHES = 16  # that a loader hands out in advance
 
 
 class HandedOut:
@@ -38,36 +36,35 @@ has 8...
     """
 
     def __init__(self) -> None:
-        self._sizes: deque[tuple[float, float]] = deque()
+        self._sizes: deque[tuple[float, float]] = deque()  # of the last batches
+        self._sizes_of: dict[int, list[tuple[float, float]]] = {}  # by the number of the batch
         self._waiting = 0  # batches that were handed out since the last step
         self._ahead = 1  # the largest number of them so far
         self.turns: Turns | None = None
-        self._loop: Turn | Pace | None = None  # that has taken the last batch
-        self._used: deque[int] = deque(maxlen=_MOST_BATCHES)  # numbers of the batches of the last steps
-        self._using: set[int] = set()  # those of this step
+        self._last_loop: Turn | Pace | None = None  # that has taken the last batch
+        self._loops: dict[int, Turn | Pace] = {}  # the loop that has taken a batch, by the number of the batch
+        self._used: set[int] = set()  # the numbers of the batches that have made a step
+        self._using: list[int] = []  # of those of this step
 
-    def add(self, batch: Any, batch_dim: int = 0) -> None:
-        """Note the size of a batch that is handed out.
+    def add(self, batch: Any, batch_dim: int = 0, number: int = 0) -> None:
+        """Note the size of a batch that is handed out; `number` is that of the batch, if its rows are followed.
 
         A loop may transpose batches with the samples in dimension 0 for a model that has them in `batch_dim`. So their
         size in dimension 0 is noted, too.
         """
         largest, in_front = (max(_list_sizes(batch, dim), default=math.inf) for dim in (batch_dim, 0))
         self._sizes.append((largest, in_front))
+        self._sizes_of.setdefault(number, []).append((largest, in_front))
         self._waiting += 1
 
     def check(self, batch_size: int, rows: Rows | None = None) -> None:
         """Raise if a step has more samples than the batches that it can belong to, or one of them in several rows."""
-        if rows is not None and rows.has_repeats and batch_size == len(rows.order) <= rows.size:
-            raise PrivateTrainingError(
-                "A sample of the loader is in several rows of the arguments of the model, each of which would be "
-                "clipped by itself. Call the model with each sample once, or pass units=K if it has K augmentations."
-            )
         self._ahead, self._waiting = max(self._ahead, self._waiting), 0
         while len(self._sizes) > self._ahead:
             self._sizes.popleft()
-        largest = max((size for size, _ in self._sizes), default=batch_size)
-        if batch_size > largest and all(batch_size != in_front for _, in_front in self._sizes):
+        sizes = self._sizes if rows is None else self._sizes_of.get(rows.number, self._sizes)
+        largest = max((size for size, _ in sizes), default=batch_size)
+        if batch_size > largest and all(batch_size != in_front for _, in_front in sizes):
             raise PrivateTrainingError(
                 f"The model was called with {batch_size} samples, but the batch of the loader has {largest}: a sample "
                 "of the loader would add several times max_grad_norm. Call the model with the samples of the batch, "
@@ -76,6 +73,11 @@ has 8...
                 "add_samples(batch) with the whole batch before the model. Do not put two batches of the loader into "
                 "one step."
             )
+        if rows is not None and rows.has_repeats and batch_size == len(rows.order) <= rows.size:
+            raise PrivateTrainingError(
+                "A sample of the loader is in several rows of the arguments of the model, each of which would be "
+                "clipped by itself. Call the model with each sample once, or pass units=K if it has K augmentations."
+            )
 
     # ---- one step for each batch ----
 
@@ -83,26 +85,44 @@ has 8...
         """A new loop over the loader, which is told of each batch that it takes."""
         return Pace() if self.turns is None else Turn(self.turns)
 
-    def take(self, loop: Turn | Pace) -> None:
-        """Note that a loop takes a batch."""
-        self._loop = loop
-        loop.take()
+    def take(self, loop: Turn | Pace, number: int, is_part: bool) -> None:
+        """Note that a loop takes a batch, or a further part of its last one."""
+        self._last_loop = self._loops[number] = loop
+        if not is_part:
+            loop.take()
 
     def check_unused(self, number: int) -> None:
-        """Raise if a batch was used for a step before; note that this step uses it."""
+        """Raise if a batch was used for a step before; note that this step uses it. 0: it is not known which one."""
         if number in self._used:
             raise PrivateTrainingError(
                 "This batch of the loader was used for a step before. Each step needs a Poisson sample of its own, "
-                "because the accountant counts with independent ones."
+                "because the accountant counts with independent ones. Take the next batch of the loader for each step. "
+                "To try out whether a model can learn one batch, train it without privacy."
             )
-        self._using.add(number)
+        if number:
+            self._using.append(number)
 
     def note_step(self) -> None:
         """Note that a step is made, before its noise is drawn; raise if a batch before it has made none."""
-        if self._loop is not None:
-            self._loop.note_step()
-        self._used.extend(self._using - {0})
-        self._using.clear()
+        using, self._using = self._using, []
+        self._used.update(using)
+        # Another loop, as for an evaluation, may have taken batches since. An empty batch may come to no model.
+        loop = self._loops.get(using[-1]) if using else self._last_loop
+        if loop is not None:
+            loop.note_step()
+
+    def forget_others(self, followed: Collection[int]) -> None:
+        """Forget all batches but those of these numbers, if there are many others."""
+        if len(self._loops) <= 2 * len(followed):
+            return
+        self._loops = {number: loop for number, loop in self._loops.items() if number in followed}
+        self._sizes_of = {number: sizes for number, sizes in self._sizes_of.items() if number in followed}
+        self._used.intersection_update(followed)
+
+    def restart(self) -> None:
+        """Forget the numbers of batches: they begin with 1 again."""
+        for numbers in (self._sizes_of, self._loops, self._used, self._using):
+            numbers.clear()
 
 
 def _list_sizes(value: Any, batch_dim: int) -> Iterator[float]:

@@ -237,8 +237,7 @@ class PrivateOptimizer(OpacusShape):
         settings = self._step.settings
         if self._step.parts is None or settings is None:  # no samples: the step is noise only
             settings = self.get_settings()
-        if self.poisson_sampling:
-            self.arrivals.handed_out.note_step()
+        self.arrivals.note_step()
         if self.check_step is not None:
             self.check_step(self, settings.noise_multiplier)
         std = self.get_noise_scale(settings.noise_multiplier) * settings.max_grad_norm

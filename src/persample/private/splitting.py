@@ -77,7 +77,7 @@ class _SplitLoader(DataLoader[Any]):
         parts, loop, is_first = super().__iter__(), self._optimizer.arrivals.handed_out.begin_loop(), True
         while True:
             try:
-                part = self._optimizer.arrivals.load(parts, loop if is_first else None)
+                part = self._optimizer.arrivals.load(parts, loop, is_part=not is_first)
             except StopIteration:
                 self._optimizer.check_part()
                 return

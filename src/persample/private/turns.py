@@ -83,7 +83,7 @@ class Pace:
             raise PrivateTrainingError(
                 "A batch of the loader was left out: this loop made a step for each of the batches before. If its "
                 "samples decide that, such as a loss that is too large or a batch that is empty, then what is released "
-                "depends on them. Call backward() and step() for each batch; an empty one makes a step of noise. To go "
-                "on after an error, begin a new loop."
+                "depends on them. Call backward() and step() for each batch; an empty one makes a step of noise. "
+                "BatchMemoryManager divides a batch that is too large. To go on after an error, begin a new loop."
             )
         self._waiting = max(0, self._waiting - 1)
