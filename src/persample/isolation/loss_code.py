@@ -105,7 +105,9 @@ class LossCode(Detector):
             self._note_read(func, result, context)
             self.exposed.note(func, args[0] if args else None)
         for made in find_tensors(result):
-            self._made[made] = self._count = self._count + 1
+            self._count += 1
+            if made.numel():  # else it may get its values unseen, as `torch.load` does
+                self._made[made] = self._count
         return result
 
     def _note_read(self, func: Any, result: Any, context: Context) -> None:
