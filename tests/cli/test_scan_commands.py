@@ -253,13 +253,15 @@ def test_two_processes(tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_process_that_is_lost(tmp_path: Path) -> None:
     """torchrun starts all processes again, and the scan continues."""
     (tmp_path / "lost.py").write_text(
-        "import os, pathlib, signal, torch\n"
+        "import os, pathlib, signal, time, torch\n"
         "class Rows(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 40\n"
         "    def __getitem__(self, i):\n"
         "        place = pathlib.Path(__file__).with_name('killed')\n"
-        "        if i == 30 and os.environ.get('RANK') == '1' and (place.parent / 'two/0/00000.npz').exists():\n"
-        "            if not place.exists():\n"
+        "        if i == 38 and os.environ.get('RANK') == '1' and not place.exists():\n"
+        "            stored = place.parent / 'two/0/00000.npz'  # by the other process, but not while this one looks at data\n"
+        "            for _ in range(50 * (not stored.exists())): time.sleep(0.1)\n"
+        "            if stored.exists():\n"
         "                place.touch()\n"
         "                os.kill(os.getpid(), signal.SIGKILL)\n"
         "        return torch.full((4,), i / 40), i % 2\n"
