@@ -183,10 +183,11 @@ def find_contradiction(call: PlacedCall, number: int, where: Where | None) -> st
             if not is_close(before, whole):
                 return "depends on the samples, but has no layout"
         elif isinstance(where, Reduced):
+            power = 2 if where.kind == "root" else 1  # the square of such a norm is a sum
             all_changed = call.run(call.mix_values(base, other, range(call.batch), False))[number]
             for n, rest in others.items():
                 parts = [call.run(call.mix_values(base, other, part, False))[number] for part in ([n], rest)]
-                if not is_close(before + all_changed, parts[0] + parts[1]):
+                if not is_close(before**power + all_changed**power, parts[0] ** power + parts[1] ** power):
                     return "is not a sum over the samples, but is said to be one"
         elif isinstance(where, Layout) and not where.loose_index:
             loose = [where, *(where for _ in others)]
