@@ -33,7 +33,11 @@ def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
         context.set_layout(tensor, lost)
         return lost
     if has_parameters_behind(tensor, context):
-        _refuse_samples_behind(tensor, context)
+        if cause := _find_samples_behind(tensor, context):
+            if context.complain is not None:  # of a monitor, which gives up before the backward pass
+                raise PerSampleError(f"The loss depends on {cause}.")
+            context.set_layout(tensor, lost := Lost(cause))
+            return lost
         context.processes.check_saved(tensor)
         context.set_layout(tensor, None)
     else:
@@ -88,10 +92,10 @@ def refuse_nested(place: str) -> NoReturn:
     )
 
 
-def _refuse_samples_behind(tensor: Tensor, context: Context) -> None:
-    """Refuse a part of the loss that looks as if weights were combined with samples before the step began."""
+def _find_samples_behind(tensor: Tensor, context: Context) -> str | None:
+    """Say why a tensor looks as if weights were combined with samples before the step began; None if it does not."""
     if context.is_inside or context.outside is None or not context.batch:
-        return
+        return None
     shapes = {parameter.shape for parameter in context.collector.parameters.values()}
     for node in find_nodes(tensor):
         kind = type(node).__name__
@@ -99,12 +103,13 @@ def _refuse_samples_behind(tensor: Tensor, context: Context) -> None:
             is_of_weights = saved.requires_grad or (kind in _BY_ENTRY and saved.shape in shapes)
             if is_of_weights or context.batch not in saved.shape or context.outside.is_constant(saved):
                 continue
-            raise PerSampleError(
-                "The loss depends on a tensor that was computed from weights and from a tensor of shape "
-                f"{tuple(saved.shape)}, which has the size of the batch, before the block or the first call in a "
-                "step of a watched model: samples are not followed there. Compute it inside the block, or after that "
-                "call. If that tensor is the same for all samples, name it in constants=."
+            return (
+                f"a tensor that was computed from weights and from a tensor of shape {tuple(saved.shape)}, which has "
+                "the size of the batch, before the block or the first call in a step of a watched model: samples are "
+                "not followed there. Compute it inside the block, or after that call. If that tensor is the same for "
+                "all samples, name it in constants="
             )
+    return None
 
 
 def has_parameters_behind(tensor: Tensor, context: Context) -> bool:
