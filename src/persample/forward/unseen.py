@@ -35,7 +35,7 @@ def find_unseen_layout(tensor: Tensor, context: Context) -> Where | None:
     if has_parameters_behind(tensor, context):
         if cause := _find_samples_behind(tensor, context):
             if context.complain is not None:  # of a monitor, which gives up before the backward pass
-                raise PerSampleError(f"The loss depends on {cause}.")
+                raise PerSampleError(f"In a part of the loss, {cause}.")
             context.set_layout(tensor, lost := Lost(cause))
             return lost
         context.processes.check_saved(tensor)
@@ -104,10 +104,9 @@ def _find_samples_behind(tensor: Tensor, context: Context) -> str | None:
             if is_of_weights or context.batch not in saved.shape or context.outside.is_constant(saved):
                 continue
             return (
-                f"a tensor that was computed from weights and from a tensor of shape {tuple(saved.shape)}, which has "
-                "the size of the batch, before the block or the first call in a step of a watched model: samples are "
-                "not followed there. Compute it inside the block, or after that call. If that tensor is the same for "
-                "all samples, name it in constants="
+                f"a tensor of shape {tuple(saved.shape)}, which has the size of the batch, has met weights before the "
+                "block or the first call in a step of a watched model, where samples are not followed (compute this "
+                "inside, or name the tensor in constants= if it is the same for all samples)"
             )
     return None
 
